@@ -1,0 +1,1 @@
+"""Communication: the ops, and the one resolver that picks them."""

@@ -1,0 +1,1 @@
+"""Automatic parallelization for PyTorch on unequal devices."""

@@ -1,0 +1,1 @@
+"""HSPMD annotations: who holds which part of a tensor."""

@@ -1,0 +1,1 @@
+"""Op rules, one file per family."""

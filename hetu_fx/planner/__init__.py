@@ -1,0 +1,1 @@
+"""Plans: space, cost and search."""

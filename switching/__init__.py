@@ -1,0 +1,1 @@
+"""The runtime: state, schedules, variants and switching."""

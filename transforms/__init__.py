@@ -1,0 +1,1 @@
+"""Passes from the captured graph to one graph per device."""

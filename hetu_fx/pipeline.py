@@ -1,0 +1,181 @@
+"""Pipelines of stages: which devices hold what part of the model, one after another.
+
+A `Stage` is a tensor parallel group of devices that hold some of the model's repeated blocks, in shards
+proportional to ratios. A `Pipeline` is stages one after another, with its share of the batch. Both check and
+canonicalise themselves: equal meaning is an equal value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hetu_fx.documents import Fields
+from hetu_fx.errors import PlanError
+
+_T = TypeVar("_T")
+
+LATER = {
+    "recompute": "leave it out (activations of a stage are kept, not recomputed)",
+    "annotations": "leave it out (per-tensor annotations follow from the stages)",
+    "home": "leave it out (optimizer states are placed by 'zero')",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A tensor parallel group that holds `blocks` of the model's repeated blocks.
+
+    `devices` are ranks in order; `ratios` their relative shard sizes (left out: even; kept without common
+    factor); `blocks` may be None, in all stages of a pipeline at once: as even as possible.
+    """
+
+    devices: tuple[int, ...]
+    ratios: tuple[int, ...] = ()
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        check_devices(self.devices, "a stage")
+        ratios = tuple(self.ratios) or (1,) * len(self.devices)
+        if len(ratios) != len(self.devices):
+            raise PlanError(
+                f"stage on devices {list(self.devices)} has {len(ratios)} ratios {list(ratios)}; "
+                f"give one per device, or leave them out for even shards"
+            )
+        if any(ratio < 1 for ratio in ratios):
+            raise PlanError(
+                f"stage on devices {list(self.devices)} has ratios {list(ratios)}, but each must be at "
+                f"least 1; leave a device that is to hold nothing out of the stage"
+            )
+        object.__setattr__(self, "ratios", reduced(ratios))
+        if self.blocks is not None and self.blocks < 0:
+            raise PlanError(f"stage on devices {list(self.devices)} has {self.blocks} blocks; give 0 or more")
+
+    @property
+    def is_even(self) -> bool:
+        """Tell whether all shards have the same size."""
+        return len(set(self.ratios)) == 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this stage, defaults left out."""
+        result: dict[str, Any] = {"devices": list(self.devices)}
+        if not self.is_even:
+            result["ratios"] = list(self.ratios)
+        return result if self.blocks is None else result | {"blocks": self.blocks}
+
+    def __str__(self) -> str:
+        devices = ",".join(map(str, self.devices))
+        ratios = "" if self.is_even else " " + ":".join(map(str, self.ratios))
+        return f"[{devices}{ratios}]" + ("" if self.blocks is None else f"x{self.blocks}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Stages one after another. `rows` is its relative share of the batch, cut into `micro_batches`."""
+
+    stages: tuple[Stage, ...]
+    rows: int = 1
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if not self.stages:
+            raise PlanError("a pipeline has no stages; give at least one, such as {'devices': [0]}")
+        if self.rows < 1:
+            raise PlanError(f"{self} has rows {self.rows}; give 1 or more, or leave the pipeline out")
+        if self.micro_batches < 1:
+            raise PlanError(f"{self} has {self.micro_batches} micro-batches; give 1 or more")
+        given = [stage.blocks for stage in self.stages]
+        if None in given and any(blocks is not None for blocks in given):
+            raise PlanError(
+                f"{self} gives blocks for some stages only: {given}; give them for all or for none"
+            )
+        if 0 in given[1:-1]:
+            raise PlanError(f"{self} has a stage without blocks in the middle: {given}; leave that stage out")
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Return the ranks of all stages, in order."""
+        return tuple(device for stage in self.stages for device in stage.devices)
+
+    def blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the number of blocks of each stage, left-out ones as even as possible (earlier stages more).
+
+        Raises `PlanError` when they do not add up to `num_blocks`.
+        """
+        given = tuple(stage.blocks for stage in self.stages if stage.blocks is not None)
+        if not given:
+            return self._even_blocks(num_blocks)
+        if sum(given) != num_blocks:
+            raise PlanError(
+                f"blocks {list(given)} of {self} add up to {sum(given)}, but the model has {num_blocks} "
+                f"repeated blocks; make them add up, or leave 'blocks' out"
+            )
+        return given
+
+    def _even_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        if 0 < num_blocks < len(self.stages):
+            raise PlanError(
+                f"{self} has {len(self.stages)} stages, but the model has only {num_blocks} repeated blocks; "
+                f"use fewer stages"
+            )
+        small, more = divmod(num_blocks, len(self.stages))
+        return tuple(small + (i < more) for i in range(len(self.stages)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this pipeline."""
+        stages = [stage.to_json() for stage in self.stages]
+        return {"rows": self.rows, "micro_batches": self.micro_batches, "stages": stages}
+
+    def __str__(self) -> str:
+        return " > ".join(map(str, self.stages))
+
+
+def reduced(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Divide whole numbers by their greatest common divisor."""
+    common = math.gcd(*numbers)
+    return tuple(number // common for number in numbers)
+
+
+def check_devices(devices: tuple[int, ...], what: str) -> None:
+    """Raise `PlanError` for no devices, a negative one, or one that stands twice."""
+    if not devices:
+        raise PlanError(f"{what} has no devices; give at least one")
+    if min(devices) < 0:
+        raise PlanError(f"{what} has device {min(devices)} in {list(devices)}; devices are ranks, from 0")
+    twice = sorted({device for device in devices if devices.count(device) > 1})
+    if twice:
+        raise PlanError(f"{what} uses devices {twice} twice ({list(devices)}); use each device once")
+
+
+def read_pipeline(value: Mapping[str, Any], where: str) -> Pipeline:
+    """Read one entry of `pipelines`; raise `PlanError` with its place."""
+    fields = Fields(value, where, PlanError, ("rows", "micro_batches", "stages"), LATER)
+    stages = fields.objects("stages")
+    parts: dict[str, Any] = {
+        "stages": tuple(_read_stage(s, f"{where}.stages[{i}]") for i, s in enumerate(stages)),
+        "rows": fields.integer("rows", 1),
+        "micro_batches": fields.integer("micro_batches", 1),
+    }
+    return located(Pipeline, parts, where)
+
+
+def _read_stage(value: Mapping[str, Any], where: str) -> Stage:
+    fields = Fields(value, where, PlanError, ("devices", "ratios", "blocks"), LATER)
+    parts: dict[str, Any] = {
+        "devices": fields.integers("devices"),
+        "ratios": fields.integers("ratios", ()),
+        "blocks": fields.integer("blocks", None),
+    }
+    return located(Stage, parts, where)
+
+
+def located(kind: type[_T], parts: Mapping[str, Any], where: str) -> _T:
+    """Build a value; an error in it is told with its place in the file."""
+    try:
+        return kind(**parts)
+    except PlanError as problem:
+        raise PlanError(f"{where}: {problem}") from None

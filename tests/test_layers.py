@@ -1,0 +1,180 @@
+"""The house has no stairs back up: every module imports only what stands on its floor or below.
+
+Read from the syntax trees, so imports inside functions and under TYPE_CHECKING count too. A new file needs
+its place in FLOORS.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Top floor first. A name stands for the module, or for the package with all that is in it unless a row names
+# a part of it. Modules of one floor may use each other (never in a circle); nobody uses a floor above.
+FLOORS = (
+    "cli demo",
+    "integrations",
+    "api",
+    "checkpoint",
+    "switching.recovery switching.events report",
+    "switching.migrate switching.snapshot",
+    "switching.switch_plan switching.health switching.policy switching.dispatch",
+    "switching.runtime",
+    "switching.variant",
+    "switching.schedule",
+    "switching.bridge",
+    "switching.home switching",
+    "transforms.passes",
+    "transforms.pass_",
+    "transforms",
+    "planner.make_plan",
+    "planner.search",
+    "planner",
+    "deduction.propagate",
+    "deduction.rules",
+    "deduction",
+    "comm_ops",
+    "graph plan pipeline prediction documents emulate emulate_*",
+    "annotations",
+    "topology",
+    "errors",
+)
+FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the two top floors
+CLIENTS = ("hetu_fx.cli", "hetu_fx.demo")
+OUTSIDE = (*CLIENTS, "hetu_fx.integrations")  # these may use the public names
+
+
+def source_files() -> Iterator[tuple[str, Path]]:
+    """Yield (import name, file) of every module: the mapped folders are read, the links to them skipped."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    mapping: Mapping[str, str] = project["tool"]["setuptools"]["package-dir"]
+    for package, folder in mapping.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if not any((ROOT / folder).joinpath(*parts[:end]).is_symlink() for end in range(1, len(parts))):
+                yield ".".join((package, *parts)).removesuffix(".__init__"), path
+
+
+MODULES = dict(source_files())
+
+
+def imports_of(name: str, tree: ast.Module, is_package: bool) -> Iterator[tuple[str, int]]:
+    """Yield (imported name, line): for `from a import b` both spellings of a.b, module or attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".")[: None if is_package and node.level == 1 else -node.level or None]
+            origin = ".".join((*(base if node.level else ()), *((node.module,) if node.module else ())))
+            yield from ((f"{origin}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def module_of(imported: str) -> str | None:
+    """Find the module of ours that an imported name is, or is an attribute of."""
+    while imported not in MODULES:
+        if "." not in imported:
+            return None
+        imported = imported.rpartition(".")[0]
+    return imported
+
+
+@functools.cache
+def edges() -> tuple[tuple[str, str, str], ...]:
+    """List (importer, imported, place) between two modules of ours."""
+    found = []
+    for name, path in MODULES.items():
+        tree = ast.parse(path.read_text(), filename=str(path))
+        for imported, line in imports_of(name, tree, path.name == "__init__.py"):
+            target = module_of(imported)
+            if target is not None and target != name:
+                found.append((name, target, f"{path.relative_to(ROOT)}:{line}"))
+    return tuple(found)
+
+
+def row_matches(row_name: str, module: str) -> bool:
+    full = f"hetu_fx.{row_name}"
+    return module.startswith(full[:-1]) if full.endswith("*") else f"{module}.".startswith(f"{full}.")
+
+
+def floor(module: str) -> int | None:
+    """Give the floor's row (0 is the top) by the longest name that places the module."""
+    rows = [(name, row) for row, line in enumerate(FLOORS) for name in line.split()]
+    places = [(len(name), row) for name, row in rows if row_matches(name, module)]
+    return max(places)[1] if places else None
+
+
+def test_every_module_has_a_floor() -> None:
+    homeless = [name for name in MODULES if name != FACADE and floor(name) is None]
+    assert not homeless, "give it a place in FLOORS"
+
+
+def test_nothing_imports_from_a_floor_above() -> None:
+    upward = [
+        f"{place}: {name} (floor '{FLOORS[here]}') imports {target} (floor '{FLOORS[there]}')"
+        for name, target, place in edges()
+        if FACADE not in (name, target)
+        and (here := floor(name)) is not None
+        and (there := floor(target)) is not None
+        and there < here
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name, target, _ in edges():
+        if target != FACADE:
+            graph[name].add(target)
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
+
+
+def test_the_inside_never_imports_the_public_names() -> None:
+    inner = [(place, name) for name, target, place in edges() if target == FACADE]
+    users = [f"{place}: {name}" for place, name in inner if not name.startswith(OUTSIDE)]
+    assert not users, "import from the defining module:\n" + "\n".join(users)
+
+
+def test_the_core_never_imports_an_integration() -> None:
+    users = [
+        f"{place}: {name} imports {target}"
+        for name, target, place in edges()
+        if target.startswith("hetu_fx.integrations") and not name.startswith(OUTSIDE)
+    ]
+    assert not users, "\n".join(users)
+
+
+def test_the_facade_imports_neither_command_line_nor_demo() -> None:
+    assert not [place for name, target, place in edges() if name == FACADE and target.startswith(CLIENTS)]
+
+
+def test_integrations_use_only_public_names_and_errors() -> None:
+    allowed = ("hetu_fx.errors", "hetu_fx.integrations")
+    users = [
+        f"{place}: {name} imports {target}"
+        for name, target, place in edges()
+        if name.startswith("hetu_fx.integrations") and target != FACADE and not target.startswith(allowed)
+    ]
+    assert not users, "\n".join(users)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from hetu_fx import plan", ["hetu_fx.plan"]),
+        ("import hetu_fx.graph.meta as m", ["hetu_fx.graph.meta"]),
+        ("def f():\n    from .bridge import Bridge", ["hetu_fx.switching.bridge.Bridge"]),
+    ],
+)
+def test_imports_are_read_in_every_spelling(source: str, expected: list[str]) -> None:
+    assert [name for name, _ in imports_of("hetu_fx.switching.runtime", ast.parse(source), False)] == expected

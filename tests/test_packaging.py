@@ -1,0 +1,61 @@
+"""The package list of pyproject.toml is complete, and nothing else is installed."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
+FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
+
+
+def packages_in(folder: Path, name: str) -> set[str]:
+    """Name every package under `folder`; the analysers' links are not folders of their own."""
+    children = [child for child in folder.iterdir() if child.is_dir() and not child.is_symlink()]
+    found = {name} if (folder / "__init__.py").is_file() else set()
+    return found.union(*(packages_in(child, f"{name}.{child.name}") for child in children))
+
+
+def test_every_package_on_disk_is_in_the_list() -> None:
+    found = set[str]().union(*(packages_in(ROOT / folder, name) for name, folder in FOLDERS.items()))
+    assert sorted(found) == sorted(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_with_code_is_a_package(package: str) -> None:
+    mapped = max((name for name in FOLDERS if f"{package}.".startswith(f"{name}.")), key=len)
+    folder = ROOT / FOLDERS[mapped] / package[len(mapped) :].strip(".").replace(".", "/")
+    code = {path.parent for path in folder.rglob("*.py")}
+    bare = code - {path.parent for path in folder.rglob("__init__.py")}
+    assert not [path for path in bare if not any(part.is_symlink() for part in path.parents)]
+
+
+def test_only_hetu_fx_is_installed() -> None:
+    assert {package.split(".")[0] for package in PACKAGES} == {"hetu_fx"}
+
+
+def test_tests_are_no_package() -> None:
+    # With __init__.py files and the root on the path, a module of theirs could be loaded twice.
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_every_link_of_the_makefile_is_a_mapped_folder_that_git_ignores() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    line = next(line for line in makefile.splitlines() if line.startswith("LINKED := "))
+    linked = line.removeprefix("LINKED := ").split()
+    assert sorted(linked) == sorted(set(FOLDERS.values()) - {"hetu_fx"})
+    assert {f"/hetu_fx/{name}" for name in linked} <= set((ROOT / ".gitignore").read_text().split())
+
+
+def test_the_torch_range_of_make_is_the_declared_one() -> None:
+    declared = next(line for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
+    assert f"TORCH ?= {declared}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_typing_marker_is_shipped() -> None:
+    assert (ROOT / "hetu_fx" / "py.typed").is_file()
+    assert PROJECT["tool"]["setuptools"]["package-data"]["hetu_fx"] == ["py.typed"]

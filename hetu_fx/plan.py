@@ -1,8 +1,9 @@
 """Plans: which devices run what part of the model on which share of the batch.
 
-A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is stages one after another; a `Stage`
-is a tensor parallel group of devices that hold some of the model's repeated blocks, in shards proportional to
-ratios. Plans are values: equal plans compare equal and can be dict keys. They need no devices and no torch.
+A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is stages one after another; a
+`Stage` is a tensor parallel group of devices that hold some of the model's repeated blocks, in shards
+proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need no
+devices and no torch.
 
 The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
 """
@@ -42,9 +43,9 @@ class Plan:
     """Pipelines side by side, and how they run.
 
     `schedule` orders forwards and backwards of the micro-batches; `zero` 1 spreads optimizer states over the
-    replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest sequence
-    is at most that. `predicted` is what the planner expected; it takes no part in equality. Rows have no common
-    factor.
+    replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest
+    sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Rows are
+    kept without common factor.
     """
 
     pipelines: tuple[Pipeline, ...]

@@ -1,0 +1,110 @@
+"""Exact integer min-max allocation: rows to replicas, units to shards, blocks to stages.
+
+Spread (rows, units): find x_1 .. x_n, whole numbers with low_i <= x_i <= high_i and sum x_i = total   (1)
+that minimise max_i t_i(x_i), each t_i non-decreasing.                                                 (2)
+The optimum is t_i(x) for some i and x, so bisection over those values is exact, without tolerances.
+
+Cut (blocks): find 0 = k_0 < k_1 < ... < k_n = total that minimise max_i c_i(k_{i-1}, k_i).             (3)
+Dynamic programming over (i, k_i) is exact for any c_i; blocks that are all alike are spread instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Seconds = Callable[[int], float]
+"""Seconds one receiver needs for a count; must not decrease with the count."""
+
+RangeSeconds = Callable[[int, int, int], float]
+"""Seconds that stage i needs for the blocks [start, stop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Receivers:
+    costs: tuple[Seconds, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+    def most(self, index: int, deadline: float) -> int:
+        """Return the most that receiver `index` can take by the deadline; `low - 1` when not even `low`."""
+        low, high = self.low[index], self.high[index]
+        counts = range(low, high + 1)
+        return low - 1 + bisect_left(counts, True, key=lambda count: self.costs[index](count) > deadline)
+
+    def can_take(self, total: int, deadline: float) -> bool:
+        """Tell whether (1) has a solution in which nobody is later than the deadline."""
+        most = [self.most(index, deadline) for index in range(len(self.costs))]
+        return all(m >= low for m, low in zip(most, self.low, strict=True)) and sum(most) >= total
+
+
+def spread(
+    total: int, costs: Sequence[Seconds], *, low: Sequence[int] = (), high: Sequence[int] = ()
+) -> tuple[int, ...] | None:
+    """Return the counts that solve (1) and (2), or None when the limits allow none.
+
+    `low` defaults to 0 and `high` to `total` for each. Among the solutions of equal maximum, the surplus is
+    taken back from the latest receivers, so the result is deterministic.
+    """
+    low = tuple(low) or (0,) * len(costs)
+    high = tuple(min(total, h) for h in high) if high else (total,) * len(costs)
+    if sum(low) > total or sum(high) < total or any(h < floor for h, floor in zip(high, low, strict=True)):
+        return None
+    receivers = _Receivers(tuple(costs), low, high)
+    deadline = min(_least_deadline(receivers, index, total) for index in range(len(costs)))
+    counts = [receivers.most(index, deadline) for index in range(len(costs))]
+    for _ in range(sum(counts) - total):
+        counts[_latest(receivers, counts)] -= 1
+    return tuple(counts)
+
+
+def _least_deadline(receivers: _Receivers, index: int, total: int) -> float:
+    """Return the least t_index(x) by which everything can be taken, or infinity."""
+    counts = range(receivers.low[index], receivers.high[index] + 1)
+    cost = receivers.costs[index]
+    first = bisect_left(counts, True, key=lambda count: receivers.can_take(total, cost(count)))
+    return cost(counts[first]) if first < len(counts) else float("inf")
+
+
+def _latest(receivers: _Receivers, counts: Sequence[int]) -> int:
+    movable = [index for index, count in enumerate(counts) if count > receivers.low[index]]
+    return max(movable, key=lambda index: (receivers.costs[index](counts[index]), index))
+
+
+def cut(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:
+    """Return the sizes of the consecutive ranges that solve (3), each at least 1.
+
+    None when there are fewer items than stages, or every cut has an infinite cost (a stage that does not
+    fit).
+    """
+    if total < num_stages:
+        return None
+    worst = [seconds(0, 0, stop) if stop else float("inf") for stop in range(total + 1)]
+    choices: list[list[int]] = []
+    for stage in range(1, num_stages):
+        column = [_best_start(stage, stop, worst, seconds) for stop in range(total + 1)]
+        choices.append([start for _, start in column])
+        worst = [value for value, _ in column]
+    return None if worst[total] == float("inf") else _sizes(total, choices)
+
+
+def _best_start(stage: int, stop: int, worst: Sequence[float], seconds: RangeSeconds) -> tuple[float, int]:
+    """Return (least max, start). No bisection: with items of unequal cost, `worst` may shrink when it grows.
+
+    A start that is already too late on the left is skipped before its range is priced.
+    """
+    best = (float("inf"), stage)
+    for start in range(stop - 1, stage - 1, -1):
+        if worst[start] < best[0]:
+            best = min(best, (max(worst[start], seconds(stage, start, stop)), start))
+    return best
+
+
+def _sizes(total: int, choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    stops = [total]
+    for column in reversed(choices):
+        stops.append(column[stops[-1]])
+    stops.append(0)
+    return tuple(stop - start for stop, start in itertools.pairwise(stops))[::-1]

@@ -28,7 +28,8 @@ __all__ = [
     "Schedule",
     "Stage",
     "diff",
-    "split_micro_batches",
+    "micro_batch_rows",
+    "pipeline_rows",
     "split_rows",
 ]
 
@@ -184,7 +185,13 @@ def diff(before: Plan, after: Plan) -> str:
     return "\n".join(lines) or "no difference"
 
 
-def split_rows(total: int, plan: Plan) -> tuple[int, ...]:
+def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Return the rows of each micro-batch of each pipeline; they add up to `total`, some may be 0."""
+    shares = zip(pipeline_rows(total, plan), plan.pipelines, strict=True)
+    return tuple(micro_batch_rows(rows, pipeline.micro_batches) for rows, pipeline in shares)
+
+
+def pipeline_rows(total: int, plan: Plan) -> tuple[int, ...]:
     """Return how many of `total` rows each pipeline gets, in proportion to `rows`, by largest remainder.
 
     They add up to `total`; equal remainders go to the earlier pipeline; some may get none.
@@ -197,10 +204,10 @@ def split_rows(total: int, plan: Plan) -> tuple[int, ...]:
     return tuple(whole)
 
 
-def split_micro_batches(rows: int, pipeline: Pipeline) -> tuple[int, ...]:
+def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
     """Return the rows of each micro-batch of a pipeline, larger ones first, none differing by more than 1."""
-    small, more = divmod(rows, pipeline.micro_batches)
-    return tuple(small + (i < more) for i in range(pipeline.micro_batches))
+    small, more = divmod(rows, micro_batches)
+    return tuple(small + (i < more) for i in range(micro_batches))
 
 
 def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Pipeline, Plan, Stage, diff, split_micro_batches, split_rows
+from hetu_fx.plan import Pipeline, Plan, Stage, diff, micro_batch_rows, pipeline_rows, split_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 
 DESIGN_FILE = """
@@ -239,21 +239,22 @@ def test_diff_names_what_changes() -> None:
 
 
 def test_seven_rows_in_shares_five_to_two_and_three_to_one() -> None:
-    assert split_rows(7, Plan.data_parallel([0, 1], [5, 2])) == (5, 2)
-    assert split_rows(7, Plan.data_parallel([0, 1], [3, 1])) == (5, 2)
-    assert split_rows(1, Plan.data_parallel([0, 1], [1, 1])) == (1, 0)
+    assert pipeline_rows(7, Plan.data_parallel([0, 1], [5, 2])) == (5, 2)
+    assert pipeline_rows(7, Plan.data_parallel([0, 1], [3, 1])) == (5, 2)
+    assert pipeline_rows(1, Plan.data_parallel([0, 1], [1, 1])) == (1, 0)
+    assert split_rows(7, design_plan()) == ((3, 2), (2,))
 
 
 @given(st.integers(0, 500), st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_rows_add_up_and_stay_within_one_of_their_share(total: int, shares: list[int]) -> None:
-    rows = split_rows(total, Plan.data_parallel(range(len(shares)), shares))
+    rows = pipeline_rows(total, Plan.data_parallel(range(len(shares)), shares))
     assert sum(rows) == total
     assert all(abs(r - total * s / sum(shares)) < 1 for r, s in zip(rows, shares, strict=True))
 
 
 @given(st.integers(0, 100), st.integers(1, 12))
 def test_micro_batches_add_up_and_differ_by_at_most_one(rows: int, count: int) -> None:
-    parts = split_micro_batches(rows, Pipeline((Stage((0,)),), micro_batches=count))
+    parts = micro_batch_rows(rows, count)
     assert (len(parts), sum(parts)) == (count, rows)
     assert max(parts) - min(parts) <= 1
 

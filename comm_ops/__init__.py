@@ -1,1 +1,19 @@
-"""Communication: the ops, and the one resolver that picks them."""
+"""Communication: the ops, and the one resolver that picks them.
+
+`COMM_OPS` is the table of records, by name; importing it registers them all with torch as `hetu::name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetu_fx.comm_ops.all_gather import ALL_GATHER
+from hetu_fx.comm_ops.all_reduce import ALL_REDUCE
+from hetu_fx.comm_ops.identity import IDENTITY
+from hetu_fx.comm_ops.local_slice import LOCAL_SLICE
+from hetu_fx.comm_ops.op import CommOp
+from hetu_fx.comm_ops.reduce_scatter import REDUCE_SCATTER
+
+COMM_OPS: Mapping[str, CommOp] = {
+    record.name: record for record in (IDENTITY, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, LOCAL_SLICE)
+}

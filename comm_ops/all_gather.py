@@ -1,0 +1,46 @@
+"""hetu::all_gather: the parts of a split dim, put together on every rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hetu_fx.comm_ops.cost import ring_cost
+from hetu_fx.comm_ops.groups import active
+from hetu_fx.comm_ops.layout import check_size, join_parts, part_shape
+from hetu_fx.comm_ops.op import CommOp, call
+from hetu_fx.comm_ops.wire import fresh, gather_parts
+
+
+def _eager(
+    x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str
+) -> Tensor:
+    table = active()
+    check_size(x, dim, sizes[table.position(ranks)], outer, inner, "all_gather")
+    shapes = [part_shape(x, dim, size, outer, inner) for size in sizes]
+    parts = gather_parts(x, shapes, ranks, table)
+    return fresh(parts[0]) if len(parts) == 1 else join_parts(parts, dim, outer)
+
+
+def _fake(
+    x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str
+) -> Tensor:
+    return x.new_empty(part_shape(x, dim, sum(sizes), outer, inner))
+
+
+def _adjoint(
+    gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str
+) -> Tensor:
+    if cotangent == "duplicate":
+        return call("local_slice", gradient, ranks, dim, sizes, outer, inner)
+    return call("reduce_scatter", gradient, ranks, dim, sizes, outer, inner)
+
+
+ALL_GATHER = CommOp(
+    name="all_gather",
+    summary="Joins parts of `dim` from `ranks`. The gradient is cut if duplicate there, reduced if partial.",
+    schema="(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner, str cotangent) -> Tensor",
+    eager=_eager,
+    fake=_fake,
+    adjoint=_adjoint,
+    cost=ring_cost,
+).register()

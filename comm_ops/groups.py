@@ -1,0 +1,195 @@
+"""Process groups by logical rank, created when first used and kept.
+
+Communication ops name ranks by value; when they run they look up the runtime's table by `active()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
+
+from hetu_fx.errors import CommError
+
+# How many tables each base group has seen: with the base's name it makes group names that all ranks agree
+# on and that are new after the world changed.
+_tables_over: Counter[str] = Counter()
+
+
+class GroupTable:
+    """Maps sorted tuples of logical ranks to process groups.
+
+    Logical rank i is the i-th rank of `process_group` (the whole world if None). Without torch.distributed it
+    is a world of one. Tables over one group are made in the same order by all of its ranks. Every wait of a
+    group of the table is bounded by `timeout` (that of `process_group` if None).
+    """
+
+    def __init__(
+        self, process_group: ProcessGroup | None = None, *, timeout: timedelta | None = None
+    ) -> None:
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self._staged: dict[torch.device, bool] = {}
+        self._base: ProcessGroup | None = None
+        self._globals: tuple[int, ...] = (0,)
+        self.rank, self.size, self.timeout = 0, 1, timeout or timedelta(minutes=30)
+        if process_group is not None or (dist.is_available() and dist.is_initialized()):
+            self._bind(process_group or dist.group.WORLD, timeout)
+
+    @classmethod
+    def dry(cls, rank: int, size: int) -> GroupTable:
+        """Pretend to be `rank` of `size`, for tracing and export: shapes are right, messages are refused."""
+        table = cls.__new__(cls)
+        table._groups, table._staged, table._base = {}, {}, None
+        table._globals, table._name = tuple(range(size)), "dry"
+        table.rank, table.size, table.timeout = rank, size, timedelta(0)
+        return table
+
+    def _bind(self, base: ProcessGroup) -> None:
+        self._globals = tuple(dist.get_process_group_ranks(base))
+        self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
+        self._name = f"hetu_fx/{base.group_name}/{_tables_over[base.group_name]}"
+        _tables_over[base.group_name] += 1
+
+    @property
+    def base(self) -> ProcessGroup:
+        """The group of all logical ranks; raises CommError where there is none."""
+        if self._base is None:
+            raise CommError(
+                f"rank {self.rank} of {self.size} cannot communicate: torch.distributed is not initialised; "
+                "start the job with torchrun, or call init_process_group first"
+            )
+        return self._base
+
+    def to_global(self, rank: int) -> int:
+        """Give torch.distributed's rank of a logical rank."""
+        return self._globals[rank]
+
+    def position(self, ranks: Sequence[int]) -> int:
+        """Give this rank's position among `ranks`; raise CommError where it is not one of them."""
+        if self.rank not in ranks:
+            raise CommError(
+                f"rank {self.rank} runs a communication of ranks {list(ranks)}, which leave it out"
+            )
+        return list(ranks).index(self.rank)
+
+    def group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Give the group of logical `ranks` (any order; inside, they are sorted by global rank).
+
+        Its first use is collective over `ranks`. Raises CommError for ranks that are not there.
+        """
+        key = tuple(sorted(ranks))
+        if key not in self._groups:
+            self._groups[key] = self._create(key)
+        return self._groups[key]
+
+    def order(self, ranks: Sequence[int]) -> list[int]:
+        """Give the positions in `ranks` in the order in which their process group counts them."""
+        return sorted(range(len(ranks)), key=lambda position: self._globals[ranks[position]])
+
+    def staged(self, device: torch.device) -> bool:
+        """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
+        if device not in self._staged:
+            self._staged[device] = device.type != "cpu" and not _has_native_backend(self.base, device)
+        return self._staged[device]
+
+    def _create(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        base = self.base
+        if ranks[-1] >= self.size or self.rank not in ranks:
+            raise CommError(f"rank {self.rank} of {self.size} cannot join a group of ranks {list(ranks)}")
+        if len(ranks) == self.size:
+            return base
+        members = sorted(self._globals[rank] for rank in ranks)
+        name = f"{self._name}/{'-'.join(map(str, ranks))}"
+        with guarded("group creation", ranks):
+            return _create_group(members, name, self.timeout)
+
+
+def _create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGroup:
+    """Do what new_group(use_local_synchronization=True) does, but under a name that all members agree on.
+
+    new_group hashes the number of groups that the process has made so far into the name, so ranks that are in
+    unequal numbers of groups (the normal case for unequal devices) never meet (seen in torch 2.13).
+    """
+    backend, store = _world.pg_map[_get_default_group()]
+    me = members.index(dist.get_rank())
+    created = _new_process_group_helper(
+        len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
+    )
+    group: ProcessGroup = created[0]
+    _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
+    return group
+
+
+def _world_group() -> ProcessGroup | None:
+    return _get_default_group() if dist.is_available() and dist.is_initialized() else None
+
+
+def _timeout_of(group: ProcessGroup | None) -> timedelta:
+    if group is None:
+        return timedelta(minutes=30)
+    for device in ("cpu", "cuda"):
+        try:
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        except RuntimeError:  # the group has no backend for this kind of device
+            continue
+        return timeout
+    return timedelta(minutes=30)
+
+
+def _has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # the group has no backend for this kind of device
+        return False
+    return "gloo" not in type(backend).__name__.lower()
+
+
+@contextmanager
+def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            f"{what} of ranks {list(ranks)} failed on rank {active().rank}: {error}; "
+            "a peer is dead, stuck, or runs another plan"
+        ) from error
+
+
+_active: GroupTable | None = None
+_default: tuple[ProcessGroup | None, GroupTable] | None = None
+
+
+def activate(table: GroupTable | None) -> GroupTable | None:
+    """Make `table` the one that ops use (None: the default world); give the one before."""
+    global _active
+    before, _active = _active, table
+    return before
+
+
+def active() -> GroupTable:
+    """Give the table that ops use: the activated one, else one over the whole world as it is now."""
+    global _default
+    if _active is not None:
+        return _active
+    world = _world_group()
+    if _default is None or _default[0] is not world:
+        _default = (world, GroupTable())
+    return _default[1]
+
+
+@contextmanager
+def using(table: GroupTable) -> Iterator[GroupTable]:
+    """Activate `table` inside a with block."""
+    before = activate(table)
+    try:
+        yield table
+    finally:
+        activate(before)

@@ -1,0 +1,51 @@
+"""What a communication op is: one record with its schema, kernels, adjoint and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.comm_ops.cost import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class CommOp:
+    """Holds all there is to know of the op `hetu::name`.
+
+    Every op takes a tensor x, then ranks and layouts by value (args: ints and strings), and gives a new
+    tensor. `eager(x, *args)` communicates, `fake(x, *args)` gives shape and dtype only,
+    `adjoint(gradient, *args)` maps the gradient of the result to that of x, and
+    `cost(bytes, ranks, topology)` is the forward's seconds, bytes being those of a rank's largest tensor.
+    """
+
+    name: str
+    summary: str
+    schema: str
+    eager: Callable[..., Tensor]
+    fake: Callable[..., Tensor]
+    adjoint: Callable[..., Tensor]
+    cost: Callable[[float, Sequence[int], Topology], float]
+
+    def register(self) -> CommOp:
+        """Register the op with torch.library, and give the record back."""
+        op = torch.library.custom_op(f"hetu::{self.name}", self.eager, mutates_args=(), schema=self.schema)
+        op.register_fake(self.fake)
+        op.register_autograd(self._backward, setup_context=_keep_args)
+        return self
+
+    def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (self.adjoint(gradient, *ctx.args), *(None for _ in ctx.args))
+
+
+def _keep_args(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.args = inputs[1:]
+
+
+def call(name: str, x: Tensor, *args: object) -> Tensor:
+    """Run `hetu::name`."""
+    result: Tensor = getattr(torch.ops.hetu, name)(x, *args)
+    return result

@@ -1,0 +1,204 @@
+"""Turn what torch.export gives into a Graph: flat, functional, clean, with the user's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
+from hetu_fx.graph.blocks import find_blocks
+from hetu_fx.graph.clean import clean
+from hetu_fx.graph.containers import Opaque, Slot, Tree, walk, without_opaque
+from hetu_fx.graph.example import Example
+from hetu_fx.graph.functional import functionalize
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.regions import detach_at_exits, inline_regions
+
+LOSS = "loss"
+MODEL_PREFIX = "model."
+LEAF_KINDS = {
+    InputKind.PARAMETER: LeafKind.PARAMETER,
+    InputKind.BUFFER: LeafKind.BUFFER,
+    InputKind.CONSTANT_TENSOR: LeafKind.CONSTANT,
+    InputKind.USER_INPUT: LeafKind.INPUT,
+}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An exported program and what is needed to make a Graph of it."""
+
+    model: nn.Module
+    exported: ExportedProgram
+    example: Example
+    input_tree: Tree
+    output_tree: Tree
+    has_loss_fn: bool
+
+    def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
+        """Make the Graph.
+
+        Raises:
+            CaptureError: for control flow, writes that cannot be followed, or changed parameters.
+        """
+        flat = inline_regions(self.exported.graph_module)
+        for node in flat.nodes:
+            meta.set_module_stack(node, _stack_in_model(node))
+        leaves = self._merge_tied(flat, self._leaves(flat))
+        outputs = self._outputs(flat)
+        outputs += self._buffer_updates(flat, leaves, functionalize(flat))
+        detach_at_exits(flat, [leaf.node for leaf in leaves if _may_carry_gradient(leaf)])
+        clean(flat)
+        leaves = _without_unused_constants(flat, leaves)
+        return Graph(
+            graph=flat,
+            leaves=leaves,
+            outputs=outputs,
+            input_tree=self.input_tree,
+            output_tree=_named_root(without_opaque(self.output_tree), outputs),
+            batch_symbol=self._batch_symbol(leaves),
+            training=training,
+            block_paths=find_blocks(meta.module_stack(node) for node in flat.nodes),
+            constants=self._constants(leaves),
+        ).with_note(*notes, *self._notes())
+
+    def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:
+        specs = {spec.arg.name: spec for spec in self.exported.graph_signature.input_specs}
+        inputs = iter(self.example.tensors)
+        placeholders = [node for node in flat.nodes if node.op == "placeholder"]
+        return tuple(_leaf(node, specs[node.name], inputs) for node in placeholders)
+
+    def _merge_tied(self, flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+        """Make one leaf of every parameter or buffer that has several FQNs."""
+        names: dict[int, list[str]] = {}
+        state = dict(self.model.named_parameters(remove_duplicate=False))
+        state.update(self.model.named_buffers(remove_duplicate=False))
+        for name, tensor in state.items():
+            names.setdefault(id(tensor), []).append(name)
+        merged: dict[str, Leaf] = {}
+        for leaf in leaves:
+            if leaf.kind not in (LeafKind.PARAMETER, LeafKind.BUFFER):
+                merged[f"{leaf.kind}:{leaf.name}"] = leaf
+                continue
+            first, *aliases = names[id(state[leaf.name])]
+            known = merged.get(f"state:{first}")
+            if known is None:
+                merged[f"state:{first}"] = Leaf(leaf.kind, first, leaf.node, leaf.persistent, tuple(aliases))
+            else:
+                leaf.node.replace_all_uses_with(known.node)
+                flat.erase_node(leaf.node)
+        return tuple(merged.values())
+
+    def _outputs(self, flat: fx.Graph) -> tuple[OutputLeaf, ...]:
+        slots = [leaf for leaf in walk(self.output_tree) if isinstance(leaf, Slot)]
+        names = [slot.name or "output" for slot in slots]
+        output = flat.output_node()
+        values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+        if self.has_loss_fn:
+            loss: int | None = len(names)
+            if LOSS in names:  # the model's own loss gives way to loss_fn's
+                values[names.index(LOSS)] = values.pop()
+                loss = names.index(LOSS)
+            else:
+                names.append(LOSS)
+        else:
+            loss = _index_of_loss(names, values)
+        output.args = (tuple(values),)
+        return tuple(_output_leaf(name, index == loss) for index, name in enumerate(names))
+
+    def _buffer_updates(
+        self, flat: fx.Graph, leaves: tuple[Leaf, ...], written: Mapping[fx.Node, fx.Node]
+    ) -> tuple[OutputLeaf, ...]:
+        by_node = {leaf.node: leaf for leaf in leaves}
+        buffers = [(by_node[node], value) for node, value in written.items()]
+        for leaf, value in buffers:
+            if leaf.kind is not LeafKind.BUFFER:
+                raise CaptureError(
+                    f"forward changes the {leaf.kind} {leaf.name!r} in place ({meta.source_line(value)}); only "
+                    "registered buffers may be changed by forward"
+                )
+        output = flat.output_node()
+        output.args = ((*output.args[0], *(value for _, value in buffers)),)  # type: ignore[misc]
+        return tuple(OutputLeaf(leaf.name, OutputKind.BUFFER_UPDATE) for leaf, _ in buffers)
+
+    def _batch_symbol(self, leaves: tuple[Leaf, ...]) -> Any:
+        batch_nodes = [leaf.node for leaf in leaves if leaf.name in self.example.batch_inputs]
+        sizes = [meta.shape(node)[0] for node in batch_nodes if node.op == "placeholder"]
+        return meta.expression(sizes[0]) if sizes and meta.is_symbolic(sizes[0]) else None
+
+    def _constants(self, leaves: tuple[Leaf, ...]) -> dict[str, torch.Tensor]:
+        values = {_fqn(name): value for name, value in self.exported.constants.items()}
+        return {leaf.name: values[leaf.name] for leaf in leaves if leaf.kind is LeafKind.CONSTANT}
+
+    def _notes(self) -> Iterator[str]:
+        for leaf in walk(self.output_tree):
+            if isinstance(leaf, Opaque):
+                yield f"output {leaf.name!r} is of type {leaf.type_name}, which is not returned: it becomes None"
+        for leaf in walk(self.input_tree):
+            if isinstance(leaf, Opaque):
+                yield f"input {leaf.name!r} is of type {leaf.type_name}: it is baked in as it is"
+        for name in self.example.others:
+            yield f"input {name!r} has another size in dim 0 than the batch: it is not cut by rows"
+
+
+def _leaf(node: fx.Node, spec: InputSpec, inputs: Iterator[str]) -> Leaf:
+    if spec.kind not in LEAF_KINDS:
+        raise CaptureError(f"the model uses a {spec.kind} object ({spec.target}), which cannot be captured")
+    kind = LEAF_KINDS[spec.kind]
+    name = next(inputs) if kind is LeafKind.INPUT else _fqn(str(spec.target))
+    readable = re.sub(r"\W", "_", f"{kind}_{name}" if name[:1].isdigit() else name)
+    node._rename(readable)
+    node.target = node.name
+    return Leaf(kind, name, node, persistent=spec.persistent is not False)
+
+
+def _fqn(target: str) -> str:
+    return target.removeprefix(MODEL_PREFIX)
+
+
+def _stack_in_model(node: fx.Node) -> meta.ModuleStack:
+    """Return the node's module stack with the names that the user's model has."""
+    stack = meta.exported_module_stack(node)
+    return tuple((_fqn(path), kind) for path, kind in stack if path.startswith(MODEL_PREFIX))
+
+
+def _may_carry_gradient(leaf: Leaf) -> bool:
+    kinds = (LeafKind.PARAMETER, LeafKind.INPUT)
+    return leaf.kind in kinds and meta.dtype(leaf.node).is_floating_point
+
+
+def _without_unused_constants(flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+    unused = [leaf for leaf in leaves if leaf.kind is LeafKind.CONSTANT and not leaf.node.users]
+    for leaf in unused:
+        flat.erase_node(leaf.node)
+    return tuple(leaf for leaf in leaves if leaf not in unused)
+
+
+def _index_of_loss(names: list[str], values: list[fx.Node]) -> int | None:
+    if LOSS in names:
+        return names.index(LOSS)
+    first_may_be = bool(names) and names[0] in ("output", "0")
+    return 0 if first_may_be and _is_scalar(values[0]) else None
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return meta.shape(node) == () and meta.dtype(node).is_floating_point
+
+
+def _output_leaf(name: str, is_loss: bool) -> OutputLeaf:
+    if not is_loss:
+        return OutputLeaf(name, OutputKind.VALUE)
+    return OutputLeaf(LOSS if name == "output" else name, OutputKind.LOSS)
+
+
+def _named_root(tree: Tree, outputs: tuple[OutputLeaf, ...]) -> Tree:
+    """Give the slot of a bare tensor output the name of its output."""
+    return Slot(outputs[0].name) if tree == Slot("") else tree

@@ -1,0 +1,161 @@
+"""Capture a model as one single-device graph, by torch.export on the whole forward, loss included."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from hetu_fx.graph.assemble import Assembly
+from hetu_fx.graph.capture_failure import explain_failure, line_that_fixes
+from hetu_fx.graph.containers import Tree, flatten, unflatten
+from hetu_fx.graph.example import Example, make_example
+from hetu_fx.graph.graph import Graph
+
+Batch = Mapping[str, Any] | tuple[Any, ...]
+LossFn = Callable[..., torch.Tensor]
+
+
+def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, training: bool = True) -> Graph:
+    """Capture the forward of `model` on batches like `batch` as a graph.
+
+    Under torch.autocast, the casts that it makes are written into the graph. The model, the batch and the random
+    state are not changed.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        batch: keyword arguments (mapping) or positional ones (tuple). Values that are not tensors are baked in.
+        loss_fn: called as loss_fn(output, **batch) (or *batch), for a model that returns no loss.
+        training: capture the model in training or in evaluation mode.
+
+    Raises:
+        CaptureError: the model cannot be captured; names the line and the way out.
+    """
+    input_tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    program = _Program(model, input_tree, tuple(tensors), loss_fn)
+    with _mode(model, training), _surroundings():
+        exported, example, notes = _export(program, model, tensors)
+    assembly = Assembly(
+        model=model,
+        exported=exported,
+        example=example,
+        input_tree=input_tree,
+        output_tree=program.found.tree(),
+        has_loss_fn=loss_fn is not None,
+    )
+    return assembly.graph(training, notes)
+
+
+class _Found:
+    """What the trace finds out; an object of its own, because export gives a module's attributes back as they were."""
+
+    output_tree: Tree | None = None
+
+    def tree(self) -> Tree:
+        """Return the structure of the model's output."""
+        assert self.output_tree is not None, "the model was traced"
+        return self.output_tree
+
+
+class _Program(nn.Module):
+    """The model as a function from the batch's tensors to its output's tensors and the loss."""
+
+    def __init__(
+        self, model: nn.Module, input_tree: Tree, names: tuple[str, ...], loss_fn: LossFn | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.input_tree = input_tree
+        self.names = names
+        self.loss_fn = loss_fn
+        self.autocasts = _ambient_autocasts()
+        self.found = _Found()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
+        args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+        with contextlib.ExitStack() as stack:
+            for device_type, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            output = self.model(*args, **kwargs)
+            tree, values = flatten(output)
+            self.found.output_tree = tree
+            if self.loss_fn is None:
+                return tuple(values.values())
+            return (*values.values(), self.loss_fn(output, *args, **kwargs))
+
+
+def _ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextlib.contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the model in training or evaluation mode; leave a model that is there already as it is, part by part."""
+    before = [(module, module.training) for module in model.modules()]
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _surroundings() -> Iterator[None]:
+    """Trace with gradients on, ambient autocast off, and give back the random state as it was."""
+    with contextlib.ExitStack() as stack:
+        for kind, _ in _ambient_autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _export(
+    program: _Program, model: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
+    """Export with a dynamic batch, or else with a static one, or else with all sizes static."""
+    example = make_example(tensors, model, keep_batch=False)
+    try:
+        return _export_once(program, example, batch=True, rest=True), example, ()
+    except Exception as error:
+        first_error = error
+    kept = make_example(tensors, model, keep_batch=True)
+    for rest in (True, False):
+        with contextlib.suppress(Exception):
+            exported = _export_once(program, kept, batch=False, rest=rest)
+            return exported, kept, _static_notes(program, example, first_error, rest=rest)
+    raise explain_failure(first_error) from first_error
+
+
+def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
+    shapes = example.dynamic_shapes(batch_is_dynamic=batch, rest_is_dynamic=rest)
+    inputs = tuple(example.tensors.values())
+    return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+
+
+def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:
+    """Say that the batch is static, and which line made it so (found by letting export specialise it)."""
+    line = None
+    with contextlib.suppress(Exception):
+        free = example.dynamic_shapes(batch_is_dynamic=False, rest_is_dynamic=True)
+        free = tuple(
+            {**dims, 0: Dim.AUTO} if name in example.batch_inputs else dims
+            for name, dims in zip(example.tensors, free, strict=True)
+        )
+        inputs = tuple(example.tensors.values())
+        exported = torch.export.export(program, inputs, dynamic_shapes={"tensors": free}, strict=False)
+        line = line_that_fixes(exported)
+    where = f" ({line})" if line else ""
+    notes = [f"the batch size is fixed by the model{where}: {str(error).strip().splitlines()[0]}"]
+    return tuple(notes if rest else [*notes, "all other sizes are fixed, too"])

@@ -1,0 +1,135 @@
+"""Remove from a flat functional graph what changes nothing: no-op casts, views, copies, dropped dropout, dead ops.
+
+Each rule looks at one node and returns the node that has the same value, or None.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, drop_dead_nodes
+
+aten = torch.ops.aten
+
+CASTS = frozenset({
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default,
+})  # fmt: skip
+COPIES = frozenset({
+    aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.alias.default, aten.clone.default,
+})  # fmt: skip
+VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.view_as.default})
+DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
+
+
+def clean(graph: fx.Graph) -> None:
+    """Simplify a flat functional graph in place, keeping every output's value and gradient."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        _drop_layout_arguments(node)
+        replacement = _simplified(node)
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+            graph.erase_node(node)
+    drop_dead_nodes(graph)
+
+
+def _simplified(node: fx.Node) -> fx.Node | None:
+    return RULES[node.target](node) if node.target in RULES else None
+
+
+def _drop_layout_arguments(node: fx.Node) -> None:
+    droppable = ("pin_memory", "layout", "memory_format") if node.target in CASTS else ("pin_memory", "layout")
+    if node.target is aten.contiguous.default or node.target is aten.clone.default:
+        return
+    node.kwargs = {key: item for key, item in node.kwargs.items() if key not in droppable}
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _simplify_cast(node: fx.Node) -> fx.Node | None:
+    source = _source(node)
+    if meta.dtype(source) == meta.dtype(node):
+        return source
+    if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+        return None
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_function(aten.to.dtype, (source, meta.dtype(node)))
+    meta.copy_meta(node, cast, with_value=True)
+    return cast
+
+
+def _simplify_copy(node: fx.Node) -> fx.Node | None:
+    return None if node.kwargs else _source(node)
+
+
+def _simplify_view(node: fx.Node) -> fx.Node | None:
+    return _source(node) if meta.same_shape(node, _source(node)) else None
+
+
+def _simplify_slice(node: fx.Node) -> fx.Node | None:
+    _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    whole = start in (0, None) and end in (None, sys.maxsize) and step == 1
+    return _source(node) if whole else None
+
+
+def _simplify_dropout(node: fx.Node) -> fx.Node | None:
+    return None if node.args[2] and node.args[1] != 0 else _source(node)
+
+
+def _simplify_detach(node: fx.Node) -> fx.Node | None:
+    dtype = meta.dtype(node)
+    return None if dtype.is_floating_point or dtype.is_complex else _source(node)
+
+
+def _simplify_add(node: fx.Node) -> fx.Node | None:
+    adds_nothing = type(node.args[1]) is int and node.args[1] == 0
+    unchanged = adds_nothing and meta.is_tensor(_source(node)) and meta.dtype(node) == meta.dtype(_source(node))
+    return _source(node) if unchanged else None
+
+
+def _simplify_cat(node: fx.Node) -> fx.Node | None:
+    """Drop operands of size 0 in one dim, which torch.cat ignores (an empty cache starts as one)."""
+    pieces: Any = node.args[0]
+    kept = [piece for piece in pieces if meta.shape(piece) != (0,)]
+    if len(kept) == len(pieces) or not kept or any(meta.dtype(piece) != meta.dtype(node) for piece in kept):
+        return None
+    if len(kept) == 1:
+        return kept[0]
+    node.args = (kept, *node.args[1:])
+    return None
+
+
+RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+    **dict.fromkeys(CASTS, _simplify_cast),
+    **dict.fromkeys(COPIES, _simplify_copy),
+    **dict.fromkeys(VIEWS, _simplify_view),
+    **dict.fromkeys(DROPOUTS, _simplify_dropout),
+    aten.slice.Tensor: _simplify_slice,
+    aten.detach.default: _simplify_detach,
+    aten.add.Tensor: _simplify_add,
+    aten.cat.default: _simplify_cat,
+}
+
+
+def device_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the ops that name a device (factories such as arange)."""
+    return [node for node in graph.nodes if node.kwargs.get("device") is not None]
+
+
+def on_device(graph: Graph, device: torch.device | str) -> Graph:
+    """Return the graph with every device argument replaced, and constants moved, for a rank on `device`."""
+    fresh = graph.clone()
+    for node in device_nodes(fresh.graph):
+        node.update_kwarg("device", torch.device(device))
+    return fresh.evolve(constants={name: tensor.to(device) for name, tensor in graph.constants.items()})

@@ -1,0 +1,148 @@
+"""Take a batch or an output apart into named tensors, and put it together again.
+
+A structure is described by a `Tree`, a closed union. Tensors have names: the path of keys, attribute names and
+positions that leads to them, joined by dots; a bare tensor has the name "".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the tensor of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Stands for a plain value (None, number, string) that is part of the structure."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Stands for an object that is neither a tensor, a plain value nor a known container."""
+
+    name: str
+    value: Any
+    type_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Stands for a tuple, named tuple or list."""
+
+    type: type
+    children: tuple[Tree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Stands for a mapping, or a dataclass instance (`keys` are then its fields)."""
+
+    type: type
+    keys: tuple[Any, ...]
+    children: tuple[Tree, ...]
+
+
+Tree = Slot | Constant | Opaque | Items | Fields
+
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def flatten(value: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """Describe the structure of `value` and list its tensors by name, in order."""
+    tensors: dict[str, torch.Tensor] = {}
+    return _flatten(value, (), tensors), tensors
+
+
+def _flatten(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Tree:
+    name = ".".join(path)
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return Slot(name)
+    if isinstance(value, PLAIN_TYPES):
+        return Constant(name, value)
+    if isinstance(value, Mapping):
+        return _flatten_fields(value, tuple(value), tuple(value.values()), path, tensors)
+    if isinstance(value, (tuple, list)):
+        children = (_flatten(item, (*path, str(i)), tensors) for i, item in enumerate(value))
+        return Items(type(value), tuple(children))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        keys = tuple(field.name for field in dataclasses.fields(value) if field.init)
+        return _flatten_fields(value, keys, tuple(getattr(value, key) for key in keys), path, tensors)
+    return Opaque(name, value, type(value).__qualname__)
+
+
+def _flatten_fields(
+    value: Any,
+    keys: tuple[Any, ...],
+    items: tuple[Any, ...],
+    path: tuple[str, ...],
+    tensors: dict[str, torch.Tensor],
+) -> Fields:
+    children = (_flatten(item, (*path, str(key)), tensors) for key, item in zip(keys, items, strict=True))
+    return Fields(type(value), keys, tuple(children))
+
+
+def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
+    """Build the structure again with `values` in its slots; a slot without a value becomes None."""
+    match tree:
+        case Slot(name):
+            return values.get(name)
+        case Constant(_, value) | Opaque(_, value):
+            return value
+        case Items(kind, children):
+            return _build_items(kind, [unflatten(child, values) for child in children])
+        case Fields(kind, keys, children):
+            return _build_fields(kind, dict(zip(keys, (unflatten(c, values) for c in children), strict=True)))
+
+
+def _build_items(kind: type, items: list[Any]) -> Any:
+    if hasattr(kind, "_make"):  # named tuples
+        return kind._make(items)
+    return items if issubclass(kind, list) else tuple(items)
+
+
+def _build_fields(kind: type, items: dict[Any, Any]) -> Any:
+    if dataclasses.is_dataclass(kind):  # also the mapping-like output classes that are dataclasses
+        return kind(**items)
+    if kind is dict or not issubclass(kind, dict):
+        return items
+    return kind(items)
+
+
+def walk(tree: Tree) -> Iterator[Slot | Constant | Opaque]:
+    """List the leaves of a tree in order."""
+    match tree:
+        case Items(_, children) | Fields(_, _, children):
+            for child in children:
+                yield from walk(child)
+        case leaf:
+            yield leaf
+
+
+def map_leaves(tree: Tree, change: Callable[[Slot | Constant | Opaque], Tree]) -> Tree:
+    """Return the tree with every leaf replaced by what `change` makes of it."""
+    match tree:
+        case Items(kind, children):
+            return Items(kind, tuple(map_leaves(child, change) for child in children))
+        case Fields(kind, keys, children):
+            return Fields(kind, keys, tuple(map_leaves(child, change) for child in children))
+        case leaf:
+            return change(leaf)
+
+
+def without_opaque(tree: Tree) -> Tree:
+    """Return the tree with None in the place of every opaque object."""
+    return map_leaves(tree, lambda leaf: Constant(leaf.name, None) if isinstance(leaf, Opaque) else leaf)

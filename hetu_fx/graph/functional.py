@@ -1,0 +1,279 @@
+"""Make a flat graph functional: in-place ops become ops that return a new value.
+
+Views are followed by storage. A write through a view is scattered back to the tensor it views, and views taken
+before the write are taken again when they are next read. Only graphs with writes are changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
+
+aten = torch.ops.aten
+
+SAME_ELEMENTS = frozenset({
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
+    aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+})  # fmt: skip
+SAME_VALUE = frozenset({
+    aten.alias.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
+    aten.to.other, aten.type_as.default, aten.lift_fresh.default, aten.dropout.default,
+})  # fmt: skip
+OWN_INVERSE = frozenset({aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.mT.default})
+SCATTERS = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+SPLITS = frozenset({
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
+})  # fmt: skip
+RENAMED = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.normal_.default: aten.normal_functional.default,
+    aten.transpose_.default: aten.transpose.int,
+}
+
+
+def functionalize(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Rewrite all in-place ops of a flat graph; return the new value of every placeholder written to.
+
+    Raises:
+        CaptureError: for a write that cannot be followed (out= arguments, writes through unusual views).
+    """
+    if not any(written_arguments(node) or _is_training_batch_norm(node) for node in graph.nodes):
+        return {}
+    return _Functionalizer(graph).run()
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that an op writes to, by its schema."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = node.target._schema
+    return [
+        given
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for given in _as_nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    ]
+
+
+def _as_nodes(argument: Any) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        yield from (item for item in argument if isinstance(item, fx.Node))
+
+
+def _is_training_batch_norm(node: fx.Node) -> bool:
+    return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
+
+
+def _storages(node: fx.Node) -> set[StorageWeakRef]:
+    example = node.meta.get("val") if meta.has_value(node) else None
+    tensors = example if isinstance(example, (tuple, list)) else [example]
+    return {StorageWeakRef(item.untyped_storage()) for item in tensors if isinstance(item, torch.Tensor)}
+
+
+class _Functionalizer:
+    """Walks the graph once; `_cached` holds each original node's latest value and the version it is of."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.parents = {node: parent for node in graph.nodes if (parent := _viewed(node)) is not None}
+        self.versions: dict[fx.Node, int] = {}
+        self.cached: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.here: fx.Node
+
+    def run(self) -> dict[fx.Node, fx.Node]:
+        """Rewrite the graph; see `functionalize`."""
+        for node in list(self.graph.nodes):
+            self.here = node
+            if node.op == "placeholder":
+                continue
+            written = written_arguments(node)
+            if written:
+                self._rewrite_write(node, written)
+            elif _is_training_batch_norm(node):
+                self._rewrite_batch_norm(node)
+            elif node in self.parents and self._version(node):
+                self.cached.pop(node, None)  # a view of something written before: taken where it is read
+            else:
+                node.args = fx.node.map_arg(node.args, self._read)
+                node.kwargs = fx.node.map_arg(node.kwargs, self._read)
+        return {node: self._read(node) for node in self.versions if node.op == "placeholder"}
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while node in self.parents:
+            node = self.parents[node]
+        return node
+
+    def _version(self, node: fx.Node) -> int:
+        return self.versions.get(self._root(node), 0)
+
+    def _read(self, node: fx.Node) -> fx.Node:
+        version = self._version(node)
+        if version == 0:
+            return node
+        known_version, known = self.cached.get(node, (0, node))
+        if known_version == version:
+            return known
+        assert node in self.parents, "the latest value of a root is always at hand"
+        # An in-place op returns the tensor it wrote to; any other view is taken again.
+        value = self._read(self.parents[node]) if written_arguments(node) else self._take_again(node)
+        self.cached[node] = (version, value)
+        return value
+
+    def _write(self, node: fx.Node, value: fx.Node) -> None:
+        if node in self.parents:
+            parent = self.parents[node]
+            if written_arguments(node):
+                self._write(parent, value)
+            else:
+                self._write_through(node, parent, value)
+        else:
+            self.versions[node] = self.versions.get(node, 0) + 1
+        self.cached[node] = (self._version(node), value)
+
+    def _write_through(self, view: fx.Node, parent: fx.Node, value: fx.Node) -> None:
+        if view.target is operator.getitem:
+            self._write(self.parents[parent], self._scatter_piece(view, parent, value))
+        else:
+            self._write(parent, self._scatter(view, self._read(parent), value))
+
+    def _scatter(self, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+        target, rest = view.target, tuple(view.args[1:])
+        rest = fx.node.map_arg(rest, self._read)
+        if target in SCATTERS:
+            return self._insert(SCATTERS[target], (base, value, *rest))
+        if target in SAME_ELEMENTS:
+            return self._insert(aten.reshape.default, (value, self._sizes(base)))
+        if target in SAME_VALUE and meta.same_shape(view, base):
+            return value
+        if target in OWN_INVERSE:
+            return self._insert(target, (value, *rest))
+        if target is aten.permute.default:
+            order = [dim % len(rest[0]) for dim in rest[0]]  # type: ignore[arg-type, operator, union-attr]
+            inverse = [order.index(dim) for dim in range(len(order))]
+            return self._insert(aten.permute.default, (value, inverse))
+        raise self._refusal(f"a write through a view made by {target}")
+
+    def _scatter_piece(self, piece: fx.Node, split: fx.Node, value: fx.Node) -> fx.Node:
+        """Put a piece of a split back: pieces are counted by their sizes, which must be fixed."""
+        base = self._read(self.parents[split])
+        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+        index = piece.args[1]
+        if split.target is aten.unbind.int:
+            unbind_dim = split.args[1] if len(split.args) > 1 else split.kwargs.get("dim", 0)
+            return self._insert(aten.select_scatter.default, (base, value, unbind_dim, index))
+        assert isinstance(dim, int)
+        assert isinstance(index, int)
+        lengths = [example.shape[dim] for example in meta.value(split)]
+        if split.target not in SPLITS or any(meta.is_symbolic(length) for length in lengths[: index + 1]):
+            raise self._refusal(f"a write through a piece made by {split.target}")
+        start = sum(lengths[:index])
+        return self._insert(aten.slice_scatter.default, (base, value, dim, start, start + lengths[index]))
+
+    def _rewrite_write(self, node: fx.Node, written: list[fx.Node]) -> None:
+        if len(written) != 1 or written[0] is not node.args[0]:
+            raise self._refusal(f"{node.target}, which writes to several tensors or to an out= argument")
+        target = written[0]
+        node_args = fx.node.map_arg(node.args, self._read)
+        kwargs = fx.node.map_arg(node.kwargs, self._read)
+        value = self._functional_value(node, node_args, kwargs)
+        if meta.dtype(value) != meta.dtype(target):
+            value = self._insert(aten.to.dtype, (value, meta.dtype(target)))
+        self._write(target, value)
+
+    def _functional_value(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        match node.target:
+            case aten.copy_.default:
+                return self._broadcast(args[1], args[0])
+            case aten.fill_.Tensor:
+                return self._broadcast(args[1], args[0])
+            case aten.fill_.Scalar:
+                return self._insert(aten.full_like.default, (args[0], args[1]))
+            case aten.zero_.default:
+                return self._insert(aten.zeros_like.default, (args[0],))
+            case _:
+                return self._insert(self._functional_variant(node.target), args, kwargs)
+
+    def _functional_variant(self, target: Any) -> Callable[..., Any]:
+        if target in RENAMED:
+            return RENAMED[target]  # type: ignore[no-any-return]
+        namespace, _, name = target._schema.name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+        if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():
+            raise self._refusal(f"{target}, an in-place op without a functional form")
+        variant = getattr(packet, target._overloadname)
+        assert callable(variant)
+        return variant
+
+    def _broadcast(self, source: fx.Node, like: fx.Node) -> fx.Node:
+        if meta.dtype(source) != meta.dtype(like):
+            source = self._insert(aten.to.dtype, (source, meta.dtype(like)))
+        if meta.same_shape(source, like):
+            return source
+        return self._insert(aten.expand.default, (source, self._sizes(like)))
+
+    def _rewrite_batch_norm(self, node: fx.Node) -> None:
+        args = fx.node.map_arg(node.args, self._read)
+        x, weight, bias, mean, variance, training, momentum, epsilon, _ = args
+        result = self._insert(
+            aten._native_batch_norm_legit_functional.default,
+            (x, weight, bias, mean, variance, training, momentum, epsilon),
+        )
+        output, new_mean, new_variance = (
+            self._insert(operator.getitem, (result, index)) for index in (0, 3, 4)
+        )
+        self._write(node.args[3], new_mean)  # type: ignore[arg-type]
+        self._write(node.args[4], new_variance)  # type: ignore[arg-type]
+        node.replace_all_uses_with(output)
+
+    def _sizes(self, node: fx.Node) -> list[Any]:
+        return [
+            self._insert(aten.sym_size.int, (node, dim)) if meta.is_symbolic(size) else size
+            for dim, size in enumerate(meta.shape(node))
+        ]
+
+    def _insert(self, target: Callable[..., Any], args: Any, kwargs: Any = None) -> fx.Node:
+        with self.graph.inserting_before(self.here):
+            node = self.graph.call_function(target, args, kwargs)
+        meta.copy_meta(self.here, node)
+        meta.set_grad_enabled(node, meta.grad_enabled(self.here))
+        meta.infer(node)
+        return node
+
+    def _take_again(self, view: fx.Node) -> fx.Node:
+        latest = {arg: self._read(arg) for arg in view.all_input_nodes}
+        with self.graph.inserting_before(self.here):
+            return self.graph.node_copy(view, latest.__getitem__)
+
+    def _refusal(self, what: str) -> CaptureError:
+        return CaptureError(
+            f"cannot follow {what} ({meta.source_line(self.here)}); write it without in-place ops, or use "
+            'hetu_fx.auto_parallelize(..., capture="eager") (data parallel over the module)'
+        )
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose storage the node's value shares, if any."""
+    if node.op != "call_function":
+        return None
+    written = written_arguments(node)
+    if written:
+        return written[0]
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and _viewed(source) is None:
+        return None  # a result of an op that returns several new tensors
+    storages = _storages(node)
+    return next((arg for arg in node.all_input_nodes if storages & _storages(arg)), None)

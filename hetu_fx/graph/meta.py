@@ -1,0 +1,223 @@
+"""Read and write what is known about a node; the one owner of `node.meta`.
+
+Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's call
+stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost first) and
+"grad_enabled" (False inside a no-grad region; only until those regions are made explicit by detach nodes).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from hetu_fx.graph.graph import Graph
+
+ModuleStack = tuple[tuple[str, str], ...]
+Size = int | torch.SymInt
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
+def value(node: fx.Node) -> Any:
+    """Return the node's example value: FakeTensor, SymInt, number, or a tuple of them."""
+    return node.meta["val"]
+
+
+def has_value(node: fx.Node) -> bool:
+    """Tell whether an example value is known."""
+    return "val" in node.meta
+
+
+def set_value(node: fx.Node, example: Any) -> None:
+    """Set the node's example value."""
+    node.meta["val"] = example
+    node.meta.pop("tensor_meta", None)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Tell whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape(node: fx.Node) -> tuple[Size, ...]:
+    """Return the sizes of a tensor-valued node; symbolic ones are SymInt."""
+    return tuple(value(node).shape)
+
+
+def dtype(node: fx.Node) -> torch.dtype:
+    """Return the dtype of a tensor-valued node."""
+    result = value(node).dtype
+    assert isinstance(result, torch.dtype)
+    return result
+
+
+def hint(size: Size) -> int:
+    """Return the size in the example batch."""
+    return size if isinstance(size, int) else int(size.node.require_hint())
+
+
+def hints(node: fx.Node) -> tuple[int, ...]:
+    """Return the sizes of a tensor-valued node in the example batch."""
+    return tuple(hint(size) for size in shape(node))
+
+
+def is_symbolic(size: object) -> bool:
+    """Tell whether a size is not fixed by the graph."""
+    return isinstance(size, torch.SymInt) and not size.node.is_constant()
+
+
+def expression(size: Size) -> Any:
+    """Return the sympy expression of a symbolic size, or the int itself."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def same_shape(first: fx.Node, second: fx.Node) -> bool:
+    """Tell whether two tensor-valued nodes have the same sizes for every batch, without adding guards."""
+    return [expression(size) for size in shape(first)] == [expression(size) for size in shape(second)]
+
+
+def depends_on_batch(item: fx.Node | Size, graph: Graph) -> bool:
+    """Tell whether a size, or any size of a node's value, contains the batch symbol."""
+    if graph.batch_symbol is None:
+        return False
+    sizes = _sizes_of(value(item)) if isinstance(item, fx.Node) else [item]
+    return any(_contains(size, graph.batch_symbol) for size in sizes)
+
+
+def _sizes_of(example: Any) -> list[Any]:
+    if isinstance(example, torch.Tensor):
+        return list(example.shape)
+    if isinstance(example, (tuple, list)):
+        return [size for item in example for size in _sizes_of(item)]
+    return [example]
+
+
+def _contains(size: Any, symbol: Any) -> bool:
+    symbolic = isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return symbolic and symbol in size.node.expr.free_symbols
+
+
+def source_frame(node: fx.Node) -> tuple[str, int] | None:
+    """Return file and line of the user's (or a library's, never torch's) innermost frame, if known."""
+    return innermost_frame(node.meta.get("stack_trace") or "")
+
+
+def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
+    """Return the last frame of a stack text that is not torch's own; else the last one; else None."""
+    frames = [(path, int(line)) for path, line in FRAME.findall(stack_trace)]
+    outside = [frame for frame in frames if not frame[0].startswith(TORCH_FOLDER)]
+    return outside[-1] if outside else (frames[-1] if frames else None)
+
+
+def source_line(node: fx.Node) -> str:
+    """Return where the node comes from as "file.py:41", or "unknown line"."""
+    frame = source_frame(node)
+    return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else "unknown line"
+
+
+def set_module_stack(node: fx.Node, stack: ModuleStack) -> None:
+    """Set the modules (FQN, class name) around the node, outermost first."""
+    node.meta["module_stack"] = stack
+    node.meta.pop("nn_module_stack", None)
+
+
+def module_stack(node: fx.Node) -> ModuleStack:
+    """Return the modules (FQN, class name) around the node, outermost first; empty if unknown."""
+    stack = node.meta.get("module_stack", ())
+    assert isinstance(stack, tuple)
+    return stack
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the FQN of the innermost module around the node; "" for the model itself or unknown."""
+    stack = module_stack(node)
+    return stack[-1][0] if stack else ""
+
+
+def exported_module_stack(node: fx.Node) -> ModuleStack:
+    """Return the module stack as torch.export records it: (path, class name), outermost first."""
+    recorded = node.meta.get("nn_module_stack") or {}
+    return tuple((path, str(kind).rsplit(".", 1)[-1]) for path, kind in recorded.values())
+
+
+def grad_enabled(node: fx.Node) -> bool:
+    """Tell whether the node was traced with gradients enabled."""
+    return bool(node.meta.get("grad_enabled", True))
+
+
+def set_grad_enabled(node: fx.Node, enabled: bool) -> None:
+    """Record whether the node was traced with gradients enabled."""
+    node.meta["grad_enabled"] = enabled
+
+
+def forget_grad_enabled(node: fx.Node) -> None:
+    """Drop the record of `set_grad_enabled`."""
+    node.meta.pop("grad_enabled", None)
+
+
+def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> None:
+    """Give `target` the source line and modules of `source`, and its example value if asked."""
+    for key in ("stack_trace", "module_stack", "nn_module_stack"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+    if with_value and "val" in source.meta:
+        target.meta["val"] = source.meta["val"]
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """Return the mode that the graph's example values belong to."""
+    examples = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    mode = detect_fake_mode(examples)
+    assert mode is not None, "a captured graph has fake example values"
+    return mode
+
+
+def infer(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
+    """Compute and set the example value of an op node from those of its arguments; return it.
+
+    Args:
+        node: a call_function node whose node arguments have values.
+        mode: the graph's fake mode, if at hand (looked up otherwise).
+    """
+    args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
+    assert callable(node.target)
+    known = detect_fake_mode(tree_leaves((args, kwargs))) or mode or fake_mode(node.graph)
+    with known, torch.no_grad():
+        set_value(node, node.target(*args, **kwargs))
+    return value(node)
+
+
+def _argument_value(argument: Any) -> Any:
+    return value(argument) if isinstance(argument, fx.Node) else argument
+
+
+def fresh_placeholder_value(graph: fx.Graph, size: tuple[Size, ...], kind: torch.dtype) -> Any:
+    """Make an example value for a new placeholder of the graph, on the cpu."""
+    with fake_mode(graph):
+        return torch.empty(size, dtype=kind)
+
+
+def copy_all_meta(source: fx.Node, target: fx.Node) -> None:
+    """Make `target` know all that `source` knows."""
+    target.meta = copy.copy(source.meta)
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Tell whether the node's value is a tensor or a tuple with tensors in it."""
+    return any(isinstance(item, torch.Tensor) for item in tree_leaves(node.meta.get("val")))
+
+
+def numel(node: fx.Node) -> int:
+    """Return the number of elements of a tensor-valued node in the example batch."""
+    return math.prod(hints(node))

@@ -1,0 +1,179 @@
+"""Inline no-grad and autocast regions, keeping what they mean.
+
+torch.export wraps such regions in higher-order ops around submodules. A no-grad region becomes its ops, marked, and
+`detach_at_exits` puts a detach where a value leaves it; an autocast region becomes its ops with the casts written
+out, as the autocast kernels of its device would do them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph import meta
+
+aten = torch.ops.aten
+
+AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """What the surrounding regions say: gradients enabled, and the autocast dtype by device type."""
+
+    grad_enabled: bool = True
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def entering_autocast(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Region:
+        """Return the region inside an autocast context."""
+        kept = tuple(item for item in self.autocast if item[0] != device_type)
+        inside = ((device_type, dtype or torch.get_autocast_dtype(device_type)),) if enabled else ()
+        return replace(self, autocast=kept + inside)
+
+
+def inline_regions(module: fx.GraphModule) -> fx.Graph:
+    """Return a flat copy of an exported graph: no submodules, no higher-order region ops.
+
+    Raises:
+        CaptureError: for other higher-order ops (control flow on tensors).
+    """
+    fresh = fx.Graph()
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    copies = [fresh.node_copy(node) for node in placeholders]
+    result = _emit(fresh, module, copies, Region())
+    fresh.output(tuple(result))
+    return fresh
+
+
+def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], region: Region) -> list[Any]:
+    values: dict[fx.Node, Any] = {}
+    remaining = iter(arguments)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(remaining)
+        elif node.op == "output":
+            return list(fx.node.map_arg(node.args[0], values.__getitem__))  # type: ignore[arg-type]
+        elif node.op == "get_attr":
+            values[node] = _submodule(module, node)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            values[node] = _emit_region(fresh, node, values, region)
+        elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            values[node] = _emit_op(fresh, node, values, region)
+    raise AssertionError("a graph ends with its output node")
+
+
+def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    attribute = module.get_submodule(str(node.target)) if hasattr(module, str(node.target)) else None
+    if not isinstance(attribute, fx.GraphModule):
+        raise CaptureError(f"attribute {node.target!r} of the exported graph is not a region ({meta.source_line(node)})")
+    return attribute
+
+
+def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> list[Any]:
+    assert isinstance(node.target, torch._ops.HigherOrderOperator)
+    arguments = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    match node.target.name():
+        case "wrap_with_set_grad_enabled":
+            enabled, body, *inputs = arguments
+            return _emit(fresh, body, inputs, replace(region, grad_enabled=bool(enabled)))
+        case "wrap_with_autocast":
+            device_type, dtype, enabled, _, body, *inputs = arguments
+            return _emit(fresh, body, inputs, region.entering_autocast(device_type, dtype, enabled))
+        case name:
+            raise CaptureError(
+                f"the model uses {name} ({meta.source_line(node)}), control flow inside the graph, which cannot be "
+                'sharded; use hetu_fx.auto_parallelize(..., capture="eager") (data parallel over the module)'
+            )
+
+
+def _emit_op(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> fx.Node:
+    copy = fresh.node_copy(node, values.__getitem__)
+    meta.set_grad_enabled(copy, region.grad_enabled)
+    for device_type, dtype in region.autocast:
+        _write_casts(copy, device_type, dtype)
+    return copy
+
+
+def _write_casts(node: fx.Node, device_type: str, low: torch.dtype) -> None:
+    """Cast the operands of an op that has an autocast kernel: to the low dtype if its result is, else up."""
+    if not _has_autocast_kernel(node.target, device_type) or not meta.has_value(node):
+        return
+    examples = meta.value(node)
+    first = examples if isinstance(examples, torch.Tensor) else examples[0]
+    if first.device.type != device_type and first.device.type != "meta":
+        return
+    target = low if first.dtype == low else torch.float32
+    node.args = fx.node.map_arg(node.args, lambda arg: _cast(arg, node, target, low))
+    node.kwargs = fx.node.map_arg(node.kwargs, lambda arg: _cast(arg, node, target, low))
+
+
+def _has_autocast_kernel(target: Any, device_type: str) -> bool:
+    key = AUTOCAST_KEYS.get(device_type)
+    if key is None or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
+
+
+def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype, low: torch.dtype) -> fx.Node:
+    castable = meta.is_tensor(argument) and meta.dtype(argument) in (torch.float32, low)
+    if not castable or meta.dtype(argument) == target:
+        return argument
+    if argument.op == "placeholder":  # one cast of a weight serves all its uses, as autocast's cache does
+        known = (other for other in argument.users if other.target is aten.to.dtype and other.args[1] == target)
+        if (cast := next(known, None)) is not None and meta.grad_enabled(cast) == meta.grad_enabled(user):
+            return cast
+    with user.graph.inserting_before(user):
+        cast = user.graph.call_function(aten.to.dtype, (argument, target))
+    meta.copy_meta(user, cast)
+    meta.set_grad_enabled(cast, meta.grad_enabled(user))
+    meta.infer(cast)
+    return cast
+
+
+def detach_at_exits(graph: fx.Graph, differentiable: Collection[fx.Node]) -> None:
+    """Detach every value that leaves a no-grad region and would carry a gradient; drop the regions' marks.
+
+    Args:
+        graph: a flat graph whose nodes are marked by `inline_regions`.
+        differentiable: the placeholders that may carry a gradient.
+    """
+    carries = set(differentiable)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not carries.intersection(node.all_input_nodes):
+            continue
+        if meta.grad_enabled(node):
+            if not _stops_gradients(node):
+                carries.add(node)
+        else:
+            _detach_exits(node)
+    for node in graph.nodes:
+        meta.forget_grad_enabled(node)
+
+
+def _stops_gradients(node: fx.Node) -> bool:
+    if node.target is aten.detach.default:
+        return True
+    return meta.is_tensor(node) and not meta.dtype(node).is_floating_point and not meta.dtype(node).is_complex
+
+
+def _detach_exits(node: fx.Node) -> None:
+    if not meta.is_tensor(node) or not meta.dtype(node).is_floating_point:
+        return
+    exits = [user for user in node.users if user.op == "output" or meta.grad_enabled(user)]
+    exits = [user for user in exits if user.target is not aten.detach.default]
+    if not exits:
+        return
+    with node.graph.inserting_after(node):
+        detached = node.graph.call_function(aten.detach.default, (node,))
+    meta.copy_meta(node, detached, with_value=True)
+    meta.set_grad_enabled(detached, False)
+    for user in exits:
+        user.replace_input_with(node, detached)

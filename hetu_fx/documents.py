@@ -13,9 +13,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hetu_fx.errors import HetuFxError
+
+_T = TypeVar("_T")
 
 REQUIRED: Any = object()
 """Default of a field that has none: leaving it out is an error."""
@@ -104,6 +106,14 @@ class Fields:
         if not check(self.value[key]):
             raise self.error(f"{self.where}: {key!r} must be {what}, not {kind_of(self.value[key])}")
         return self.value[key]
+
+
+def located(kind: Callable[..., _T], parts: Mapping[str, Any], where: str) -> _T:
+    """Build a value from what was read; an error in it is told with its place in the document."""
+    try:
+        return kind(**parts)
+    except HetuFxError as problem:
+        raise type(problem)(f"{where}: {problem}") from None
 
 
 def _is_integer(value: object) -> bool:

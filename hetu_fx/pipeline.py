@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from hetu_fx.documents import Fields
+from hetu_fx.documents import Fields, located
 from hetu_fx.errors import PlanError
-
-_T = TypeVar("_T")
 
 LATER = {
     "recompute": "leave it out (activations of a stage are kept, not recomputed)",
@@ -171,11 +169,3 @@ def _read_stage(value: Mapping[str, Any], where: str) -> Stage:
         "blocks": fields.integer("blocks", None),
     }
     return located(Stage, parts, where)
-
-
-def located(kind: type[_T], parts: Mapping[str, Any], where: str) -> _T:
-    """Build a value; an error in it is told with its place in the file."""
-    try:
-        return kind(**parts)
-    except PlanError as problem:
-        raise PlanError(f"{where}: {problem}") from None

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from hetu_fx.documents import Fields, json_text, nearest, read_json, table_text, write_atomically
+from hetu_fx.documents import Fields, json_text, located, nearest, read_json, table_text, write_atomically
 from hetu_fx.errors import PlanError
-from hetu_fx.pipeline import LATER, Pipeline, Stage, check_devices, located, read_pipeline, reduced
+from hetu_fx.pipeline import LATER, Pipeline, Stage, check_devices, read_pipeline, reduced
 from hetu_fx.prediction import Prediction, read_prediction
 
 __all__ = [

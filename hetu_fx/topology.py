@@ -1,0 +1,250 @@
+"""Clusters: which devices there are, how fast, how large, and how fast the links between them are.
+
+A `Cluster` is a value, measured (`Cluster.measure`), read from a file (`hetu_fx.cluster/1`) or written down
+for devices that are not there. It needs no process group and no torch unless it measures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hetu_fx.documents import Fields, json_text, located, read_json, table_text, write_atomically
+from hetu_fx.errors import ClusterError
+from hetu_fx.measure import Measurement, RankTable, measure_here
+
+FORMAT = "hetu_fx.cluster/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device; `rate` is the share of its FLOP/s that it delivers now (1 healthy, 0.5 half as fast)."""
+
+    rank: int
+    kind: str
+    node: str
+    flops_per_second: float
+    memory_bytes: int
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
+        for name in ("flops_per_second", "memory_bytes", "rate"):
+            _check_positive(f"device {self.rank}", name, getattr(self, name))
+
+    @property
+    def speed(self) -> float:
+        """Return the FLOPs per second it delivers now."""
+        return self.flops_per_second * self.rate
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this device."""
+        result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
+        result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
+        return result if self.rate == 1.0 else result | {"rate": self.rate}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message costs: `latency_seconds + bytes / bytes_per_second`."""
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive("link", "bytes_per_second", self.bytes_per_second)
+        if not math.isfinite(self.latency_seconds) or self.latency_seconds < 0:
+            raise ClusterError(f"link has latency_seconds {self.latency_seconds}; give 0 or more")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds that a message of so many bytes takes."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this link."""
+        return {"bytes_per_second": self.bytes_per_second, "latency_seconds": self.latency_seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`)."""
+
+    devices: tuple[Device, ...]
+    intra: Link
+    inter: Link
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
+        if not self.devices:
+            raise ClusterError("a cluster has no devices; give at least one")
+        ranks = [device.rank for device in self.devices]
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        if twice:
+            raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}; give each once")
+
+    @classmethod
+    def on_paper(
+        cls,
+        flops_per_second: Sequence[float],
+        *,
+        memory_bytes: int | Sequence[int] = 1 << 40,
+        nodes: Sequence[str] = (),
+        kinds: Sequence[str] = (),
+        intra: Link | None = None,
+        inter: Link | None = None,
+    ) -> Cluster:
+        """Build a cluster of devices that need not be there, rank i with the i-th speed.
+
+        Left out, memory is ample, all devices stand on one node, and links are 10 GB/s with no latency.
+        """
+        count = len(flops_per_second)
+        memory = (memory_bytes,) * count if isinstance(memory_bytes, int) else tuple(memory_bytes)
+        columns = (tuple(kinds) or ("paper",) * count, tuple(nodes) or ("0",) * count, memory)
+        if any(len(column) != count for column in columns):
+            raise ClusterError(f"{count} speeds, but kinds, nodes, memory are {columns}; give one per device")
+        kind, node, size = columns
+        devices = tuple(Device(i, kind[i], node[i], flops_per_second[i], size[i]) for i in range(count))
+        link = intra or Link(1e10)
+        return cls(devices, link, inter or link)
+
+    @classmethod
+    def measure(cls, table: RankTable | None = None, *, seconds: float = 0.5, device: str = "cpu") -> Cluster:
+        """Measure the devices and links of all ranks; collective, the same value on every rank.
+
+        Args:
+            table: the ranks; None: those of torch.distributed's world, or this process alone without one.
+            seconds: how long the compute of all ranks is measured, at the same time, after a warm-up.
+            device: where this rank computes, such as "cpu" or "cuda:0".
+
+        Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
+        `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal.
+        """
+        return _from_measurements(*measure_here(table, seconds=seconds, device=device))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks, in order."""
+        return tuple(device.rank for device in self.devices)
+
+    def device(self, rank: int) -> Device:
+        """Return the device of a rank; raises `ClusterError` for one that is not there."""
+        for device in self.devices:
+            if device.rank == rank:
+                return device
+        raise ClusterError(f"no device of rank {rank} in a cluster of ranks {list(self.ranks)}")
+
+    def link(self, a: int, b: int) -> Link:
+        """Return the link between two ranks."""
+        return self.intra if self.device(a).node == self.device(b).node else self.inter
+
+    def bytes_per_second(self, a: int, b: int) -> float:
+        """Return the bandwidth between two ranks."""
+        return self.link(a, b).bytes_per_second
+
+    def latency_seconds(self, a: int, b: int) -> float:
+        """Return the latency between two ranks."""
+        return self.link(a, b).latency_seconds
+
+    def with_rates(self, rates: Mapping[int, float]) -> Cluster:
+        """Return the cluster with new straggling rates for the given ranks."""
+        known = {device.rank: device.rate for device in self.devices}
+        strangers = sorted(set(rates) - set(known))
+        if strangers:
+            raise ClusterError(f"rates for ranks {strangers}, but the cluster has ranks {list(self.ranks)}")
+        new = known | dict(rates)
+        return replace(self, devices=tuple(replace(d, rate=new[d.rank]) for d in self.devices))
+
+    def without(self, ranks: Sequence[int]) -> Cluster:
+        """Return the cluster that is left when ranks are gone."""
+        return replace(self, devices=tuple(d for d in self.devices if d.rank not in ranks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of a cluster file."""
+        links = {"intra": self.intra.to_json(), "inter": self.inter.to_json()}
+        return {"format": FORMAT, "devices": [device.to_json() for device in self.devices], "links": links}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:
+        """Build a cluster from the JSON object of a cluster file; `where` is shown in errors."""
+        return _read_cluster(value, where)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster file. Raises `ClusterError` naming the file, the place, the value and what to do."""
+        return _read_cluster(read_json(path, ClusterError), os.fspath(path))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a cluster file, atomically."""
+        write_atomically(path, json_text(self.to_json()) + "\n")
+
+    def __str__(self) -> str:
+        header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB"]
+        rows = [_row(device) for device in self.devices]
+        pairs = (("intra", self.intra), ("inter", self.inter))
+        links = [f"{name} {_link_text(link)}" for name, link in pairs]
+        return f"{table_text(header, rows)}\nlinks: {'; '.join(links)}"
+
+
+def _row(device: Device) -> list[str]:
+    speed, memory = f"{device.flops_per_second / 1e9:.4g}", f"{device.memory_bytes / 1e6:.4g}"
+    return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory]
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
+
+
+def _check_positive(where: str, name: str, value: float) -> None:
+    if not math.isfinite(value) or value <= 0:
+        raise ClusterError(f"{where} has {name} {value}; give a finite number above 0")
+
+
+def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:
+    fields = Fields(value, where, ClusterError, ("format", "devices", "links"))
+    fields.format("format", FORMAT)
+    links = Fields(fields.mapping("links"), f"{where}: links", ClusterError, ("intra", "inter"))
+    devices = fields.objects("devices")
+    intra = links.mapping("intra")
+    parts: dict[str, Any] = {
+        "devices": tuple(_read_device(d, f"{where}: devices[{i}]") for i, d in enumerate(devices)),
+        "intra": _read_link(intra, f"{where}: links.intra"),
+        "inter": _read_link(links.mapping("inter", intra), f"{where}: links.inter"),
+    }
+    return located(Cluster, parts, where)
+
+
+def _read_device(value: Mapping[str, Any], where: str) -> Device:
+    keys = ("rank", "kind", "node", "flops_per_second", "memory_bytes", "rate")
+    fields = Fields(value, where, ClusterError, keys)
+    parts: dict[str, Any] = {
+        "rank": fields.integer("rank"),
+        "kind": fields.text("kind", "cpu"),
+        "node": fields.text("node", "0"),
+        "flops_per_second": fields.number("flops_per_second"),
+        "memory_bytes": fields.integer("memory_bytes"),
+        "rate": fields.number("rate", 1.0),
+    }
+    return located(Device, parts, where)
+
+
+def _read_link(value: Mapping[str, Any], where: str) -> Link:
+    fields = Fields(value, where, ClusterError, ("bytes_per_second", "latency_seconds"))
+    parts = {
+        "bytes_per_second": fields.number("bytes_per_second"),
+        "latency_seconds": fields.number("latency_seconds", 0.0),
+    }
+    return located(Link, parts, where)
+
+
+def _from_measurements(
+    measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]
+) -> Cluster:
+    devices = tuple(
+        Device(rank, m.kind, m.node, m.flops_per_second, m.memory_bytes)
+        for rank, m in enumerate(measurements)
+    )
+    return Cluster(devices, intra=Link(*links["intra"]), inter=Link(*links["inter"]))

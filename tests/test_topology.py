@@ -1,0 +1,96 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetu_fx.errors import ClusterError
+from hetu_fx.topology import Cluster, Device, Link
+
+DOCUMENT: dict[str, Any] = {
+    "format": "hetu_fx.cluster/1",
+    "devices": [
+        {"rank": 1, "kind": "b", "node": "y", "flops_per_second": 5e9, "memory_bytes": 100, "rate": 0.5},
+        {"rank": 0, "flops_per_second": 10000000000, "memory_bytes": 200},
+    ],
+    "links": {"intra": {"bytes_per_second": 1e9}},
+}
+
+
+def test_a_cluster_file_reads_in_order_of_rank_with_defaults() -> None:
+    cluster = Cluster.from_json(DOCUMENT)
+    assert cluster.devices[0] == Device(0, "cpu", "0", 1e10, 200)
+    assert cluster.device(1).speed == 2.5e9
+    assert cluster.inter == cluster.intra == Link(1e9, 0.0)
+
+
+def test_a_written_cluster_reads_back_equal(tmp_path: Any) -> None:
+    cluster = Cluster.from_json(DOCUMENT)
+    cluster.write(tmp_path / "cluster.json")
+    assert Cluster.read(tmp_path / "cluster.json") == cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": []}, r"cluster: unknown key 'device' \(did you mean 'devices'\?\)"),
+        ({"format": "hetu_fx.cluster/9"}, "this version reads 'hetu_fx.cluster/1' only"),
+        ({"devices": []}, "cluster: a cluster has no devices"),
+        ({"devices": [{"rank": 0, "flops": 1}]}, r"devices\[0\]: unknown key 'flops'"),
+        ({"devices": [{"rank": 0, "flops_per_second": 0, "memory_bytes": 1}]}, "flops_per_second 0.0; give"),
+        ({"devices": [{"rank": 0, "flops_per_second": 1, "memory_bytes": 1, "rate": -1}]}, "rate -1.0; give"),
+        (
+            {"devices": [{"rank": 0, "flops_per_second": 1}]},
+            r"'memory_bytes' is missing; give a whole number",
+        ),
+        ({"devices": [{"rank": -1, "flops_per_second": 1, "memory_bytes": 1}]}, "device has rank -1"),
+        ({"links": {}}, "cluster: links: 'intra' is missing"),
+        ({"links": {"intra": {"bytes_per_second": "1 GB"}}}, 'must be a number, not a string: "1 GB"'),
+        ({"links": {"intra": {"bytes_per_second": 1, "latency_seconds": -1}}}, "give 0 or more"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused_with_its_place(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster.from_json(DOCUMENT | changes)
+
+
+def test_a_rank_stands_once() -> None:
+    device = Device(0, "cpu", "0", 1e9, 1)
+    with pytest.raises(ClusterError, match=r"ranks \[0\] stand twice"):
+        Cluster((device, replace(device, kind="b")), Link(1e9), Link(1e9))
+
+
+def test_links_depend_on_the_nodes() -> None:
+    cluster = Cluster.on_paper([1e9] * 3, nodes=["a", "a", "b"], intra=Link(2e9, 1e-6), inter=Link(1e8, 1e-3))
+    assert (cluster.bytes_per_second(0, 1), cluster.latency_seconds(0, 1)) == (2e9, 1e-6)
+    assert (cluster.bytes_per_second(1, 2), cluster.latency_seconds(1, 2)) == (1e8, 1e-3)
+    assert cluster.link(0, 2).seconds(1e8) == pytest.approx(1.001)
+
+
+def test_rates_change_only_the_named_devices() -> None:
+    cluster = Cluster.on_paper([2e9, 2e9]).with_rates({1: 0.25})
+    assert [device.speed for device in cluster.devices] == [2e9, 5e8]
+    with pytest.raises(ClusterError, match=r"rates for ranks \[7\], but the cluster has ranks \[0, 1\]"):
+        cluster.with_rates({7: 1.0})
+
+
+def test_without_leaves_the_rest() -> None:
+    cluster = Cluster.on_paper([1e9] * 3).without([1])
+    assert cluster.ranks == (0, 2)
+    with pytest.raises(ClusterError, match="no device of rank 1"):
+        cluster.device(1)
+
+
+def test_on_paper_wants_one_entry_per_device() -> None:
+    with pytest.raises(ClusterError, match="2 speeds, but"):
+        Cluster.on_paper([1.0, 2.0], nodes=["a"])
+
+
+def test_str_is_a_table() -> None:
+    expected = """
+device  kind   node  GFLOP/s  rate  memory MB
+0       paper  0     2        1     1
+1       paper  0     1        0.5   1
+links: intra 1000 MB/s, 10 us; inter 1000 MB/s, 10 us
+"""
+    cluster = Cluster.on_paper([2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5)).with_rates({1: 0.5})
+    assert str(cluster) == expected.strip()

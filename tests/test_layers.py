@@ -42,9 +42,10 @@ FLOORS = (
     "deduction.rules",
     "deduction",
     "comm_ops",
-    "graph plan pipeline prediction documents emulate emulate_*",
+    "graph plan pipeline prediction schedule timeline emulate emulate_*",
     "annotations",
-    "topology",
+    "topology measure",
+    "documents",
     "errors",
 )
 FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the two top floors

@@ -29,9 +29,7 @@ FLOORS = (
     "switching.switch_plan switching.health switching.policy switching.dispatch",
     "switching.runtime",
     "switching.variant",
-    "switching.schedule",
-    "switching.bridge",
-    "switching.home switching",
+    "switching",
     "transforms.passes",
     "transforms.pass_",
     "transforms",
@@ -39,10 +37,9 @@ FLOORS = (
     "planner.search",
     "planner",
     "deduction.propagate",
-    "deduction.rules",
     "deduction",
     "comm_ops",
-    "graph plan pipeline prediction schedule timeline emulate emulate_*",
+    "environment graph plan pipeline prediction schedule timeline emulate emulate_*",
     "annotations",
     "topology measure",
     "documents",
@@ -67,8 +64,8 @@ def source_files() -> Iterator[tuple[str, Path]]:
 MODULES = dict(source_files())
 
 
-def imports_of(name: str, tree: ast.Module, is_package: bool) -> Iterator[tuple[str, int]]:
-    """Yield (imported name, line): for `from a import b` both spellings of a.b, module or attribute."""
+def imports_of(name: str, tree: ast.AST, is_package: bool) -> Iterator[tuple[str, int]]:
+    """Yield (imported name, line): `from a import b` as a.b, be it a module or an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -87,12 +84,21 @@ def module_of(imported: str) -> str | None:
     return imported
 
 
+class WithoutTypeImports(ast.NodeTransformer):
+    """Drops what stands under `if TYPE_CHECKING`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        is_typing = "TYPE_CHECKING" in ast.unparse(node.test)
+        return ast.Module(body=node.orelse, type_ignores=[]) if is_typing else self.generic_visit(node)
+
+
 @functools.cache
-def edges() -> tuple[tuple[str, str, str], ...]:
+def edges(*, with_types: bool = True) -> tuple[tuple[str, str, str], ...]:
     """List (importer, imported, place) between two modules of ours."""
     found = []
     for name, path in MODULES.items():
-        tree = ast.parse(path.read_text(), filename=str(path))
+        tree: ast.AST = ast.parse(path.read_text(), filename=str(path))
+        tree = tree if with_types else WithoutTypeImports().visit(tree)
         for imported, line in imports_of(name, tree, path.name == "__init__.py"):
             target = module_of(imported)
             if target is not None and target != name:
@@ -130,8 +136,9 @@ def test_nothing_imports_from_a_floor_above() -> None:
 
 
 def test_there_are_no_import_cycles() -> None:
+    # Two modules of one room may name each other's types; what runs may not go in a circle.
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
-    for name, target, _ in edges():
+    for name, target, _ in edges(with_types=False):
         if target != FACADE:
             graph[name].add(target)
     try:

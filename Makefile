@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml
 	  echo "no venv: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
 	@$(PIP) install --upgrade pip "setuptools>=77" wheel
 	@read -ra words <<<'$(TORCH)'; $(PIP) install "$${words[@]}"
-	@$(PIP) install --editable '.[hf,ui,dev]'
+	@PYTHONWARNINGS=ignore $(PIP) install --editable '.[hf,ui,dev]'
 	@for d in $(LINKED); do ln -sfn ../$$d hetu_fx/$$d; done   # for mypy, which does not see the mapping
 	@touch $@
 

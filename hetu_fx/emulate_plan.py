@@ -186,6 +186,7 @@ def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": len(peers),
         "GROUP_RANK": node,
         "GROUP_WORLD_SIZE": spec.num_nodes,
+        "HETU_FX_NODE": f"node{node}",
         "MASTER_ADDR": address(0) if several else "127.0.0.1",
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": INTERFACE if several else "lo",

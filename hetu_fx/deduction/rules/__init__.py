@@ -1,1 +1,37 @@
-"""Op rules, one file per family."""
+"""Op rules, one file per family, and the table of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetu_fx.deduction.rule import Rule
+from hetu_fx.deduction.rules import (
+    attention,
+    convolution,
+    creation,
+    embedding,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    random,
+    reduction,
+    routing,
+    view,
+)
+
+FAMILIES = (
+    pointwise,
+    matmul,
+    reduction,
+    view,
+    normalization,
+    attention,
+    embedding,
+    loss,
+    convolution,
+    random,
+    routing,
+    creation,
+)
+RULES: Mapping[str, Rule] = {rule.op: rule for family in FAMILIES for rule in family.RULES}

@@ -1,0 +1,109 @@
+"""Convolution and pooling: batch and channels pass through (input channels are summed), space stays whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.build import built, dims_of, names, replaced
+from hetu_fx.deduction.size import Size, integer
+
+
+def convolved(call: Call) -> Factoring:
+    """Convolve: with groups, channels are (group, channel) and the groups pass through."""
+    return _convolution(call, transposed=bool(call.arguments.get("transposed")))
+
+
+def convolved_transposed(call: Call) -> Factoring:
+    """Convolve transposed: the weight has input channels first."""
+    return _convolution(call, transposed=True)
+
+
+def _convolution(call: Call, *, transposed: bool) -> Factoring:
+    shape, weight = call.operands[0].shape, call.operands[1].shape
+    result = call.results[0]
+    space = len(weight) - 2
+    at = len(shape) - space - 1  # 0 without a batch dim
+    groups = integer(call.integer("groups", 1))
+    group = _one_name("g", groups)
+    k, inputs = _channels("k", shape[at], groups)
+    o, outputs = _channels("o", result[at], groups)
+    sizes: dict[str, Size] = {"g": groups, "k": inputs, "o": outputs}
+    kernel = dims_of(weight, "w")[2:]
+    image, new = dims_of(shape, "x"), dims_of(result, "y")
+    first, second = ((*group, *k), o) if transposed else ((*group, *o), k)
+    bias = ((*group, *o),)
+    operands = (
+        replaced(image, {at: (*group, *k)}),
+        (first, second, *kernel),
+        *([bias] if _has_bias(call) else []),
+    )
+    target: Dims = (*image[:at], (*group, *o), *new[at + 1 :])
+    whole = names(kernel, range(space)) | names(image, range(at + 1, len(image)))
+    whole |= names(new, range(at + 1, len(new)))
+    extra = frozenset({2}) if _has_bias(call) else frozenset()
+    return Factoring(
+        operands,
+        (target,),
+        sizes,
+        whole,
+        linear=(frozenset({0}) | extra, frozenset({1}) | extra),
+        additive=extra,
+        literals=(LiteralSize(call.at("groups"), group),) if group else (),
+    )
+
+
+def _has_bias(call: Call) -> bool:
+    return len(call.operands) == 3
+
+
+def _one_name(name: str, size: Size) -> Dim:
+    return () if size.number == 1 else (name,)
+
+
+def _channels(name: str, size: Size, groups: Size) -> tuple[Dim, Size]:
+    inner = size.over(groups)
+    assert inner is not None, "a convolution's channels are a multiple of its groups"
+    return _one_name(name, inner), inner
+
+
+def pooled(call: Call) -> Factoring:
+    """Pool over space, which stays whole; batch and channels pass through."""
+    space = 3 if "3d" in call.op else 1 if "1d" in call.op else 2
+    return _over_space(call, space)
+
+
+def pooled_linearly(call: Call) -> Factoring:
+    """Average or interpolate over space, which stays whole; batch and channels pass through."""
+    return replace(pooled(call), linear=(frozenset({0}),))
+
+
+def _over_space(call: Call, space: int) -> Factoring:
+    dims = dims_of(call.operands[0].shape, "x")
+    at = len(dims) - space
+    results = tuple((*dims[:at], *dims_of(shape, "y")[at:]) for shape in call.results)
+    whole = names(dims, range(at, len(dims))).union(*(names(r, range(at, len(r))) for r in results), NOTHING)
+    return Factoring((dims,), results, whole=whole)
+
+
+def shuffled(call: Call) -> Factoring:
+    """Move channels into space or back: both stay whole, batch passes through."""
+    return replace(_over_space(call, 3), linear=(frozenset({0}),))
+
+
+RULES: tuple[Rule, ...] = (
+    *built(convolved, "conv1d", "conv2d", "conv3d", "convolution"),
+    *built(convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
+    *built(convolved_transposed, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
+    *built(
+        pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"
+    ),
+    *built(
+        pooled_linearly,
+        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
+        *("adaptive_avg_pool3d", "upsample_nearest2d", "upsample_nearest2d.vec", "upsample_bilinear2d"),
+        *("upsample_bilinear2d.vec", "upsample_bicubic2d", "upsample_bicubic2d.vec"),
+    ),
+    *built(shuffled, "pixel_shuffle", "pixel_unshuffle"),
+)

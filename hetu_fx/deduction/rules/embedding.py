@@ -1,0 +1,192 @@
+"""Look-ups: the dim that is looked into stays whole, the dims of the indices and all others pass through.
+
+An index operand whose values are positions of rows inside the shard (`Call.pointers`) looks into its own rows: then
+the rows pass through too, see `routing`.
+"""
+
+from __future__ import annotations
+
+from hetu_fx.deduction.call import Call, Shape
+from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, Rule
+from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, lines, names, opaque, replaced
+from hetu_fx.deduction.size import Size, integer
+
+
+def indexed(call: Call) -> Factoring:
+    """Index some dims by tensors that are broadcast together; the indexed dims stay whole."""
+    if any(operand.is_bool for operand in call.operands[1:]):
+        return opaque(call)
+    dims, rows = dims_of(call.operands[0].shape), _Rows(call)
+    places = _index_places(call)
+    shapes = [operand.shape for operand in call.operands[1:]]
+    looked = _broadcast(shapes)
+    index_dims = tuple(rows.outer(aligned(shape, looked, "i")) for shape in shapes)
+    source = replaced(
+        dims, {dim: rows.pointed_at(i, index_dims[i]) for i, dim in places.items() if rows.points(i)}
+    )
+    plain = [dim for i, dim in places.items() if not rows.points(i)]
+    at, rest = _result_place(places), tuple(dim for i, dim in enumerate(source) if i not in places.values())
+    middle = rows.outer(dims_of(looked, "i"))
+    result = (*rest[:at], *middle, *rest[at:])
+    return Factoring(
+        (source, *index_dims),
+        (result,),
+        rows.sizes,
+        names(dims, plain) | rows.inner,
+        FIRST,
+        pinned=rows.inner,
+    )
+
+
+class _Rows:
+    """The factors of index dims that are positions of rows: (row, slot) where several slots point at each row."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.sizes: dict[str, Size] = {}
+        self.inner: frozenset[str] = NOTHING
+        self._composite: dict[Dim, Dim] = {}
+        for i, dim in _index_places(call).items():
+            if self.points(i):
+                self._relate(call.operands[0].shape[dim], call.operands[1 + i].shape)
+
+    def points(self, index: int) -> bool:
+        """Tell whether an index operand points at rows of the shard."""
+        return 1 + index in self._call.pointers
+
+    def outer(self, dims: Dims) -> Dims:
+        """Return index dims with those that point at rows written as (row, slot)."""
+        return tuple(self._composite.get(dim, dim) for dim in dims)
+
+    def pointed_at(self, index: int, dims: Dims) -> Dim:
+        """Return the factor of the dim that an index operand points into."""
+        return tuple(name for dim in dims for name in dim if name not in self.inner)
+
+    def _relate(self, rows: Size, shape: Shape) -> None:
+        width = max(len(operand.shape) for operand in self._call.operands[1:])
+        place, size = next((i, s) for i, s in enumerate(shape) if s.number != 1)
+        name, slots = f"i{place + width - len(shape)}", size.over(rows)
+        if slots is not None and slots != integer(1):
+            self.sizes.update({name: rows, "slot": slots})
+            self.inner = frozenset({"slot"})
+            self._composite[(name,)] = (name, "slot")
+
+
+def _index_places(call: Call) -> dict[int, int]:
+    """Return {index operand (counted without the tensor): dim it indexes}."""
+    given = [i for i, index in enumerate(call.arguments["indices"]) if index is not None]
+    return dict(enumerate(given))
+
+
+def _result_place(places: dict[int, int]) -> int:
+    """Return where the index dims stand among the dims that are left."""
+    dims = list(places.values())
+    return dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+
+
+def _broadcast(shapes: list[Shape]) -> Shape:
+    rank = max(len(shape) for shape in shapes)
+    columns = [[shape[i - rank] for shape in shapes if len(shape) >= rank - i] for i in range(rank)]
+    return tuple(next((size for size in column if size.number != 1), integer(1)) for column in columns)
+
+
+def put(call: Call) -> Factoring:
+    """Write values at indexed positions; everything that is indexed stays whole, unless rows are only permuted."""
+    dims = dims_of(call.operands[0].shape)
+    given = [i for i, index in enumerate(call.arguments["indices"]) if index is not None]
+    if call.pointers and len(dims) == 1:
+        return Factoring((dims,) * len(call.operands), (dims,))
+    if any(operand.is_bool for operand in call.operands[1:-1]) or given != list(range(len(given))):
+        return opaque(call)
+    looked = _broadcast([operand.shape for operand in call.operands[1:-1]])
+    index_dims = [aligned(operand.shape, looked, "i") for operand in call.operands[1:-1]]
+    rest = dims[len(given) :]
+    written = (*looked, *call.operands[0].shape[len(given) :])
+    all_names = (*dims_of(looked, "i"), *rest)
+    shape = call.operands[-1].shape
+    values = tuple(
+        () if size.number == 1 else all_names[i + len(written) - len(shape)] for i, size in enumerate(shape)
+    )
+    whole = names(dims, given).union(
+        *(names(d, range(len(d))) for d in index_dims), names(values, range(len(values) - len(rest)))
+    )
+    last = len(call.operands) - 1
+    return Factoring((dims, *index_dims, values), (dims,), whole=whole, linear=(frozenset({0, last}),))
+
+
+def gathered(call: Call) -> Factoring:
+    """Pick along one dim, which stays whole in the tensor; other dims pass through where they are taken in full."""
+    shape, index = call.operands[0].shape, call.operands[1].shape
+    dim = call.dim("dim", len(shape))
+    dims = dims_of(index)
+    partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
+    source = replaced(dims, {i: _own(shape[i], i) for i in [*partly, dim]})
+    whole = names(source, [*partly, dim]) | names(dims, partly)
+    return Factoring((source, dims), (dims,), whole=whole, linear=FIRST)
+
+
+def _own(size: Size, dim: int) -> Dim:
+    return () if size.number == 1 else (f"s{dim}",)
+
+
+def scattered(call: Call) -> Factoring:
+    """Write along one dim, which stays whole; other dims pass through where they are written in full."""
+    shape, index = call.operands[0].shape, call.operands[1].shape
+    dim = call.dim("dim", len(shape))
+    dims = dims_of(shape)
+    partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
+    written = replaced(dims, {i: _own(index[i], i) for i in [*partly, dim]})
+    whole = names(dims, [*partly, dim]) | names(written, [*partly, dim])
+    full = len(call.operands) < 3 or call.operands[2].shape == index
+    last = written if full else dims_of(call.operands[-1].shape, "v")
+    whole |= frozenset() if full else names(last, range(len(last)))
+    operands = (dims, written, last)[: len(call.operands)]
+    return Factoring(
+        operands, (dims,), whole=whole, linear=(frozenset({0, 2}),) if len(operands) == 3 else ()
+    )
+
+
+def picked_rows(call: Call) -> Factoring:
+    """Pick along one dim by a list of positions; the dim stays whole in the tensor, the list passes through."""
+    dims = dims_of(call.operands[0].shape)
+    dim = call.dim("dim", len(dims))
+    index = dims_of(call.operands[1].shape, "i")
+    target = replaced(dims, {dim: index[0] if index else ()})
+    return Factoring((dims, index), (target,), whole=names(dims, [dim]), linear=FIRST)
+
+
+def added_rows(call: Call) -> Factoring:
+    """Add rows at a list of positions; positions and the dim stay whole, unless rows are only permuted."""
+    shape, source = call.operands[0].shape, call.operands[2].shape
+    dim = call.dim("dim", len(shape))
+    dims = dims_of(shape)
+    slots = source[dim].over(shape[dim])
+    if call.pointers and slots is not None:
+        inner = () if slots.number == 1 else ("slot",)
+        row = (*dims[dim], *inner)
+        sizes = {"slot": slots} | {name: shape[dim] for name in dims[dim]}
+        pinned = frozenset(inner)
+        return Factoring((dims, (row,), replaced(dims, {dim: row})), (dims,), sizes, pinned, pinned=pinned)
+    new = _own(source[dim], dim)
+    whole = names(dims, [dim]) | frozenset(new)
+    linear = (frozenset({0, 2}),)
+    return Factoring((dims, (new,), replaced(dims, {dim: new})), (dims,), whole=whole, linear=linear)
+
+
+def one_hot(call: Call) -> Factoring:
+    """Write a 1 at each value's place in a new last dim, which stays whole."""
+    dims = dims_of(call.operands[0].shape)
+    new = dims_of(call.results[0], "c")[-1]
+    return Factoring((dims,), ((*dims, new),), whole=frozenset(new))
+
+
+RULES: tuple[Rule, ...] = (
+    *lines("[v] h, ... -> ... h", "embedding", linear=[[0]]),
+    *built(indexed, "index.Tensor", "_unsafe_index.Tensor"),
+    *built(put, "index_put", "_unsafe_index_put"),
+    *built(gathered, "gather"),
+    *built(scattered, "scatter.src", "scatter.value", "scatter_add"),
+    *built(picked_rows, "index_select"),
+    *built(added_rows, "index_add"),
+    *built(one_hot, "one_hot"),
+)

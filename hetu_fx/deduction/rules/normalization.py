@@ -1,0 +1,85 @@
+"""Normalizations: what they normalize over stays whole, everything else passes through."""
+
+from __future__ import annotations
+
+from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.rule import Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.build import built, dims_of, kept, names, replaced
+from hetu_fx.deduction.size import integer
+
+
+def softmax(call: Call) -> Factoring:
+    """Normalize over one dim, which stays whole."""
+    return kept(call, [call.dim("dim", len(call.operands[0].shape))])
+
+
+def over_last_dims(call: Call) -> Factoring:
+    """Normalize over the last dims, which stay whole and which weight and bias have (layer and RMS norm)."""
+    dims = dims_of(call.operands[0].shape)
+    count = len(call.arguments["normalized_shape"])
+    last = range(len(dims) - count, len(dims))
+    operands = (dims, *(dims[len(dims) - count :] for _ in call.operands[1:]))
+    statistics = tuple(() if i in last else dim for i, dim in enumerate(dims))
+    results = tuple(dims if shape == call.operands[0].shape else statistics for shape in call.results)
+    return Factoring(operands, results, whole=names(dims, last))
+
+
+def over_groups(call: Call) -> Factoring:
+    """Normalize over groups of channels and space: batch and groups pass through, the rest stays whole."""
+    shape = call.operands[0].shape
+    groups = integer(call.integer("num_groups"))
+    rest = shape[1].over(groups)
+    assert rest is not None, "group_norm requires groups of equal size"
+    group: Dim = () if groups.number == 1 else ("group",)
+    channel: Dim = (*group, *(() if rest.number == 1 else ("channel",)))
+    dims = replaced(dims_of(shape), {1: channel})
+    operands = (dims, *((channel,) for _ in call.operands[1:]))
+    whole = names(dims, range(2, len(dims))) | (frozenset(channel) - frozenset(group))
+    found = (LiteralSize(call.at("num_groups"), group),) if group else ()
+    return Factoring(operands, (dims,), {"group": groups, "channel": rest}, whole, literals=found)
+
+
+def over_batch(call: Call) -> Factoring:
+    """Normalize over batch and space (batch norm): channels pass through; when it uses running statistics all do."""
+    return _per_channel(call, over_rows=_uses_batch_statistics(call))
+
+
+def over_instance(call: Call) -> Factoring:
+    """Normalize over space (instance norm): batch and channels pass through, the batch not if statistics run."""
+    return _per_channel(call, over_rows=call.position("running_mean") is not None, over_space=True)
+
+
+def _uses_batch_statistics(call: Call) -> bool:
+    return bool(call.arguments.get("training", call.arguments.get("train", True)))
+
+
+def _per_channel(call: Call, *, over_rows: bool, over_space: bool = False) -> Factoring:
+    dims = dims_of(call.operands[0].shape)
+    channel: Dims = (dims[1],)
+    operands = (dims, *(channel for _ in call.operands[1:]))
+    results = tuple(_channel_or_all(len(shape), dims, channel) for shape in call.results)
+    rows = names(dims, [0]) if over_rows else frozenset()
+    space = names(dims, range(2, len(dims))) if over_rows or over_space else frozenset()
+    return Factoring(operands, results, whole=rows | space)
+
+
+def _channel_or_all(rank: int, dims: Dims, channel: Dims) -> Dims:
+    return channel if rank == 1 else dims if rank == len(dims) else ()
+
+
+RULES: tuple[Rule, ...] = (
+    *built(softmax, "softmax.int", "_softmax", "log_softmax.int", "_log_softmax", "_safe_softmax"),
+    *built(over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
+    *built(over_groups, "group_norm"),
+    *built(
+        over_batch,
+        *(
+            "batch_norm",
+            "native_batch_norm",
+            "_native_batch_norm_legit",
+            "_native_batch_norm_legit_functional",
+        ),
+        "_batch_norm_with_update_functional",
+    ),
+    *built(over_instance, "instance_norm"),
+)

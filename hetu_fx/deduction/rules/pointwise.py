@@ -1,0 +1,109 @@
+"""Pointwise ops: every factor passes through, operands are broadcast from the right.
+
+They differ in what they are linear in: sums jointly in all operands, products in each, quotients in the dividend,
+casts between floats and copies in their operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.rule import Factoring, Rule
+from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of
+
+LinearSets = tuple[frozenset[int], ...]
+
+
+def broadcast(call: Call, linear: LinearSets = ()) -> Factoring:
+    """Broadcast all operands to the result; every factor passes through."""
+    target = call.results[0]
+    operands = tuple(aligned(operand.shape, target) for operand in call.operands)
+    return Factoring(operands, tuple(dims_of(shape) for shape in call.results), linear=linear)
+
+
+def copied(call: Call) -> Factoring:
+    """Copy, cast or negate; linear between floats."""
+    same_kind = call.operands[0].is_float == call.result_float
+    return broadcast(call, FIRST if same_kind else ())
+
+
+def summed(call: Call) -> Factoring:
+    """Add or subtract; jointly linear in both operands, in the first alone if the other is the number 0."""
+    if len(call.operands) == 2:
+        return broadcast(call, (frozenset({0, 1}),))
+    return broadcast(call, FIRST if _is_zero(call.arguments.get("other")) else ())
+
+
+def multiplied(call: Call) -> Factoring:
+    """Multiply; linear in each operand."""
+    return broadcast(call, tuple(frozenset({i}) for i in range(len(call.operands))))
+
+
+def divided(call: Call) -> Factoring:
+    """Divide; linear in the dividend unless it rounds."""
+    rounds = call.arguments.get("rounding_mode") is not None
+    return broadcast(call, () if rounds else FIRST)
+
+
+def chosen(call: Call) -> Factoring:
+    """Choose by a mask; jointly linear in the choices, if none of them is a number other than 0."""
+    numbers = [call.arguments.get(name) for name in ("self", "other") if call.position(name) is None]
+    choices = frozenset(i for i, operand in enumerate(call.operands) if operand.argument != "condition")
+    return broadcast(call, (choices,) if all(map(_is_zero, numbers)) else ())
+
+
+def filled(call: Call) -> Factoring:
+    """Overwrite where a mask holds; linear in the tensor if the number written is 0."""
+    return broadcast(call, FIRST if _is_zero(call.arguments.get("value")) else ())
+
+
+def cast_like(call: Call) -> Factoring:
+    """Cast to the dtype of another tensor, which is not read."""
+    dims = dims_of(call.operands[0].shape)
+    other = dims_of(call.operands[1].shape, "u")
+    return Factoring((dims, other), (dims,), linear=FIRST if call.result_float else (), unread=frozenset({1}))
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value == 0
+
+
+COPIES = (
+    "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "neg", "positive", "to.dtype",
+    "to.device", "to.dtype_layout", "_to_copy", "conj", "real", "imag", "deg2rad", "rad2deg",
+    "_conj", "resolve_conj", "resolve_neg",
+)  # fmt: skip
+UNARY = (
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "cos", "cosh", "digamma",
+    "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "gelu", "hardshrink", "hardsigmoid",
+    "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "leaky_relu", "lgamma", "log", "log10", "log1p", "log2",
+    "log_sigmoid", "logical_not", "logit", "mish", "nan_to_num", "reciprocal", "relu", "relu6", "round", "rsqrt",
+    "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sqrt",
+    "square", "tan", "tanh", "threshold", "trunc", "fix", "i0",
+    "add.Scalar", "sub.Scalar", "rsub.Scalar", "pow.Tensor_Scalar", "pow.Scalar", "remainder.Scalar", "fmod.Scalar",
+    "floor_divide.Scalar", "clamp", "clamp_min", "clamp_max", "clip",
+    "eq.Scalar", "ne.Scalar", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar",
+    "__and__.Scalar", "__or__.Scalar", "__xor__.Scalar", "bitwise_and.Scalar", "bitwise_or.Scalar",
+    "zeros_like", "ones_like", "empty_like", "full_like",
+)  # fmt: skip
+BINARY = (
+    "rsub.Tensor", "pow.Tensor_Tensor", "remainder.Tensor", "fmod.Tensor", "floor_divide", "atan2",
+    "maximum", "minimum", "fmax", "fmin", "max.other", "min.other", "hypot", "logaddexp", "xlogy.Tensor",
+    "eq.Tensor", "ne.Tensor", "lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor", "isclose",
+    "logical_and", "logical_or", "logical_xor", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
+    "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor", "clamp.Tensor",
+    "addcdiv", "addcmul", "lerp.Scalar", "lerp.Tensor", "copysign.Tensor", "heaviside",
+)  # fmt: skip
+
+RULES: tuple[Rule, ...] = (
+    *built(copied, *COPIES),
+    *built(broadcast, *UNARY, *BINARY),
+    *built(summed, "add.Tensor", "sub.Tensor"),
+    *built(multiplied, "mul.Tensor", "mul.Scalar"),
+    *built(divided, "div.Tensor", "div.Scalar", "div.Tensor_mode", "true_divide.Tensor"),
+    *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
+    *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
+    *built(cast_like, "to.other", "type_as"),
+)
+TAG_RULE = Rule("*.*.*", broadcast, "ops that torch tags as pointwise")

@@ -1,0 +1,40 @@
+"""Ops that draw random numbers: every factor passes through. What makes masks equal under every plan is another matter
+(transforms): here it is only said which calls draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.rule import Factoring, Rule
+from hetu_fx.deduction.rules.build import built, dims_of, kept, literals
+
+
+def dropout(call: Call) -> Factoring:
+    """Drop elements at random in training."""
+    draws = bool(call.arguments.get("train", True)) and call.arguments.get("p", 0.5) != 0
+    return replace(kept(call), random=draws)
+
+
+def channel_dropout(call: Call) -> Factoring:
+    """Drop whole channels at random in training: batch and channels pass through, space too."""
+    return dropout(call)
+
+
+def drawn_like(call: Call) -> Factoring:
+    """Draw a tensor of another's shape."""
+    return replace(kept(call), random=True)
+
+
+def drawn(call: Call) -> Factoring:
+    """Draw a tensor of a given shape."""
+    dims = dims_of(call.results[0])
+    return Factoring((), (dims,), literals=literals(call, "size", dims), random=True)
+
+
+RULES: tuple[Rule, ...] = (
+    *built(dropout, "dropout", "native_dropout", "alpha_dropout"),
+    *built(channel_dropout, "feature_dropout", "feature_alpha_dropout"),
+    *built(drawn_like, "rand_like", "randn_like", "bernoulli", "bernoulli.p"),
+    *built(drawn, "rand", "randn"),
+)

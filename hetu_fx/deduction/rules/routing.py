@@ -1,0 +1,72 @@
+"""Ops of mixture-of-experts routing: sort rows by expert, count them, multiply group by group, put them back.
+
+Sorting looks across rows, so in general its dim stays whole. Routing is different: each token is sent to its experts
+on its own, rows are only put in an order that groups them by expert, and are put back at the end. There a shard may
+sort its own rows: the order differs from the single device's, the results after putting back do not. The order inside
+a shard is consistent in itself if indices of rows are used only to index those rows, and if what counts the rows of
+each expert counts the shard's own (`counted`). `row_order` proves this use by use over the graph; where it cannot,
+`Call.routed` is False and the rows stay whole.
+"""
+
+from __future__ import annotations
+
+from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.rule import Factoring, Rule
+from hetu_fx.deduction.rules.build import built, dims_of, kept, names, opaque, replaced
+
+GROUPED = frozenset({2})
+
+
+def sorted_along(call: Call) -> Factoring:
+    """Sort along a dim, which stays whole unless its rows are sorted shard by shard."""
+    dim = call.dim("dim", len(call.operands[0].shape), -1)
+    return kept(call, () if call.routed else [dim])
+
+
+def top(call: Call) -> Factoring:
+    """Take the largest of a dim, which stays whole, as does the number taken."""
+    dims, new = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
+    dim = call.dim("dim", len(dims), -1)
+    target = replaced(dims, {dim: new[dim]}) if dims else ()
+    whole = names(dims, [dim]) | names(new, [dim]) if dims else frozenset()
+    return Factoring((dims,), (target,) * len(call.results), whole=whole)
+
+
+def histogram(call: Call) -> Factoring:
+    """Count values in bins: a sum over all elements if the range is given, else they stay whole."""
+    dims, bins = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
+    fixed = call.arguments.get("min", 0) != call.arguments.get("max", 0)
+    whole = names(bins, range(len(bins)))
+    return Factoring((dims,), (bins,), whole=whole if fixed else whole | names(dims, range(len(dims))))
+
+
+def grouped_product(call: Call) -> Factoring:
+    """Multiply groups of rows by a matrix each; rows pass only with the shard's own counts, groups stay whole."""
+    ranks = [len(operand.shape) for operand in call.operands]
+    if ranks == [3, 3]:
+        return _batched(call)
+    if ranks != [2, 3, 1]:
+        return opaque(call)
+    (m, k), (g, _, n) = (
+        dims_of(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True)
+    )
+    return Factoring(
+        ((m, k), (g, k, n), (g,)),
+        ((m, n),),
+        whole=frozenset(g) if call.routed else frozenset((*g, *m)),
+        linear=(frozenset({0}), frozenset({1})),
+        counted=GROUPED if call.routed else frozenset(),
+    )
+
+
+def _batched(call: Call) -> Factoring:
+    (b, m, k), (_, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands, "xw", strict=True))
+    return Factoring(((b, m, k), (b, k, n)), ((b, m, n),), linear=(frozenset({0}), frozenset({1})))
+
+
+RULES: tuple[Rule, ...] = (
+    *built(sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
+    *built(top, "topk", "kthvalue"),
+    *built(histogram, "histc"),
+    *built(grouped_product, "_grouped_mm", "*.*grouped_mm_fallback.default"),
+)

@@ -9,11 +9,25 @@ from collections.abc import Mapping
 
 from hetu_fx.comm_ops.all_gather import ALL_GATHER
 from hetu_fx.comm_ops.all_reduce import ALL_REDUCE
+from hetu_fx.comm_ops.batched_send_receive import BATCHED_SEND_RECEIVE
 from hetu_fx.comm_ops.identity import IDENTITY
 from hetu_fx.comm_ops.local_slice import LOCAL_SLICE
 from hetu_fx.comm_ops.op import CommOp
 from hetu_fx.comm_ops.reduce_scatter import REDUCE_SCATTER
+from hetu_fx.comm_ops.split_all_gather import SPLIT_ALL_GATHER
+from hetu_fx.comm_ops.split_all_reduce import SPLIT_ALL_REDUCE
+from hetu_fx.comm_ops.split_reduce_scatter import SPLIT_REDUCE_SCATTER
 
-COMM_OPS: Mapping[str, CommOp] = {
-    record.name: record for record in (IDENTITY, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, LOCAL_SLICE)
-}
+_RECORDS = (
+    IDENTITY,
+    ALL_REDUCE,
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    LOCAL_SLICE,
+    SPLIT_ALL_REDUCE,
+    SPLIT_ALL_GATHER,
+    SPLIT_REDUCE_SCATTER,
+    BATCHED_SEND_RECEIVE,
+)
+
+COMM_OPS: Mapping[str, CommOp] = {record.name: record for record in _RECORDS}

@@ -36,11 +36,12 @@ class GroupTable:
     ) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._staged: dict[torch.device, bool] = {}
-        self._base: ProcessGroup | None = None
+        self._base = process_group or _world_group()
         self._globals: tuple[int, ...] = (0,)
-        self.rank, self.size, self.timeout = 0, 1, timeout or timedelta(minutes=30)
-        if process_group is not None or (dist.is_available() and dist.is_initialized()):
-            self._bind(process_group or dist.group.WORLD, timeout)
+        self._name = "alone"
+        self.rank, self.size, self.timeout = 0, 1, timeout or _timeout_of(self._base)
+        if self._base is not None:
+            self._bind(self._base)
 
     @classmethod
     def dry(cls, rank: int, size: int) -> GroupTable:

@@ -1,6 +1,6 @@
 """HSPMD annotations (Hetu v2 section 4): which device holds which part of a tensor, and as what.
 
-Two tiers: the tensor is first shared among groups of devices by `top`, then inside each group by its sharding.
+Two tiers: `top` first shares the tensor among groups of devices, then each group by its own sharding.
 """
 
 from __future__ import annotations

@@ -1,0 +1,228 @@
+"""Batched send-receive on the wire: carries out a BsrPlan with one message per ordered pair of ranks.
+
+Packing and unpacking are pure functions of tensors, so a whole plan can also be run in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation, Shape
+from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer
+from hetu_fx.comm_ops.groups import GroupTable, guarded
+from hetu_fx.comm_ops.packing import (
+    local_dims,
+    local_shape_like,
+    packed_bytes,
+    read,
+    slice_shape,
+    view_packed,
+    write,
+)
+from hetu_fx.errors import CommError
+
+# Keeps these messages apart from a pipeline's own between the same two ranks.
+_TAG = 0x4253
+
+
+def run_moves(
+    plan: BsrPlan,
+    tensors: Sequence[Tensor | None],
+    table: GroupTable,
+    *,
+    like: Sequence[Tensor] | None = None,
+) -> list[Tensor | None]:
+    """Carry out a plan: dense local tensors per move in, dense local tensors out.
+
+    A result is a new tensor, but where this rank's part stays as it is: there it is the tensor passed in.
+
+    Collective over the ranks that the plan's messages name; a rank that neither sends nor receives waits for
+    nobody. `tensors[i]` is None where this rank holds nothing of move i before, the result where it holds
+    nothing after. Where it holds something only after, `like[i]` gives dtype and device. Raises CommError
+    where a peer is dead or late, or a tensor has another shape than the plan says.
+    """
+    examples = _examples(plan, tensors, like, table.rank)
+    messages = exchange(plan, table, examples, tensors)
+    return unpack(plan, table.rank, tensors, examples, messages)
+
+
+def pack(
+    plan: BsrPlan, rank: int, receiver: int, tensors: Sequence[Tensor | None], examples: Sequence[Tensor]
+) -> Tensor:
+    """Make the message (flat bytes) from `rank` to `receiver`."""
+    transfers = plan.outgoing[rank][receiver]
+    message = examples[transfers[0].move].new_empty(
+        _message_bytes(plan, transfers, examples), dtype=torch.uint8
+    )
+    for transfer, place in _places(plan, transfers, examples, message):
+        place.copy_(_read(plan, rank, transfer, tensors))
+    return message
+
+
+def unpack(
+    plan: BsrPlan,
+    rank: int,
+    tensors: Sequence[Tensor | None],
+    examples: Sequence[Tensor],
+    messages: Mapping[int, Tensor],
+) -> list[Tensor | None]:
+    """Put this rank's results together from its own slices and the messages by sender."""
+    results = [
+        tensor if _stays(plan.moves[number], rank) else _allocate(plan.moves[number], rank, example)
+        for number, (tensor, example) in enumerate(zip(tensors, examples, strict=True))
+    ]
+    incoming = plan.incoming.get(rank, ())
+    places = {
+        sender: _places(plan, [t for t in incoming if t.sender == sender], examples, message)
+        for sender, message in messages.items()
+    }
+    for transfer in incoming:
+        if results[transfer.move] is tensors[transfer.move]:
+            continue
+        local = transfer.sender == rank
+        value = _read(plan, rank, transfer, tensors) if local else next(places[transfer.sender])[1]
+        _write(plan, rank, transfer, results, value)
+    return results
+
+
+def exchange(
+    plan: BsrPlan, table: GroupTable, examples: Sequence[Tensor], tensors: Sequence[Tensor | None]
+) -> dict[int, Tensor]:
+    """Send this rank's messages and give those it gets, by sender."""
+    rank = table.rank
+    senders: dict[int, list[Transfer]] = {}
+    for transfer in plan.incoming.get(rank, ()):
+        if transfer.sender != rank:
+            senders.setdefault(transfer.sender, []).append(transfer)
+    receivers = plan.outgoing.get(rank, {})
+    peers = sorted({*senders, *receivers})
+    if not peers:
+        return {}
+    with guarded("batched send-receive", [rank, *peers]):
+        return _exchange(plan, table, senders, peers, examples, tensors)
+
+
+def _exchange(
+    plan: BsrPlan,
+    table: GroupTable,
+    senders: Mapping[int, Sequence[Transfer]],
+    peers: Sequence[int],
+    examples: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
+) -> dict[int, Tensor]:
+    """Post every receive before any send: gloo's send ends only once its receive is posted."""
+    device = _device(plan, table.rank, examples)
+    host = torch.device("cpu") if table.staged(device) else device
+    arriving = {
+        sender: torch.empty(_message_bytes(plan, transfers, examples), dtype=torch.uint8, device=host)
+        for sender, transfers in sorted(senders.items())
+    }
+    leaving = {
+        peer: pack(plan, table.rank, peer, tensors, examples).to(host)
+        for peer in peers
+        if peer in plan.outgoing.get(table.rank, {})
+    }
+    works = _post(table, arriving, leaving, native=host.type != "cpu")
+    for work in works:
+        work.wait()
+    return {sender: message.to(device) for sender, message in arriving.items()}
+
+
+def _device(plan: BsrPlan, rank: int, examples: Sequence[Tensor]) -> torch.device:
+    moves = [t.move for t in plan.incoming.get(rank, ())]
+    moves += [t.move for peers in plan.outgoing.get(rank, {}).values() for t in peers]
+    return examples[moves[0]].device
+
+
+def _post(
+    table: GroupTable, arriving: Mapping[int, Tensor], leaving: Mapping[int, Tensor], *, native: bool
+) -> list[dist.Work]:
+    receives = [(dist.irecv, message, table.to_global(peer)) for peer, message in arriving.items()]
+    sends = [(dist.isend, message, table.to_global(peer)) for peer, message in leaving.items()]
+    if native:
+        # NCCL needs one group call, or sends and receives of a pair wait for each other.
+        batch = [dist.P2POp(op, message, peer, table.base, _TAG) for op, message, peer in receives + sends]
+        return list(dist.batch_isend_irecv(batch))
+    works = [op(message, peer, group=table.base, tag=_TAG) for op, message, peer in receives + sends]
+    return [work for work in works if work is not None]
+
+
+def _examples(
+    plan: BsrPlan, tensors: Sequence[Tensor | None], like: Sequence[Tensor] | None, rank: int
+) -> list[Tensor]:
+    if len(tensors) != len(plan.moves):
+        raise CommError(f"a plan of {len(plan.moves)} moves needs as many tensors, got {len(tensors)}")
+    examples = []
+    for number, (move, tensor) in enumerate(zip(plan.moves, tensors, strict=True)):
+        if tensor is None and move.source.holds(rank):
+            raise CommError(f"move {number} needs rank {rank}'s part of {move.source}, got None")
+        if tensor is None and like is None and move.target.holds(rank):
+            raise CommError(f"move {number} is new to rank {rank}: pass like= to tell its dtype and device")
+        if tensor is not None and move.source.holds(rank):
+            _check_shape(number, tensor, move.source, rank, move.shape)
+        examples.append(tensor if tensor is not None else like[number] if like else torch.empty(0))
+    return examples
+
+
+def _check_shape(number: int, x: Tensor, source: Annotation, rank: int, shape: Shape) -> None:
+    expected = source.local_shape(rank, shape)
+    if len(expected) != x.dim() or any(e not in (None, s) for e, s in zip(expected, x.shape, strict=True)):
+        raise CommError(
+            f"move {number} expects rank {rank}'s part of {source} in shape {expected}, got {tuple(x.shape)}"
+        )
+
+
+def _message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor]) -> int:
+    return sum(
+        packed_bytes(_shape(plan, transfer, examples), examples[transfer.move].element_size())
+        for transfer in transfers
+    )
+
+
+def _places(
+    plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor], message: Tensor
+) -> Iterator[tuple[Transfer, Tensor]]:
+    offset = 0
+    for transfer in transfers:
+        shape, example = _shape(plan, transfer, examples), examples[transfer.move]
+        yield transfer, view_packed(message, offset, shape, example.dtype)
+        offset += packed_bytes(shape, example.element_size())
+
+
+def _shape(plan: BsrPlan, transfer: Transfer, examples: Sequence[Tensor]) -> list[int]:
+    return slice_shape(transfer.dims, plan.moves[transfer.move].shape, examples[transfer.move])
+
+
+def _read(plan: BsrPlan, rank: int, transfer: Transfer, tensors: Sequence[Tensor | None]) -> Tensor:
+    move, tensor = plan.moves[transfer.move], tensors[transfer.move]
+    if tensor is None:
+        raise CommError(f"rank {rank} must send part of move {transfer.move}, but got no tensor for it")
+    return read(tensor.detach(), local_dims(move.source, rank, move.shape, transfer.dims))
+
+
+def _write(
+    plan: BsrPlan, rank: int, transfer: Transfer, results: Sequence[Tensor | None], value: Tensor
+) -> None:
+    move, result = plan.moves[transfer.move], results[transfer.move]
+    if result is not None:
+        write(result, local_dims(move.target, rank, move.shape, transfer.dims), value, adds=transfer.adds)
+
+
+def _stays(move: Move, rank: int) -> bool:
+    if not (move.source.holds(rank) and move.target.holds(rank)):
+        return False
+    region = move.source.region(rank, move.shape)
+    return region.summand is None and region == move.target.region(rank, move.shape)
+
+
+def _allocate(move: Move, rank: int, example: Tensor) -> Tensor | None:
+    if not move.target.holds(rank):
+        return None
+    shape = local_shape_like(move.target, rank, move.shape, example)
+    # A target summand other than the first gets nothing and is zero.
+    summand = move.target.region(rank, move.shape).summand
+    return example.new_zeros(shape) if summand else example.new_empty(shape)

@@ -1,0 +1,46 @@
+"""One tensor's change from one annotation to another, by value: what ops of both tiers carry as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hetu_fx.annotations.annotation import Annotation, Shape
+from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.errors import AnnotationError
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Says how a tensor of global `shape` (None: symbolic) is annotated before and after."""
+
+    source: Annotation
+    target: Annotation
+    shape: Shape
+
+    def __str__(self) -> str:
+        """Write it as `source -> target of 8x?x3`, which `parse_change` reads."""
+        return f"{self.source} -> {self.target} of {format_shape(self.shape)}"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold a part before or after, sorted."""
+        return tuple(sorted({*self.source.ranks, *self.target.ranks}))
+
+
+def format_shape(shape: Shape) -> str:
+    """Write a shape, `?` for symbolic dims and `scalar` for none."""
+    return "x".join("?" if size is None else str(size) for size in shape) or "scalar"
+
+
+@lru_cache(maxsize=4096)
+def parse_change(text: str) -> Change:
+    """Read what `str(change)` wrote; raise AnnotationError on anything else."""
+    annotations, _, sizes = text.rpartition(" of ")
+    source, arrow, target = annotations.partition(" -> ")
+    if not arrow:
+        raise AnnotationError(f"cannot read {text!r}; write it like '[0,1] S(0, 2) -> [0,1] D(2) of 8x4'")
+    shape: list[int | None] = []
+    for size in sizes.split("x") if sizes != "scalar" else ():
+        shape.append(None if size == "?" else int(size))
+    return Change(parse_annotation(source), parse_annotation(target), tuple(shape))

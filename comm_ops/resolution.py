@@ -1,0 +1,171 @@
+"""What a resolved change is: steps, and from them the calls of each rank. Frozen and pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
+from hetu_fx.annotations.states import Split
+from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.change import Change, format_shape
+from hetu_fx.comm_ops.cost import Topology, messages_cost
+from hetu_fx.comm_ops.split_plan import slice_groups
+from hetu_fx.errors import ResolveError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op call: runs as `getattr(torch.ops.hetu, op)(x, *args)`."""
+
+    op: str
+    args: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStep:
+    """A collective along one axis of a single group.
+
+    `source` and `target` annotate the group's piece, of `shape`. The axis has `ways` positions, `interval`
+    apart in the group; `split` is its state where the op cuts or joins (fine units only), else None.
+    `cotangent` says what the gradient of the result is along the axis: "duplicate" or "partial".
+    """
+
+    op: str
+    source: Annotation
+    target: Annotation
+    shape: Shape
+    interval: int
+    ways: int
+    split: Split | None
+    cotangent: str
+
+    def call(self, rank: int) -> Call:
+        """Give the call of `rank`, which must be in the group."""
+        peers = list(self.peers(rank))
+        if self.split is None:
+            return Call(self.op, (peers,) if self.op == "identity" else (peers, self.cotangent))
+        joined = self.target if self.op == "all_gather" else self.source
+        size = joined.local_shape(rank, self.shape)[self.split.dim]
+        if size is None:
+            raise ResolveError(f"dim {self.split.dim} of {format_shape(self.shape)} is symbolic and split")
+        layout = (self.split.dim, list(self.split.parts(size)), self.split.outer, self.split.inner)
+        tail = (self.cotangent,) if self.op == "all_gather" else ()
+        return Call(self.op, (peers, *layout, *tail))
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Give the ranks that `rank` communicates with, in axis order."""
+        ranks, position = self.source.groups[0].ranks, self.source.position(rank)
+        coordinate = position // self.interval % self.ways
+        first = position - coordinate * self.interval
+        return tuple(ranks[first + index * self.interval] for index in range(self.ways))
+
+    def collectives(self) -> list[tuple[tuple[int, ...], int]]:
+        """List (ranks, entries of the largest tensor on a rank) of each collective."""
+        found = {}
+        for rank in self.source.ranks:
+            sizes = (a.local_shape(rank, self.shape) for a in (self.source, self.target))
+            found[self.peers(rank)] = max(_numel(size) for size in sizes)
+        return list(found.items())
+
+
+@dataclass(frozen=True, slots=True)
+class TopStep:
+    """A split collective across the groups of a union, slice by slice."""
+
+    op: str
+    source: Annotation
+    target: Annotation
+    shape: Shape
+    cotangent: str
+
+    def call(self, rank: int) -> Call:
+        """Give the call of `rank`."""
+        change = str(Change(self.source, self.target, self.shape))
+        return Call(self.op, (change,) if self.op == "split_reduce_scatter" else (change, self.cotangent))
+
+    def collectives(self) -> list[tuple[tuple[int, ...], int]]:
+        """List (ranks, entries in all) of each group's collective."""
+        groups = slice_groups(Change(self.source, self.target, self.shape))
+        return [(group.ranks, group.numel) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStep:
+    """Batched send-receive: every rank gets what it lacks, in one message per pair."""
+
+    source: Annotation
+    target: Annotation
+    target_cotangent: Annotation
+    shape: Shape
+    op: str = "batched_send_receive"
+
+    def call(self, rank: int) -> Call:
+        """Give the call of `rank`."""
+        back = Change(self.target_cotangent, cotangent(self.source), self.shape)
+        return Call(self.op, (str(Change(self.source, self.target, self.shape)), str(back)))
+
+    def messages(self, itemsize: int) -> list[tuple[int, int, int]]:
+        """List the (sender, receiver, bytes) of the forward."""
+        _numel(self.shape)
+        return plan_moves([Move(self.source, self.target, self.shape, itemsize)]).messages
+
+
+CommStep = AxisStep | TopStep | MoveStep
+
+# Turns of the ring that an op's data makes.
+_TURNS = {"all_reduce": 2, "split_all_reduce": 2, "identity": 0, "local_slice": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The steps that turn `source` into `target`, in order. Steps of different groups are independent."""
+
+    source: Annotation
+    target: Annotation
+    shape: Shape
+    steps: tuple[CommStep, ...]
+
+    def calls(self, rank: int) -> tuple[Call, ...]:
+        """Give the op calls of `rank`, in order. It starts with an empty tensor if it holds nothing yet."""
+        return tuple(step.call(rank) for step in self.steps if _takes_part(step, rank))
+
+    def bytes(self, itemsize: int) -> int:
+        """Count the bytes that all ranks send; raise ResolveError on symbolic sizes."""
+        total = 0
+        for step in self.steps:
+            if isinstance(step, MoveStep):
+                total += sum(message[2] for message in step.messages(itemsize))
+            elif _TURNS.get(step.op, 1):
+                traffic = sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
+                total += _TURNS.get(step.op, 1) * traffic * itemsize
+        return total
+
+    def seconds(self, itemsize: int, topology: Topology) -> float:
+        """Price the forward: steps one after the other, a step's collectives side by side."""
+        return sum(_step_seconds(step, itemsize, topology) for step in self.steps)
+
+    def __str__(self) -> str:
+        """Explain the steps, one per line."""
+        lines = [f"  {step.op}: {step.source} -> {step.target}" for step in self.steps] or ["  nothing to do"]
+        head = f"{self.source} -> {self.target} of {format_shape(self.shape)}"
+        return "\n".join([head, *lines])
+
+
+def _takes_part(step: CommStep, rank: int) -> bool:
+    return step.source.holds(rank) or step.target.holds(rank)
+
+
+def _step_seconds(step: CommStep, itemsize: int, topology: Topology) -> float:
+    if isinstance(step, MoveStep):
+        return messages_cost(step.messages(itemsize), topology)
+    cost = COMM_OPS[step.op].cost
+    return max((cost(numel * itemsize, ranks, topology) for ranks, numel in step.collectives()), default=0.0)
+
+
+def _numel(shape: Shape) -> int:
+    sizes = [size for size in shape if size is not None]
+    if len(sizes) != len(shape):
+        raise ResolveError(f"bytes of shape {format_shape(shape)} are not known; resolve with concrete sizes")
+    return math.prod(sizes)

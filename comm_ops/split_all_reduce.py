@@ -1,0 +1,34 @@
+"""hetu::split_all_reduce: the sum over groups of unequal shardings, slice by slice."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hetu_fx.comm_ops.change import parse_change
+from hetu_fx.comm_ops.cost import all_reduce_cost
+from hetu_fx.comm_ops.groups import active
+from hetu_fx.comm_ops.op import CommOp, call
+from hetu_fx.comm_ops.split_run import reduce_slices, result_like
+
+
+def _eager(x: Tensor, change: str, cotangent: str) -> Tensor:
+    return reduce_slices(x, parse_change(change), active())
+
+
+def _fake(x: Tensor, change: str, cotangent: str) -> Tensor:
+    return result_like(x, parse_change(change), active().rank)
+
+
+def _adjoint(gradient: Tensor, change: str, cotangent: str) -> Tensor:
+    return gradient if cotangent == "duplicate" else call("split_all_reduce", gradient, change, cotangent)
+
+
+SPLIT_ALL_REDUCE = CommOp(
+    name="split_all_reduce",
+    summary="Sums over the groups of a union. The gradient passes if duplicate over them, else is summed.",
+    schema="(Tensor x, str change, str cotangent) -> Tensor",
+    eager=_eager,
+    fake=_fake,
+    adjoint=_adjoint,
+    cost=all_reduce_cost,
+).register()

@@ -1,0 +1,194 @@
+"""The user's side: `auto_parallelize`, and the handle that a parallel model carries as `model.hetu`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetu_fx.errors import BatchError, EnvironmentProblem, HetuFxError, StateError
+from hetu_fx.plan import Plan
+from hetu_fx.switching.prepare import Preparation, prepare
+from hetu_fx.switching.runtime import Runtime, Settings
+from hetu_fx.topology import Cluster
+
+M = TypeVar("M", bound=nn.Module)
+Plans = Plan | Sequence[Plan] | str | Path
+
+
+def auto_parallelize(
+    model: M,
+    batch: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    plan: Plans = "auto",
+    cluster: Cluster | str | Path | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    data: Literal["per_rank", "global"] = "per_rank",
+    outputs: Literal["auto", "all", "loss"] = "auto",
+    compile: Any = None,
+    seed: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> M:
+    """Make `model` run in parallel on all processes of the job, and return the same object.
+
+    Collective: every process calls it with the same model (equal parameters), and a batch of the same form.
+
+    Args:
+        model: any module; its class, forward's signature and parameter names stay. Its parameters become home
+            parameters: tensors of the same shape of which each process owns a part.
+        batch: one example batch: a mapping of keyword arguments, or a tuple.
+        plan: "auto", a Plan, several plans (variants; the one that fits a batch's longest sequence and is predicted
+            fastest runs it), or the path of a plan file.
+        cluster: what the devices are; None measures them now.
+        optimizer: an optimizer made before this call; its parameters stay the same objects, and state that it has
+            already is cut to this process's part.
+        loss_fn: for a model that returns no loss: called as loss_fn(output, **batch) (or *batch).
+        data: "per_rank": each process passes its own rows (the global batch is all of them, in rank order);
+            "global": every process passes the same whole batch.
+        outputs: which outputs other than the loss come back: "auto" in evaluation only, "all", or "loss" never.
+        compile: None runs device graphs eagerly; "aot_eager", "inductor", or a compiler of GraphModules.
+        seed: of dropout and other random ops; None takes process 0's torch seed.
+        process_group: the processes to use; None: all.
+
+    Raises:
+        HetuFxError: on every process; says what, where, the values and the way out.
+    """
+    if hasattr(model, "hetu"):
+        raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
+    if data not in ("per_rank", "global"):
+        raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
+    settings = Settings(shared=data == "global", outputs=outputs, backend=compile, seed=seed)
+    preparation = Preparation(model, batch, plan, cluster, optimizer, loss_fn, settings, process_group)
+    runtime = prepare(preparation)
+    _attach(model, Handle(runtime, preparation))
+    return model
+
+
+class Handle:
+    """What a parallel model can be asked and told; `model.hetu`."""
+
+    def __init__(self, runtime: Runtime, preparation: Preparation) -> None:
+        self._runtime = runtime
+        self._preparation = preparation
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan that runs now."""
+        return self._runtime.variants[self._runtime.current].plan
+
+    @property
+    def variants(self) -> dict[str, Plan]:
+        """Return all plans by name."""
+        return {name: variant.plan for name, variant in self._runtime.variants.items()}
+
+    @property
+    def current(self) -> str:
+        """Return the name of the variant that runs now."""
+        return self._runtime.current
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Return what the last step did: variant, rows per pipeline, this process's compute seconds."""
+        report = self._runtime.report
+        return {
+            "variant": report.variant,
+            "rows": report.rows,
+            "compute_seconds": report.compute_seconds,
+            "steps": self._runtime.step,
+            "switches": self._runtime.switches,
+        }
+
+    @property
+    def health(self) -> dict[int, float]:
+        """Return the measured rate of each device: 1 as planned, 2 twice as slow."""
+        return self._runtime.adaptation.rates
+
+    def explain(self) -> str:
+        """Return the current plan as a table, with what was predicted."""
+        return self.plan.explain()
+
+    def add_variant(self, plan: Plan, name: str | None = None) -> str:
+        """Add a plan; returns its name. Collective, as every process must have the same variants."""
+        name = name or plan.name or f"variant{len(self._runtime.variants)}"
+        self._runtime.add_variant(plan, name)
+        return name
+
+    def switch(self, name: str) -> None:
+        """Run a variant from the next step on, until told otherwise; collective."""
+        self._runtime.pin(name)
+
+    def release(self) -> None:
+        """Let the policy choose the variant of each batch again."""
+        self._runtime.pin(None)
+
+    def replan(self, rates: Mapping[int, float]) -> str:
+        """Plan again for devices that are slower than planned (rate 2: twice as slow); returns the variant's name.
+
+        Collective; every process must pass the same rates.
+        """
+        return self._runtime.adaptation.replan(rates)
+
+    def save(self, folder: str | Path, **options: Any) -> None:
+        """Save the model as consolidated safetensors; see `hetu_fx.checkpoint`. Collective."""
+        from hetu_fx.saving import save_model
+
+        save_model(self._runtime, Path(folder), **options)
+
+    def load(self, folder: str | Path, **options: Any) -> None:
+        """Load what `save` wrote, under any plan and number of processes. Collective."""
+        from hetu_fx.saving import load_model
+
+        load_model(self._runtime, Path(folder), **options)
+
+    def export(self, folder: str | Path) -> None:
+        """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""
+        from hetu_fx.exporting import export_runtime
+
+        export_runtime(self._runtime, Path(folder))
+
+
+def _attach(model: nn.Module, handle: Handle) -> None:
+    """Make calls of the model run on the runtime; class, signature and names stay."""
+    runtime = handle._runtime
+    original = runtime.programs.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return runtime.run(args, kwargs)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        """Accumulate gradients without communication until the first backward outside."""
+        before, runtime.syncs_gradients = runtime.syncs_gradients, False
+        try:
+            yield
+        finally:
+            runtime.syncs_gradients = before
+
+    object.__setattr__(model, "forward", forward)
+    object.__setattr__(model, "no_sync", no_sync)
+    object.__setattr__(model, "hetu", handle)
+    # accelerate's prepare must leave the model as it is (its documented mark for prepared objects).
+    object.__setattr__(model, "_is_accelerate_prepared", True)
+
+
+def check_launcher() -> None:
+    """Refuse to go on alone where a launcher has started several processes that do not know of each other.
+
+    Raises:
+        EnvironmentProblem: WORLD_SIZE says several, but torch.distributed was not, or cannot be, initialised.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and not dist.is_available():
+        raise EnvironmentProblem(f"WORLD_SIZE is {size}, but this torch has no torch.distributed")
+
+
+__all__ = ["Handle", "HetuFxError", "auto_parallelize"]

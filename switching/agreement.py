@@ -1,0 +1,143 @@
+"""What all ranks must know of each other before a step, exchanged in one small message.
+
+Every rank sends its row count, the sizes of its batch, its local counts and its last compute time. An error on one
+rank travels too, so that all ranks raise instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import BatchError, HetuFxError
+
+_MAX_SIZES = 24
+_MAX_COUNTS = 16
+_HEAD = 6
+_WIDTH = _HEAD + _MAX_SIZES + _MAX_COUNTS
+
+
+@dataclass(frozen=True)
+class LocalFacts:
+    """One rank's side of a step.
+
+    Attributes:
+        rows: rows of the batch that this rank brings.
+        signature: text that must be the same on all ranks (keys, dtypes, static values).
+        sizes: sizes that must be the same on all ranks (every dim but the rows), in the order of `size_names`.
+        size_names: what the sizes are, for messages.
+        longest: longest sequence in the batch.
+        counts: local counts, in the order of the program's count leaves.
+        compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
+        work: share of the model's work that this rank did in that step; 0 if unknown.
+    """
+
+    rows: int
+    signature: str
+    sizes: tuple[int, ...] = ()
+    size_names: tuple[str, ...] = ()
+    longest: int = 0
+    counts: tuple[float, ...] = ()
+    compute_seconds: float = 0.0
+    work: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What all ranks agree on for one step; the same value on every rank."""
+
+    rows: tuple[int, ...]
+    longest: int
+    counts: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
+    work: tuple[float, ...]
+
+
+def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
+    """Exchange facts between all ranks of the table; collective.
+
+    Raises:
+        BatchError: on every rank, if the ranks' batches do not fit together.
+        HetuFxError: on every rank, if some rank came with an error.
+    """
+    if table.size == 1:
+        if isinstance(facts, HetuFxError):
+            raise facts
+        return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,), (facts.work,))
+    gathered = _exchange(table, _encode(facts))
+    if any(row[0] for row in gathered):
+        _raise_everywhere(table, facts)
+    assert isinstance(facts, LocalFacts)
+    _check_equal(table, gathered, facts)
+    counts = tuple(
+        sum(row[_HEAD + _MAX_SIZES + i] for row in gathered) for i in range(len(facts.counts))
+    )
+    return StepFacts(
+        rows=tuple(int(row[1]) for row in gathered),
+        longest=int(max(row[3] for row in gathered)),
+        counts=counts,
+        compute_seconds=tuple(row[4] for row in gathered),
+        work=tuple(row[5] for row in gathered),
+    )
+
+
+def _encode(facts: LocalFacts | HetuFxError) -> list[float]:
+    if isinstance(facts, HetuFxError):
+        return [1.0] + [0.0] * (_WIDTH - 1)
+    if len(facts.sizes) > _MAX_SIZES or len(facts.counts) > _MAX_COUNTS:
+        raise BatchError(
+            f"the batch has {len(facts.sizes)} sizes and {len(facts.counts)} counts, more than the "
+            f"{_MAX_SIZES} and {_MAX_COUNTS} that ranks agree on; pass fewer tensors"
+        )
+    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, facts.work]
+    sizes = [*facts.sizes, *[0] * (_MAX_SIZES - len(facts.sizes))]
+    return [*map(float, head), *map(float, sizes), *facts.counts, *[0.0] * (_MAX_COUNTS - len(facts.counts))]
+
+
+def _digest(facts: LocalFacts) -> int:
+    """Hash what must be equal to 48 bits, which a float64 carries exactly."""
+    text = f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
+    mine = torch.tensor(row, dtype=torch.float64, device=_device(table))
+    everyone = torch.empty(table.size * len(row), dtype=torch.float64, device=_device(table))
+    dist.all_gather_into_tensor(everyone, mine, group=table.base)
+    return everyone.view(table.size, len(row)).tolist()
+
+
+def _raise_everywhere(table: GroupTable, facts: LocalFacts | HetuFxError) -> None:
+    mine = f"{type(facts).__name__}: {facts}" if isinstance(facts, HetuFxError) else None
+    texts: list[str | None] = [None] * table.size
+    dist.all_gather_object(texts, mine, group=table.base)
+    if isinstance(facts, HetuFxError):
+        raise facts
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+    raise BatchError(f"another rank could not start this step: {told}")
+
+
+def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:
+    if len({row[2] for row in gathered}) > 1:
+        texts: list[str | None] = [None] * table.size
+        dist.all_gather_object(texts, facts.signature, group=table.base)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        raise BatchError(f"the ranks' batches differ in keys, dtypes or static values; make them alike. {told}")
+    for i, name in enumerate(facts.size_names):
+        sizes = [int(row[_HEAD + i]) for row in gathered]
+        if len({size for size, row in zip(sizes, gathered, strict=True) if row[1]}) > 1:
+            raise BatchError(
+                f"{name} has sizes {sizes} on ranks 0 to {table.size - 1}; pad all ranks' batches of a step to the "
+                f"same size (only the number of rows may differ)"
+            )
+
+
+def _device(table: GroupTable) -> torch.device:
+    """Return a device that the world's backend can send from."""
+    types = {device.type for device in table.base._device_types}
+    return torch.device("cpu") if "cpu" in types else torch.device(sorted(types)[0])

@@ -1,0 +1,92 @@
+"""Read a call's arguments: which program runs them, its tensors by name, and what other ranks must know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.errors import BatchError
+from hetu_fx.graph import meta
+from hetu_fx.graph.bind import input_tensors
+from hetu_fx.switching.agreement import LocalFacts
+from hetu_fx.switching.program import Program
+from hetu_fx.switching.programs import Programs, form_of
+from hetu_fx.switching.shapes import Bindings, bind
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """One rank's batch of a step.
+
+    Attributes:
+        program: the program that runs it.
+        tensors: its tensors by input name.
+        facts: what the other ranks must know.
+        bindings: what the graph's symbols stand for; the batch symbol stands for this rank's rows.
+    """
+
+    program: Program
+    tensors: Mapping[str, Tensor]
+    facts: LocalFacts
+    bindings: Bindings
+
+
+def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool) -> ReadBatch:
+    """Read the arguments of a call of the model.
+
+    Raises:
+        BatchError: they do not fit the model's forward or the captured program.
+        CaptureError: the program cannot be captured.
+    """
+    try:
+        batch = programs.batch_of(args, kwargs)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
+    program = programs.find(batch, training)
+    tensors = input_tensors(program.graph, batch)
+    bindings = bind(program.inputs, tensors)
+    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs)}
+    if len(set(rows.values())) > 1:
+        raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
+    count = next(iter(rows.values()), 1)
+    sizes = _sizes(program, tensors)
+    facts = LocalFacts(
+        rows=count,
+        signature=form_of(batch, training),
+        sizes=tuple(sizes.values()),
+        size_names=tuple(sizes),
+        longest=_longest(program, tensors),
+        counts=_counts(program, tensors, count),
+    )
+    return ReadBatch(program, tensors, facts, bindings)
+
+
+def _sizes(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return every size but the rows, by a name for messages."""
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        first = 1 if name in program.row_inputs else 0
+        for dim in range(first, tensor.dim()):
+            sizes[f"dim {dim} of input {name!r}"] = int(tensor.shape[dim])
+    return sizes
+
+
+def _longest(program: Program, tensors: Mapping[str, Tensor]) -> int:
+    """Return the largest size that the graph leaves open, rows aside: the sequence length."""
+    longest = 0
+    for leaf in program.inputs:
+        for dim, size in enumerate(meta.shape(leaf.node)):
+            if meta.is_symbolic(size) and meta.expression(size) != program.graph.batch_symbol:
+                longest = max(longest, int(tensors[leaf.name].shape[dim]))
+    return longest
+
+
+def _counts(program: Program, tensors: Mapping[str, Tensor], rows: int) -> tuple[float, ...]:
+    if not program.counts or rows == 0:
+        return (0.0,) * len(program.counts)
+    with torch.no_grad():
+        return program.prologue(tensors)

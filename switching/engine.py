@@ -1,0 +1,166 @@
+"""Run one stage's graph over the micro-batches of a step, in the order that the schedule says.
+
+The engine holds no state between steps. It knows one rank's stage: what it is fed with, what it hands on, and that
+cotangents come back the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.switching.handover import Channel
+from hetu_fx.schedule import Action, Phase
+from hetu_fx.switching.shapes import Bindings
+from hetu_fx.transforms.stages import DeviceGraph, ResultKind, Slot, SlotKind
+
+Feeds = Mapping[tuple[SlotKind, str], Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch as one stage sees it: its inputs and random state, and what its sizes are."""
+
+    rows: int
+    feeds: Feeds
+    bindings: Bindings
+
+
+@dataclass
+class Outcome:
+    """What a stage has made of a step.
+
+    Attributes:
+        loss: sum of the micro-batches' losses; None if the stage has none, or no rows.
+        values: per output name, one tensor per micro-batch that had rows.
+        updates: new buffer values by name, of the last micro-batch.
+        compute_seconds: time in forwards and backwards, without waiting for other ranks.
+    """
+
+    loss: Tensor | None = None
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    compute_seconds: float = 0.0
+
+
+@dataclass
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    received: list[Tensor]
+    sent: dict[str, Tensor]
+    loss: Tensor | None
+
+
+class Engine:
+    """Runs the stage graph of one rank."""
+
+    def __init__(
+        self, device: DeviceGraph, module: Callable[..., Any], inward: Sequence[Channel], outward: Sequence[Channel]
+    ) -> None:
+        self.device, self.module = device, module
+        self.inward, self.outward = tuple(inward), tuple(outward)
+
+    def run(
+        self, order: Sequence[Action], micro_batches: Sequence[MicroBatch], shared: Feeds, *, train: bool
+    ) -> Outcome:
+        """Run the actions in order; gradients accumulate in the leaves among `shared`.
+
+        Args:
+            order: forwards, and backwards if `train`.
+            micro_batches: by number; those without rows are passed over by all stages alike.
+            shared: parameters, buffers, constants and counts, the same for all micro-batches.
+            train: keep what backwards need.
+        """
+        outcome, flights = Outcome(), {}
+        for action in order:
+            micro = micro_batches[action.micro_batch]
+            if micro.rows == 0:
+                continue
+            if action.phase is Phase.FORWARD:
+                flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
+            else:
+                self._backward(micro, flights.pop(action.micro_batch), outcome)
+        for channel in (*self.inward, *self.outward):
+            channel.finish()
+        return outcome
+
+    def forward(self, micro: MicroBatch, shared: Feeds, outcome: Outcome) -> tuple[Any, ...]:
+        """Run one micro-batch of a pipeline of one stage under ordinary autograd; return the raw results."""
+        return self._call(self._arguments(micro, shared, {}), outcome)
+
+    def _forward(self, micro: MicroBatch, shared: Feeds, outcome: Outcome, train: bool) -> _Flight:
+        received = self._receive(micro, train)
+        with torch.set_grad_enabled(train):
+            results = self._call(self._arguments(micro, shared, received), outcome)
+        flight = _Flight(list(received.values()), {}, None)
+        for result, value in zip(self.device.results, results, strict=True):
+            match result.kind:
+                case ResultKind.SENT:
+                    flight.sent[result.name] = value
+                case ResultKind.LOSS:
+                    flight.loss = value
+                    outcome.loss = value.detach() if outcome.loss is None else outcome.loss + value.detach()
+                case ResultKind.VALUE:
+                    outcome.values.setdefault(result.name, []).append(value.detach())
+                case ResultKind.BUFFER_UPDATE:
+                    outcome.updates[result.name] = value.detach()
+        for channel in self.outward:
+            channel.send([flight.sent[name].detach() for name in channel.names], micro.bindings)
+        return flight
+
+    def _receive(self, micro: MicroBatch, train: bool) -> dict[str, Tensor]:
+        received: dict[str, Tensor] = {}
+        for channel in self.inward:
+            for handover, tensor in zip(channel.handovers, channel.receive(micro.bindings), strict=True):
+                received[handover.value.name] = tensor.requires_grad_(train and handover.value.differentiable)
+        return received
+
+    def _backward(self, micro: MicroBatch, flight: _Flight, outcome: Outcome) -> None:
+        cotangents = self._cotangents(micro, flight)
+        roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append((flight.loss, torch.ones_like(flight.loss)))
+        start = perf_counter()
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+        outcome.compute_seconds += perf_counter() - start
+        grads = dict(zip((s.name for s in self._received_slots()), flight.received, strict=True))
+        for channel in self.inward:
+            channel.send_back([_gradient(grads[name]) for name in channel.returned], micro.bindings)
+
+    def _cotangents(self, micro: MicroBatch, flight: _Flight) -> dict[str, Tensor]:
+        """Collect the cotangents of sent values; one read by several stages gets their sum."""
+        total: dict[str, Tensor] = {}
+        for channel in self.outward:
+            for name, grad in zip(channel.returned, channel.receive_back(micro.bindings), strict=True):
+                total[name] = total[name] + grad if name in total else grad
+        return total
+
+    def _received_slots(self) -> list[Slot]:
+        names = [handover.value.name for channel in self.inward for handover in channel.handovers]
+        return [Slot(SlotKind.RECEIVED, name) for name in names]
+
+    def _arguments(self, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
+        return [self._feed(slot, micro, shared, received) for slot in self.device.slots]
+
+    def _feed(self, slot: Slot, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
+        if slot.kind is SlotKind.RECEIVED:
+            return received[slot.name]
+        key = (slot.kind, slot.name)
+        return micro.feeds[key] if key in micro.feeds else shared[key]
+
+    def _call(self, arguments: list[Any], outcome: Outcome) -> tuple[Any, ...]:
+        start = perf_counter()
+        results = self.module(*arguments)
+        outcome.compute_seconds += perf_counter() - start
+        return tuple(results)
+
+
+def _gradient(received: Tensor) -> Tensor:
+    return torch.zeros_like(received) if received.grad is None else received.grad

@@ -1,0 +1,116 @@
+"""Values between the stages of a pipeline: forward to later stages, cotangents back.
+
+Sends do not wait (gloo's send ends only when its receive is posted, and neighbours that both send first would wait
+for each other); receives do. `finish` waits for the sends of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import cotangent
+from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
+from hetu_fx.comm_ops.bsr_run import message_bytes, pack, unpack
+from hetu_fx.comm_ops.groups import GroupTable, guarded
+from hetu_fx.switching.shapes import Bindings, evaluate
+from hetu_fx.transforms.stages import Handover
+
+# Keeps these messages apart from other ones between the same two ranks.
+_TAG = 0x4846
+
+
+class Channel:
+    """All that goes from one stage to another; both ends have one, and call its two halves alike."""
+
+    def __init__(self, handovers: Sequence[Handover], table: GroupTable) -> None:
+        self.handovers = tuple(handovers)
+        self.names = tuple(handover.value.name for handover in handovers)
+        self.returning = tuple(handover for handover in handovers if handover.value.differentiable)
+        self.returned = tuple(handover.value.name for handover in self.returning)
+        self._table = table
+        self._flying: list[tuple[dist.Work | None, Tensor]] = []
+
+    def send(self, values: Sequence[Tensor], bindings: Bindings) -> None:
+        """Start sending this rank's pieces of the values forward."""
+        self._post(_forward_plan(self.handovers, self._shapes(self.handovers, bindings)), values)
+
+    def receive(self, bindings: Bindings) -> list[Tensor]:
+        """Return this rank's pieces of the values, from the earlier stage."""
+        plan = _forward_plan(self.handovers, self._shapes(self.handovers, bindings))
+        return self._fetch(plan, self.handovers)
+
+    def send_back(self, cotangents: Sequence[Tensor], bindings: Bindings) -> None:
+        """Start sending this rank's pieces of the cotangents back."""
+        self._post(_backward_plan(self.returning, self._shapes(self.returning, bindings)), cotangents)
+
+    def receive_back(self, bindings: Bindings) -> list[Tensor]:
+        """Return this rank's pieces of the cotangents, from the later stage."""
+        return self._fetch(_backward_plan(self.returning, self._shapes(self.returning, bindings)), self.returning)
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been taken."""
+        flying, self._flying = self._flying, []
+        with guarded("hand-over between stages", [self._table.rank]):
+            for work, _ in flying:
+                if work is not None:
+                    work.wait()
+
+    def _shapes(self, handovers: Sequence[Handover], bindings: Bindings) -> tuple[tuple[int, ...], ...]:
+        return tuple(evaluate(handover.value.shape, bindings) for handover in handovers)
+
+    def _post(self, plan: BsrPlan, tensors: Sequence[Tensor]) -> None:
+        rank, table = self._table.rank, self._table
+        contiguous = [tensor.detach() for tensor in tensors]
+        with guarded("hand-over between stages", [rank]):
+            for peer in sorted(plan.outgoing.get(rank, {})):
+                message = pack(plan, rank, peer, contiguous, contiguous)
+                message = message.cpu() if table.staged(message.device) else message
+                work = dist.isend(message, table.to_global(peer), group=table.base, tag=_TAG)
+                self._flying.append((work, message))
+
+    def _fetch(self, plan: BsrPlan, handovers: Sequence[Handover]) -> list[Tensor]:
+        rank, table = self._table.rank, self._table
+        like = [torch.empty(0, dtype=handover.value.dtype) for handover in handovers]  # type: ignore[arg-type]
+        senders = sorted({t.sender for t in plan.incoming.get(rank, ()) if t.sender != rank})
+        messages: dict[int, Tensor] = {}
+        with guarded("hand-over between stages", [rank, *senders]):
+            works = []
+            for sender in senders:
+                transfers = [t for t in plan.incoming[rank] if t.sender == sender]
+                messages[sender] = torch.empty(message_bytes(plan, transfers, like), dtype=torch.uint8)
+                to = table.to_global(sender)
+                works.append(dist.irecv(messages[sender], to, group=table.base, tag=_TAG))
+            for work in works:
+                if work is not None:
+                    work.wait()
+        pieces = unpack(plan, rank, [None] * len(handovers), like, messages)
+        return [piece for piece in pieces if piece is not None]
+
+
+def channels(handovers: Sequence[Handover], table: GroupTable) -> tuple[Channel, ...]:
+    """Return one channel for each pair of stages."""
+    pairs = sorted({(handover.source, handover.target) for handover in handovers})
+    return tuple(Channel([h for h in handovers if (h.source, h.target) == pair], table) for pair in pairs)
+
+
+@lru_cache(maxsize=512)
+def _forward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...], ...]) -> BsrPlan:
+    moves = [
+        Move(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)  # type: ignore[attr-defined]
+        for h, shape in zip(handovers, shapes, strict=True)
+    ]
+    return plan_moves(moves)
+
+
+@lru_cache(maxsize=512)
+def _backward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...], ...]) -> BsrPlan:
+    moves = [
+        Move(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)  # type: ignore[attr-defined]
+        for h, shape in zip(handovers, shapes, strict=True)
+    ]
+    return plan_moves(moves)

@@ -1,0 +1,79 @@
+"""The parameters of a model as home tensors: put in once, taken out for a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hetu_fx.switching.home import HomeTensor
+from hetu_fx.switching.home_layout import HomeLayout
+
+
+def named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return for every parameter, by its first name, all places where the model holds it (several if tied)."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            key = first.setdefault(id(parameter), full)
+            place = (module, name)
+            if place not in slots.setdefault(key, []):
+                slots[key].append(place)
+    return slots
+
+
+def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout]) -> dict[str, nn.Parameter]:
+    """Replace every parameter by a home parameter that is the same object, so that optimizers keep working.
+
+    Returns the home parameters by first name, in the model's order.
+    """
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        home = HomeTensor.from_full(parameter.detach(), layouts[name])
+        replacement = nn.Parameter(home, requires_grad=parameter.requires_grad)
+        gradient = parameter.grad
+        parameter.grad = None
+        torch.utils.swap_tensors(parameter, replacement)
+        if gradient is not None:
+            parameter.grad = HomeTensor.from_full(gradient, layouts[name])
+    return parameters
+
+
+def move_optimizer_state(
+    optimizer: torch.optim.Optimizer, homes: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout]
+) -> None:
+    """Cut the parameter-shaped state that an optimizer has already into home pieces."""
+    for name, home in homes.items():
+        state = optimizer.state.get(home, {})
+        for key, value in state.items():
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
+            if whole and value.dim() and tuple(value.shape) == tuple(home.shape):
+                state[key] = HomeTensor.from_full(value, layouts[name])
+
+
+@contextmanager
+def plain_parameters(model: nn.Module) -> Iterator[None]:
+    """Put uninitialised whole parameters in the model's places: enough to capture it, never computed with.
+
+    Their memory is not touched, so the operating system does not back it.
+    """
+    slots = named_slots(model)
+    homes = dict(model.named_parameters())
+    try:
+        for name, places in slots.items():
+            home = homes[name]
+            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=home.device)
+            plain = nn.Parameter(empty, requires_grad=home.requires_grad)
+            for module, key in places:
+                module._parameters[key] = plain
+        yield
+    finally:
+        for name, places in slots.items():
+            for module, key in places:
+                module._parameters[key] = homes[name]

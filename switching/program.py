@@ -1,0 +1,86 @@
+"""A captured model made ready for plans: the graph after the graph passes, and what they found out about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+
+
+from torch import Tensor, fx
+
+from hetu_fx.deduction.analyse import analyse
+from hetu_fx.deduction.factors import FactorMap
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.transforms.flow import Flow, flow_of
+from hetu_fx.transforms.global_mean import extract_prologue
+from hetu_fx.transforms.passes import GRAPH_PASSES
+from hetu_fx.transforms.pass_ import run_passes
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One captured graph, ready for any plan.
+
+    Attributes:
+        graph: the graph after the graph passes.
+        factors: its factor classes.
+        flow: what its values depend on.
+    """
+
+    graph: Graph
+    factors: FactorMap
+    flow: Flow
+
+    @cached_property
+    def inputs(self) -> tuple[Leaf, ...]:
+        """Return the leaves that the batch is fed to."""
+        return self.graph.leaves_of(LeafKind.INPUT)
+
+    @cached_property
+    def counts(self) -> tuple[str, ...]:
+        """Return the names of the global counts that the graph divides by."""
+        return tuple(leaf.name for leaf in self.graph.leaves_of(LeafKind.COUNT))
+
+    @cached_property
+    def prologue(self) -> Callable[[Mapping[str, Tensor]], tuple[float, ...]]:
+        """Return a function from the inputs of some rows to their counts, in the order of `counts`."""
+        return extract_prologue(self.graph)
+
+    @cached_property
+    def loss_is_mean(self) -> bool:
+        """Tell whether the loss is divided by a count of the batch inside the graph, not by a given number."""
+        loss = self.graph.loss
+        return loss is not None and bool(self.counts) and loss in _reached_by_counts(self.graph)
+
+    @cached_property
+    def row_inputs(self) -> frozenset[str]:
+        """Return the names of the inputs that have one entry per row of the batch."""
+        return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
+
+    def value_names(self) -> tuple[str, ...]:
+        """Return the names of the outputs other than the loss."""
+        return tuple(leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.VALUE))
+
+
+def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
+    """Run the graph passes over a captured graph and analyse the result; parameters in `frozen` are not trained."""
+    passed = run_passes(graph, GRAPH_PASSES)
+    return Program(passed, analyse(passed), flow_of(passed, frozen))
+
+
+def _has_rows(leaf: Leaf, graph: Graph) -> bool:
+    sizes = meta.shape(leaf.node)
+    return bool(sizes) and meta.expression(sizes[0]) == graph.batch_symbol
+
+
+def _reached_by_counts(graph: Graph) -> frozenset[fx.Node]:
+    reached = {leaf.node for leaf in graph.leaves_of(LeafKind.COUNT)}
+    for node in graph.graph.nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return frozenset(reached)
+
+

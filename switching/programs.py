@@ -1,0 +1,81 @@
+"""Captured programs of one model, by mode and by the form of the batch; captured when first needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
+from hetu_fx.switching.home_parameters import plain_parameters
+from hetu_fx.switching.program import Program, make_program
+
+Forward = Callable[..., Any]
+Batch = Mapping[str, Any] | tuple[Any, ...]
+
+
+class Programs:
+    """Finds or captures the program for a batch.
+
+    `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.forward: Forward = model.forward
+        self.is_home = False
+        self._programs: dict[str, Program] = {}
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        """Return the call's batch: by keyword, or positional where the forward takes *args."""
+        signature = inspect.signature(self.forward)
+        bound = signature.bind(*args, **kwargs)
+        batch: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            match signature.parameters[name].kind:
+                case inspect.Parameter.VAR_POSITIONAL:
+                    return (*bound.args,)
+                case inspect.Parameter.VAR_KEYWORD:
+                    batch.update(value)
+                case _:
+                    batch[name] = value
+        return {name: value for name, value in batch.items() if value is not None}
+
+    def find(self, batch: Batch, training: bool) -> Program:
+        """Return the program for batches like this one; captures the model the first time."""
+        key = form_of(batch, training)
+        if key not in self._programs:
+            self._programs[key] = self._capture(batch, training)
+        return self._programs[key]
+
+    def _capture(self, batch: Batch, training: bool) -> Program:
+        frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
+        with plain_parameters(self.model) if self.is_home else nullcontext(), _own_forward(self.model):
+            graph = capture(self.model, batch, loss_fn=self.loss_fn, training=training)
+        return make_program(graph, frozen)
+
+
+def form_of(batch: Batch, training: bool) -> str:
+    """Return a text that is equal for batches that one captured program can run."""
+    tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    parts = [f"{name}:{str(t.dtype).removeprefix('torch.')}[{t.dim()}]" for name, t in sorted(tensors.items())]
+    parts += sorted(f"{leaf.name}={leaf.value!r}" for leaf in walk(tree) if isinstance(leaf, Constant))
+    parts += sorted(f"{leaf.name}:{leaf.type_name}" for leaf in walk(tree) if isinstance(leaf, Opaque))
+    parts += [f"autocast {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return ("training " if training else "evaluation ") + " ".join(parts)
+
+
+@contextmanager
+def _own_forward(model: nn.Module) -> Any:
+    """Let the model's class run its own forward for a while."""
+    patched = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if patched is not None:
+            model.__dict__["forward"] = patched

@@ -1,0 +1,239 @@
+"""Run one step of one variant on this rank, from agreed facts to a loss and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.errors import StateError
+from hetu_fx.graph import meta
+from hetu_fx.switching.batches import ReadBatch
+from hetu_fx.switching.buffers import Buffers
+from hetu_fx.switching.engine import Feeds, MicroBatch, Outcome
+from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
+from hetu_fx.switching.rows import Interval, RowPlan
+from hetu_fx.schedule import actions, forwards
+from hetu_fx.switching.step import GatherParameters, GlobalLoss, ParameterStep, Scheduled
+from hetu_fx.switching.values import BringBack, bring_back, value_routes
+from hetu_fx.switching.variant import StagePlan, Variant
+from hetu_fx.transforms.stages import ResultKind, SlotKind
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What all variants need to run a step; see `Runtime` for where it comes from."""
+
+    batch: ReadBatch
+    counts: tuple[float, ...]
+    rows: RowPlan
+    step: int
+    seed: int
+    buffers: Buffers
+    shared: bool
+    wants_values: bool
+    syncs_gradients: bool
+
+
+@dataclass
+class StepOutputs:
+    """Outputs by name (the loss among them), and this rank's time in its own ops."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    compute_seconds: float = 0.0
+
+
+def run_step(variant: Variant, inputs: StepInputs) -> StepOutputs:
+    """Run one step; collective over the world."""
+    return _Step(variant, inputs).run()
+
+
+class _Step:
+    """One step: read top to bottom in `run`."""
+
+    def __init__(self, variant: Variant, inputs: StepInputs) -> None:
+        self.variant, self.inputs = variant, inputs
+        self.table = variant.table
+        self.program = inputs.batch.program
+        self.stage: StagePlan = variant.stage(self.program, inputs.wants_values)
+        self.device = self.stage.device
+        self.interval = self._own_interval()
+        self.trains = torch.is_grad_enabled() and bool(variant.trained)
+        self.outcome = Outcome()
+
+    def run(self) -> StepOutputs:
+        micro_batches = self._micro_batches()
+        compute = self.variant.gather(self.stage)
+        if not self.trains:
+            local, values = self._evaluate(micro_batches, compute)
+        elif self.stage.deduced.annotated.runs_in_step:
+            local, values = self._run_under_autograd(micro_batches, compute)
+        else:
+            local, values = self._run_scheduled(micro_batches, compute)
+        self._write_buffers()
+        outputs = StepOutputs(compute_seconds=self.outcome.compute_seconds)
+        if self.inputs.wants_values:
+            outputs.values.update(self._returned(values))
+        if local is not None:
+            outputs.values[self.stage.loss_name] = self._global_loss(local)
+        return outputs
+
+    def _own_interval(self) -> Interval:
+        if self.device is None:
+            return Interval(0, 0)
+        return self.inputs.rows.pipelines[self.device.layout.pipeline]
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """Fetch this rank's pipeline's rows and cut them into micro-batches."""
+        batch, rows = self.inputs.batch, self.inputs.rows
+        per_row = {n: t for n, t in batch.tensors.items() if n in self.program.row_inputs}
+        others = {n: t for n, t in batch.tensors.items() if n not in per_row}
+        mine = rows_for_pipeline(per_row, rows, self.variant.plan, self.table, shared=self.inputs.shared)
+        if self.device is None:
+            return []
+        start = self.interval.start
+        return [
+            self._micro_batch(cut_rows(mine, Interval(i.start - start, i.stop - start)) | others, i)
+            for i in rows.micro_batches[self.device.layout.pipeline]
+        ]
+
+    def _micro_batch(self, tensors: Mapping[str, Tensor], interval: Interval) -> MicroBatch:
+        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in tensors.items()}
+        state = torch.tensor([self.inputs.seed, self.inputs.step, interval.start], dtype=torch.int64)
+        feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
+        bindings = dict(self.inputs.batch.bindings)
+        symbol = self.program.graph.batch_symbol
+        if symbol is not None:
+            bindings[symbol] = len(interval)
+        return MicroBatch(len(interval), feeds, bindings)
+
+    def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:
+        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.PARAMETER, n): t for n, t in compute.items()}
+        for name, annotation in self.stage.buffers.items():
+            feeds[SlotKind.BUFFER, name] = self.inputs.buffers.read(name, annotation)
+        feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
+        for name, dtype, count in zip(
+            self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True
+        ):
+            feeds[SlotKind.COUNT, name] = torch.tensor(count, dtype=dtype)
+        return feeds
+
+    def _evaluate(
+        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        engine = self.stage.engine
+        if engine is not None:
+            order = forwards(len(micro_batches))
+            self.outcome = engine.run(order, micro_batches, self._shared_feeds(compute), train=False)
+        values = {name: self._joined(name, pieces) for name, pieces in self.outcome.values.items()}
+        return self._local_loss(self.outcome.loss), values
+
+    def _joined(self, name: str, pieces: list[Tensor]) -> Tensor:
+        rows_dim = self.stage.value_rows_dim(name)
+        return pieces[-1] if rows_dim is None else torch.cat(pieces, rows_dim)
+
+    def _run_under_autograd(
+        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Run a stage without neighbours, so that backward is ordinary autograd."""
+        anchor, leaves = self._differentiable(compute)
+        results: dict[tuple[ResultKind, str], Tensor] = {}
+        if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
+            raw = self.stage.engine.forward(micro_batches[0], self._shared_feeds(leaves), self.outcome)
+            assert self.device is not None
+            results = {(r.kind, r.name): value for r, value in zip(self.device.results, raw, strict=True)}
+        for (kind, name), value in results.items():
+            if kind is ResultKind.BUFFER_UPDATE:
+                self.outcome.updates[name] = value.detach()
+        loss = next((value for (kind, _), value in results.items() if kind is ResultKind.LOSS), None)
+        local = self._local_loss(loss)
+        values = {name: value for (kind, name), value in results.items() if kind is ResultKind.VALUE}
+        if local is None:
+            return None, self._anchored(values, anchor)
+        return local + anchor.to(local.dtype), values
+
+    def _run_scheduled(
+        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Run forwards and backwards now; hand the gradients out in backward."""
+        if self.stage.loss_name == "":
+            raise StateError(
+                "a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
+                "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
+            )
+        anchor, leaves = self._differentiable(compute)
+        inner = {n: t.detach().requires_grad_(t.requires_grad) for n, t in leaves.items()}
+        if self.stage.engine is not None and self.device is not None:
+            layout = self.device.layout
+            order = actions(
+                self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches)
+            )
+            self.outcome = self.stage.engine.run(order, micro_batches, self._shared_feeds(inner), train=True)
+        loss = self._local_loss(self.outcome.loss)
+        assert loss is not None
+        gradients = tuple(tensor.grad for tensor in inner.values())
+        handed: Tensor = Scheduled.apply(loss, gradients, *leaves.values())
+        values = {name: self._joined(name, pieces) for name, pieces in self.outcome.values.items()}
+        return handed + anchor.to(handed.dtype), values
+
+    def _differentiable(self, compute: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Tie the compute tensors to the home parameters; frozen ones stay as they are."""
+        trained = {name: t for name, t in compute.items() if name in self.variant.trained}
+        homes = [self.variant.homes[name] for name in self.variant.trained]
+        step = ParameterStep(
+            tuple(self.variant.trained),
+            trained,
+            self.variant.bring_home(self.stage, syncs=self.inputs.syncs_gradients),
+        )
+        anchor, *leaves = GatherParameters.apply(step, *homes)
+        return anchor, {**compute, **dict(zip(trained, leaves, strict=True))}
+
+    def _local_loss(self, loss: Tensor | None) -> Tensor | None:
+        """Return this rank's part of the loss, zero where it computes none; None for a model without loss."""
+        if loss is not None or self.stage.loss_name == "":
+            return loss
+        node = self.program.graph.loss
+        assert node is not None
+        return torch.zeros(meta.hints(node), dtype=meta.dtype(node))
+
+    def _global_loss(self, local: Tensor) -> Tensor:
+        whole = self.program.loss_is_mean or self.inputs.shared
+        scale = 1.0 if whole else 1.0 / self.table.size
+        return GlobalLoss.apply(local, self.table, self.stage.contributes_loss, scale)  # type: ignore[no-any-return]
+
+    def _anchored(self, values: dict[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
+        """Make every output depend on the anchor, also on ranks that computed nothing."""
+        anchored: dict[str, Tensor] = {}
+        for route in self._routes():
+            held = values.get(route.name)
+            if not route.dtype.is_floating_point:
+                if held is not None:
+                    anchored[route.name] = held
+            else:
+                anchored[route.name] = (held if held is not None else 0.0) + anchor.to(route.dtype)
+        return anchored
+
+    def _routes(self) -> Any:
+        bindings = self.inputs.batch.bindings
+        return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
+
+    def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        routes = self._routes()
+        if not self.trains or self.stage.loss_name:
+            return bring_back(routes, {n: v.detach() for n, v in values.items()}, self.table)
+        returned: dict[str, Tensor] = {}
+        for route in routes:
+            piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
+            holds = route.source.holds(self.table.rank) and self._has_work()
+            returned[route.name] = BringBack.apply(piece, holds, route, self.table, self.inputs.shared)
+        return returned
+
+    def _has_work(self) -> bool:
+        return self.device is not None and len(self.interval) > 0
+
+    def _write_buffers(self) -> None:
+        if self.trains and self.stage.updates:
+            self.inputs.buffers.write(self.outcome.updates, self.stage.updates)

@@ -1,0 +1,162 @@
+"""The one owner of live state: groups, home parameters, captured programs, variants, and what runs now.
+
+A step: facts of all ranks are agreed on, a variant is chosen, rows move to its pipelines, parameters are gathered,
+the stage runs, and one loss comes out on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.comm_ops.groups import GroupTable, using
+from hetu_fx.errors import BatchError, HetuFxError, StateError
+from hetu_fx.graph.graph import Graph
+from hetu_fx.plan import Plan
+from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
+from hetu_fx.switching.batches import ReadBatch, read_batch
+from hetu_fx.switching.buffers import Buffers
+from hetu_fx.switching.programs import Programs
+from hetu_fx.switching.rows import RowPlan, plan_rows
+from hetu_fx.switching.run_step import StepInputs, run_step
+from hetu_fx.switching.variant import Variant
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the user wants the model to run.
+
+    Attributes:
+        shared: every rank passes the same whole batch (`data="global"`); otherwise each its own rows.
+        outputs: "auto" (other outputs than the loss in evaluation only), "all" or "loss".
+        backend: what compiles device graphs; None runs them eagerly.
+        seed: of all random numbers that the model draws.
+    """
+
+    shared: bool
+    outputs: str
+    backend: Any
+    seed: int
+
+
+@dataclass
+class StepReport:
+    """What the last step did: for `model.hetu.stats`."""
+
+    variant: str = ""
+    rows: tuple[int, ...] = ()
+    compute_seconds: float = 0.0
+    work: float = 0.0
+
+
+class Runtime:
+    """Runs batches on the current variant, and changes it between steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: GroupTable,
+        programs: Programs,
+        homes: Mapping[str, nn.Parameter],
+        settings: Settings,
+    ) -> None:
+        self.model, self.table, self.programs, self.homes = model, table, programs, homes
+        self.settings = settings
+        self.buffers = Buffers(model, table)
+        self.variants: dict[str, Variant] = {}
+        self.current = ""
+        self.syncs_gradients = True
+        self.step = 0
+        self.report = StepReport()
+
+    def add_variant(self, plan: Plan, name: str) -> Variant:
+        """Add a variant; its device graphs are made when a batch first needs them."""
+        if name in self.variants:
+            raise StateError(f"there is a variant {name!r} already; choose another name")
+        plan.check(world_size=self.table.size)
+        self.variants[name] = Variant(name, plan, self.table, self.homes, self.settings.backend)
+        self.current = self.current or name
+        return self.variants[name]
+
+    def switch(self, name: str) -> None:
+        """Make a variant the current one; collective. Home parameters and optimizer state stay where they are."""
+        if name not in self.variants:
+            raise StateError(f"there is no variant {name!r}; there are {sorted(self.variants)}")
+        if name == self.current:
+            return
+        self.variants[self.current].flush()
+        with using(self.table):
+            self.buffers.sync()
+        self.current = name
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Any) -> Any:
+        """Run one batch; collective. `choose` names the variant from the agreed facts."""
+        with using(self.table):
+            batch, facts = self._agree(args, kwargs)
+            self.switch(choose(facts))
+            return self._run(batch, facts)
+
+    def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadBatch, StepFacts]:
+        """Read the batch and agree with all ranks; an error on one rank is raised on all."""
+        batch: ReadBatch | None = None
+        local: LocalFacts | HetuFxError
+        try:
+            batch = read_batch(args, kwargs, self.programs, self.model.training)
+            local = replace(
+                batch.facts, compute_seconds=self.report.compute_seconds, work=self.report.work
+            )
+        except HetuFxError as error:
+            local = error
+        facts = agree(self.table, local)
+        assert batch is not None
+        if self.settings.shared:
+            facts = replace(facts, counts=batch.facts.counts)
+        return batch, facts
+
+    def _run(self, batch: ReadBatch, facts: StepFacts) -> Any:
+        rows = self._rows(facts)
+        if batch.program.graph.training and torch.is_grad_enabled():
+            self.step += 1
+        variant = self.variants[self.current]
+        inputs = StepInputs(
+            batch=batch,
+            counts=facts.counts,
+            rows=rows,
+            step=self.step,
+            buffers=self.buffers,
+            settings_seed=self.settings.seed,
+            shared=self.settings.shared,
+            wants_values=self._wants_values(batch.program.graph),
+            syncs_gradients=self.syncs_gradients,
+        )
+        outputs, seconds, work = run_step(variant, inputs)
+        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), seconds, work)
+        return batch.program.graph.rebuild(outputs)
+
+    def _rows(self, facts: StepFacts) -> RowPlan:
+        if self.settings.shared and len(set(facts.rows)) > 1:
+            raise BatchError(
+                f"data='global' means the same batch on every rank, but the ranks bring {list(facts.rows)} rows; "
+                f"use data='per_rank' if each rank has rows of its own"
+            )
+        if sum(facts.rows) == 0:
+            raise BatchError("the batch has no rows on any rank")
+        return plan_rows(self.variants[self.current].plan, facts.rows, shared=self.settings.shared)
+
+    def _wants_values(self, graph: Graph) -> bool:
+        if graph.loss is None or self.settings.outputs == "all":
+            return True
+        return self.settings.outputs == "auto" and not graph.training
+
+    def close(self) -> None:
+        """Forget variants; groups are left to torch.distributed."""
+        self.variants.clear()
+
+
+def names_of(plans: Sequence[Plan]) -> list[str]:
+    """Return a name for each plan: its own, or a number."""
+    return [plan.name or f"variant{i}" for i, plan in enumerate(plans)]

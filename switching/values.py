@@ -1,0 +1,105 @@
+"""Outputs other than the loss: back to the ranks whose rows they belong to, gradients the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation, Sharding, cotangent
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import OutputKind
+from hetu_fx.switching.feeds import move_tensor, value_source, value_target
+from hetu_fx.switching.rows import RowPlan
+from hetu_fx.switching.shapes import Bindings, evaluate
+from hetu_fx.transforms.stages import DeducedGraph
+
+
+@dataclass(frozen=True)
+class ValueRoute:
+    """How one output goes from the stages that make it to the ranks that asked for it; the same on all ranks.
+
+    Attributes:
+        name: the output's name.
+        source, target: where it lies before and after.
+        shape: its global shape in this step.
+        dtype: its dtype.
+        rows_dim: the dim that counts rows; None if there is none.
+    """
+
+    name: str
+    source: Annotation
+    target: Annotation
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows_dim: int | None
+
+
+def value_routes(
+    deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, shared: bool
+) -> tuple[ValueRoute, ...]:
+    """Return the routes of all outputs of a step."""
+    graph = deduced.annotated.graph
+    symbol = graph.batch_symbol
+    sizes = {**bindings, **({symbol: rows.total} if symbol is not None else {})}
+    routes = []
+    for leaf, node in graph.outputs_of(OutputKind.VALUE):
+        dims = deduced.annotated.factors.dims(node)
+        rows_dim = next((i for i, classes in enumerate(dims) if any(c.is_batch for c in classes)), None)
+        layouts = [
+            stages[deduced.annotated.stage_of[p].get(node, len(stages) - 1)]
+            for p, stages in enumerate(deduced.annotated.stages)
+        ]
+        shardings = [Sharding((deduced.axis(node, deduced.tensor(at).states[node], at),)) for at in layouts]
+        source = value_source([at.devices for at in layouts], shardings, rows_dim, rows)
+        shape = evaluate(tuple(meta.expression(size) for size in meta.shape(node)), sizes)
+        target = value_target(rows, rows_dim, shared=shared)
+        routes.append(ValueRoute(leaf.name, source, target, shape, meta.dtype(node), rows_dim))
+    return tuple(routes)
+
+
+def bring_back(routes: tuple[ValueRoute, ...], made: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+    """Move outputs to the ranks that asked; collective. `made` holds this rank's pieces by name."""
+    return {route.name: _moved(route, made.get(route.name), table) for route in routes}
+
+
+def _moved(route: ValueRoute, piece: Tensor | None, table: GroupTable) -> Tensor:
+    moved = move_tensor(piece, route.source, route.target, route.shape, route.dtype, table)
+    assert moved is not None, "every rank is a target"
+    return moved
+
+
+class BringBack(torch.autograd.Function):
+    """One output to the ranks that asked for it; its gradient back to the stage that made it.
+
+    The gradient is divided by the number of ranks, as each rank has a loss of its own and their mean is trained on;
+    with shared rows all ranks have the same loss, and each keeps its own rows' gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, piece: Tensor, holds: bool, route: ValueRoute, table: GroupTable, shared: bool
+    ) -> Tensor:
+        """Return the rows that this rank asked for; `piece` is a placeholder if it `holds` none."""
+        ctx.route, ctx.table, ctx.shared, ctx.holds = route, table, shared, holds
+        ctx.like = piece
+        return _moved(route, piece.detach() if holds else None, table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Move the gradient back."""
+        route: ValueRoute = ctx.route
+        share = 1.0 if ctx.shared or ctx.table.size == 1 else 1.0 / ctx.table.size
+        back = move_tensor(
+            (gradient * share).contiguous(),
+            route.target,
+            cotangent(route.source),
+            route.shape,
+            route.dtype,
+            ctx.table,
+        )
+        return (back if ctx.holds else torch.zeros_like(ctx.like), None, None, None, None)

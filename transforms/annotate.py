@@ -1,0 +1,202 @@
+"""Choose which factor classes a tensor-parallel group splits, and how large each device's part is.
+
+The choice is made once per graph, from the rules alone: a class is worth splitting when splitting it spreads many
+FLOPs for few communicated elements. On a transformer this yields key-value heads and the feed-forward width, which
+is Megatron's choice; on other models whatever the same ratio says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors
+from hetu_fx.errors import PlanError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph
+from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.transforms.cut_stages import cut_stages
+from hetu_fx.transforms.flow import Flow
+from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout
+
+# A class whose FLOPs per communicated element are below this share of the best class's is left whole: splitting the
+# hidden width, say, spreads every projection but communicates every activation.
+_WORTH = 0.2
+
+
+@dataclass
+class _Tally:
+    flops: float = 0.0
+    communicated: float = 0.0
+
+    @property
+    def score(self) -> float:
+        return self.flops / max(self.communicated, 1.0)
+
+
+def tensor_classes(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
+    """Return the classes to split over a tensor-parallel group, best first, never two in one op."""
+    tallies = _tally(graph, factors, flow)
+    eligible = [c for c in tallies if _is_eligible(c, factors) and tallies[c].flops > 0]
+    ranked = sorted(eligible, key=lambda c: (-tallies[c].score, c.id))
+    rivals = _rivals(graph, factors)
+    chosen: list[FactorClass] = []
+    for candidate in ranked:
+        worth = tallies[candidate].score >= _WORTH * tallies[ranked[0]].score
+        if worth and rivals[candidate].isdisjoint(chosen):
+            chosen.append(candidate)
+    return frozenset(chosen)
+
+
+def _is_eligible(factor: FactorClass, factors: FactorMap) -> bool:
+    known = factor.size is not None and factor.size > 1 and not factor.is_batch
+    return known and factors.splittable(factor) and bool(factors.occurrences(factor))
+
+
+def _tally(graph: Graph, factors: FactorMap, flow: Flow) -> Mapping[FactorClass, _Tally]:
+    tallies: dict[FactorClass, _Tally] = defaultdict(_Tally)
+    counted_backward: set[tuple[FactorClass, fx.Node]] = set()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and meta.is_tensor(node) and flow.is_mixed(node):
+            _tally_op(node, factors, flow, tallies, counted_backward)
+    return tallies
+
+
+def _tally_op(
+    node: fx.Node,
+    factors: FactorMap,
+    flow: Flow,
+    tallies: dict[FactorClass, _Tally],
+    counted_backward: set[tuple[FactorClass, fx.Node]],
+) -> None:
+    op, result = factors.op(node), _classes(factors.dims(node))
+    flops = _flops(node, op)
+    present = result.union(*(_classes(o.dims) for o in op.operands))
+    for factor in present:
+        tally = tallies[factor]
+        if factor in op.whole:
+            having = [o.node for o in op.operands if factor in _classes(o.dims)]
+            tally.communicated += sum(map(meta.numel, having))
+            continue
+        tally.flops += flops
+        if factor in op.reduced:
+            tally.communicated += meta.numel(node)
+        for operand in op.operands:
+            lacks = factor not in _classes(operand.dims)
+            edge = (factor, operand.node)
+            if lacks and flow.is_mixed(operand.node) and edge not in counted_backward:
+                counted_backward.add(edge)
+                tally.communicated += meta.numel(operand.node)
+
+
+def _flops(node: fx.Node, op: OpFactors) -> float:
+    """Return a multiply-add count: result elements times the factors contracted between operands."""
+    contracted = [
+        c.size or 1 for c in op.reduced if sum(c in _classes(operand.dims) for operand in op.operands) > 1
+    ]
+    return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
+
+
+def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[FactorClass]]:
+    """Return for each class those that stand in one op with it, where either could be split but not both."""
+    rivals: dict[FactorClass, set[FactorClass]] = defaultdict(set)
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not meta.is_tensor(node):
+            continue
+        op = factors.op(node)
+        present = _classes(factors.dims(node)).union(*(_classes(o.dims) for o in op.operands)) - op.whole
+        for factor in present:
+            rivals[factor] |= present - {factor}
+    return rivals
+
+
+def _classes(dims: tuple[tuple[FactorClass, ...], ...]) -> frozenset[FactorClass]:
+    return frozenset(c for dim in dims for c in dim)
+
+
+def part_sizes(factor: FactorClass, ratios: tuple[int, ...], factors: FactorMap) -> tuple[int, ...]:
+    """Return each device's part of `factor`, in proportion to `ratios`, at least one each.
+
+    Raises:
+        PlanError: more devices than parts; names the parameters.
+    """
+    assert factor.size is not None
+    if factor.size < len(ratios):
+        where = ", ".join(f"dim {dim} of {name}" for name, dim in factors.occurrences(factor)[:4])
+        raise PlanError(
+            f"cannot split a dimension of {factor.size} parts over {len(ratios)} devices ({where}); use at most "
+            f"{factor.size} devices in one stage, or more stages or pipelines"
+        )
+    return _largest_remainder(factor.size, ratios)
+
+
+def _largest_remainder(total: int, ratios: tuple[int, ...]) -> tuple[int, ...]:
+    """Cut `total` in proportion to `ratios`, every part at least one, ties to the first."""
+    exact = [(total - len(ratios)) * ratio / sum(ratios) for ratio in ratios]
+    ideal = [total * ratio / sum(ratios) for ratio in ratios]
+    parts = [max(1, math.floor(share)) for share in ideal]
+    if sum(parts) > total:
+        parts = [1 + math.floor(share) for share in exact]
+    order = sorted(range(len(ratios)), key=lambda i: (parts[i] - ideal[i], i))
+    for i in range(total - sum(parts)):
+        parts[order[i % len(order)]] += 1
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Put a plan on a graph: stages, devices, and the parts of the split classes.
+
+    Requires: a captured graph after the graph passes.
+    Ensures: every op that batch and parameters both reach has a stage in each pipeline; every stage knows its parts.
+    """
+
+    plan: Plan
+    wants_values: bool = True
+    name: str = "annotate"
+
+    def __call__(self, graph: Graph, factors: FactorMap, flow: Flow) -> AnnotatedGraph:
+        classes = self._classes(graph, factors, flow)
+        pipelines = self.plan.pipelines
+        stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
+        layouts = tuple(
+            tuple(_layout(p, s, stage, classes, factors) for s, stage in enumerate(pipeline.stages))
+            for p, pipeline in enumerate(pipelines)
+        )
+        annotated = AnnotatedGraph(
+            graph, factors, flow, self.plan, self.wants_values, classes, layouts, stage_of
+        )
+        _check_batch(annotated)
+        return annotated
+
+    def _classes(self, graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
+        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
+        if all(len(stage.devices) == 1 for stage in stages):
+            return frozenset()
+        return tensor_classes(graph, factors, flow)
+
+    def _stages(self, graph: Graph, flow: Flow, pipeline: Pipeline) -> Mapping[fx.Node, int]:
+        blocks = pipeline.blocks(graph.num_blocks) if graph.num_blocks else (0,) * len(pipeline.stages)
+        return cut_stages(graph, flow, blocks)
+
+
+def _layout(
+    pipeline: int, index: int, stage: Stage, classes: frozenset[FactorClass], factors: FactorMap
+) -> StageLayout:
+    if len(stage.devices) == 1:
+        return StageLayout(pipeline, index, stage.devices, {})
+    sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in classes}
+    return StageLayout(pipeline, index, stage.devices, sizes)
+
+
+def _check_batch(annotated: AnnotatedGraph) -> None:
+    if annotated.splits_batch and annotated.graph.batch_symbol is None:
+        why = "; ".join(annotated.graph.notes) or "the example batch has no common batch dim"
+        raise PlanError(
+            f"this model's batch size is fixed in its graph ({why}), so its rows cannot be spread over "
+            f"{len(annotated.plan.pipelines)} pipelines or micro-batches; use one pipeline and one micro-batch"
+        )

@@ -1,0 +1,211 @@
+"""Deduce how every value lies on one axis, forward and cotangent, from the split factor classes alone.
+
+The forward walk decides for every op which split factor it computes a part of, from the op's rule and the states of
+its operands. The backward walk then says on which edges an op hands back only a summand of the cotangent: an operand
+that lacks the factor its op is split on gets the sum over all parts. A cotangent is linear, so such summands may
+flow further back through ops on parameters alone; at an activation they are summed, once for all its consumers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors
+from hetu_fx.errors import DeductionError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph
+from hetu_fx.transforms.flow import Flow
+from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Summed, Whole
+
+Splits = frozenset[FactorClass]
+
+
+@dataclass(frozen=True)
+class AxisDeduction:
+    """States of all values on one axis.
+
+    Attributes:
+        splits: the factor classes that the axis splits.
+        decisions: how each op runs.
+        states: how each value lies once its consumers read it (sums already made where `keep_sums` was not asked).
+        summed_cotangents: values whose consumers all give back summands, which nothing sums within the graph.
+    """
+
+    splits: Splits
+    decisions: Mapping[fx.Node, Decision]
+    states: Mapping[fx.Node, AxisState]
+    summed_cotangents: frozenset[fx.Node]
+
+    def needs(self, node: fx.Node) -> tuple[Need, ...]:
+        """Return what `node` needs of its tensor operands; nothing for leaves and items of a tuple."""
+        decision = self.decisions.get(node)
+        return decision.needs if decision else ()
+
+
+def deduce_axis(
+    graph: Graph, factors: FactorMap, flow: Flow, splits: Splits, *, keep_sums: bool, may_gather: bool
+) -> AxisDeduction:
+    """Deduce one axis on which `splits` are split.
+
+    With `keep_sums`, sums stay unsummed as long as the ops are linear in them (the batch axis: a loss is summed over
+    replicas and micro-batches at the very end). Without `may_gather`, an op that needs a split factor whole is an
+    error: the rows of other pipelines and micro-batches cannot be brought in.
+
+    Raises:
+        DeductionError: naming the op, the user's line and the way out.
+    """
+    walk = _Forward(graph, factors, splits, keep_sums, may_gather)
+    for node in graph.graph.nodes:
+        walk.visit(node)
+    return _with_cotangents(graph, flow, splits, walk.decisions, walk.states)
+
+
+class _Forward:
+    """The forward walk: one decision per op, one state per value."""
+
+    def __init__(
+        self, graph: Graph, factors: FactorMap, splits: Splits, keep_sums: bool, may_gather: bool
+    ) -> None:
+        self.factors, self.splits = factors, splits
+        self.keep_sums, self.may_gather = keep_sums, may_gather
+        self.leaves = {leaf.node for leaf in graph.leaves}
+        self.decisions: dict[fx.Node, Decision] = {}
+        self.states: dict[fx.Node, AxisState] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        if node in self.leaves:
+            self.states[node] = self._own_factor_state(node, WHOLE)
+        elif is_item(node):
+            self.states[node] = self._item_state(node)
+        elif node.op == "call_function" and self.factors.is_op(node):
+            decision = self._decide(node, self.factors.op(node))
+            self.decisions[node] = decision
+            self.states[node] = decision.result if self.keep_sums else _summed_up(decision.result)
+
+    def _own_factor_state(self, node: fx.Node, otherwise: AxisState) -> AxisState:
+        mine = [c for c in _classes(self.factors.dims(node)) if c in self.splits]
+        return SplitOn(mine[0]) if mine else otherwise
+
+    def _item_state(self, node: fx.Node) -> AxisState:
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node)
+        decision = self.decisions[parent]
+        if decision.factor is None:
+            return decision.result if self.keep_sums else _summed_up(decision.result)
+        if decision.factor in set(_classes(self.factors.dims(node))):
+            return SplitOn(decision.factor)
+        return SUMMED if self.keep_sums else WHOLE
+
+    def _decide(self, node: fx.Node, op: OpFactors) -> Decision:
+        factor = self._pick(node, op)
+        if factor is not None:
+            return self._split_on(node, op, factor)
+        summed = frozenset(i for i, o in enumerate(op.operands) if isinstance(self.states[o.node], Summed))
+        if summed and any(summed == group for group in op.linear):
+            needs = tuple(Need(o.node, SUMMED if i in summed else WHOLE) for i, o in enumerate(op.operands))
+            return Decision(None, needs, SUMMED)
+        self._check_gather(node, op)
+        return Decision(None, tuple(Need(o.node, WHOLE) for o in op.operands), WHOLE)
+
+    def _pick(self, node: fx.Node, op: OpFactors) -> FactorClass | None:
+        """Return the split factor to compute a part of: the one most operands are already split on."""
+        present = {c for tensor in (*op.results, *(operand.dims for operand in op.operands)) for c in _classes(tensor)}
+        candidates = sorted((c for c in present & self.splits if c not in op.whole), key=lambda c: c.id)
+        ranked = [(self._already_split(op, c), -c.id, c) for c in candidates if self._worth(op, c)]
+        return max(ranked)[2] if ranked else None
+
+    def _already_split(self, op: OpFactors, factor: FactorClass) -> int:
+        return sum(self.states[o.node] == SplitOn(factor) for o in op.operands)
+
+    def _worth(self, op: OpFactors, factor: FactorClass) -> bool:
+        """Tell whether some operand is split on `factor`, or none has it (the op makes it, and can make a part)."""
+        having = [o for o in op.operands if factor in set(_classes(o.dims))]
+        return not having or any(self.states[o.node] == SplitOn(factor) for o in having)
+
+    def _split_on(self, node: fx.Node, op: OpFactors, factor: FactorClass) -> Decision:
+        needs = tuple(self._split_need(op, i, factor) for i in range(len(op.operands)))
+        if factor in op.reduced:
+            self._check_averaged(node, op, factor)
+            return Decision(factor, needs, SUMMED)
+        return Decision(factor, needs, SplitOn(factor))
+
+    def _split_need(self, op: OpFactors, position: int, factor: FactorClass) -> Need:
+        operand = op.operands[position]
+        if factor in set(_classes(operand.dims)):
+            return Need(operand.node, SplitOn(factor))
+        if position in op.counted:
+            return Need(operand.node, SUMMED)
+        return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
+
+    def _check_averaged(self, node: fx.Node, op: OpFactors, factor: FactorClass) -> None:
+        """Refuse a mean over rows that the global-mean pass could not take apart: shares of rows would weigh alike."""
+        if factor in op.averaged and factor.is_batch:
+            raise DeductionError(
+                f"{node.target} takes a mean over the rows of the batch ('{node.name}', {meta.source_line(node)}) in a "
+                f"form that cannot be made a sum over a count; use a plan with one pipeline and one micro-batch"
+            )
+
+    def _check_gather(self, node: fx.Node, op: OpFactors) -> None:
+        if self.may_gather:
+            return
+        for operand in op.operands:
+            if isinstance(self.states[operand.node], SplitOn):
+                raise DeductionError(
+                    f"{node.target} needs all rows of the batch at once ('{node.name}', {meta.source_line(node)}), so "
+                    f"the batch cannot be split over pipelines or micro-batches; use a plan with one pipeline and one "
+                    f"micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
+                )
+
+
+def is_item(node: fx.Node) -> bool:
+    """Tell whether the node takes one tensor out of an op with several results."""
+    return node.op == "call_function" and node.target is operator.getitem and meta.is_tensor(node)
+
+
+def _classes(dims: tuple[tuple[FactorClass, ...], ...]) -> Iterator[FactorClass]:
+    return (c for dim in dims for c in dim)
+
+
+def _summed_up(state: AxisState) -> AxisState:
+    return WHOLE if isinstance(state, Summed) else state
+
+
+def _with_cotangents(
+    graph: Graph, flow: Flow, splits: Splits, decisions: Mapping[fx.Node, Decision], states: dict[fx.Node, AxisState]
+) -> AxisDeduction:
+    """Mark the edges that give back summands, from the last op to the first."""
+    marked: dict[fx.Node, Decision] = {}
+    flags: dict[fx.Node, list[bool]] = {}
+    summed: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if not flow.through_inputs(node) and flags.get(node) and all(flags[node]):
+            summed.add(node)
+        if is_item(node) and node in flow.differentiable:
+            flags.setdefault(node.args[0], []).append(node in summed)  # type: ignore[arg-type]
+        if node in decisions:
+            marked[node] = _marked(node, decisions[node], flow, states, node in summed)
+            for need in marked[node].needs:
+                if need.node in flow.differentiable:
+                    flags.setdefault(need.node, []).append(need.summed_cotangent)
+    return AxisDeduction(splits, marked, states, frozenset(summed))
+
+
+def _marked(
+    node: fx.Node, decision: Decision, flow: Flow, states: Mapping[fx.Node, AxisState], own_summed: bool
+) -> Decision:
+    def mark(need: Need) -> Need:
+        wanted = decision.factor is not None or isinstance(decision.result, Summed) or own_summed
+        summed = (
+            wanted
+            and isinstance(need.state, Whole)
+            and need.node in flow.differentiable
+            and node in flow.differentiable
+        )
+        return Need(need.node, need.state, summed, need.first_only)
+
+    return Decision(decision.factor, tuple(mark(need) for need in decision.needs), decision.result)
+

@@ -1,0 +1,76 @@
+"""What every value of the graph depends on, and which values gradients flow through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+
+_NO_GRADIENT = {torch.ops.aten.detach.default}
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Sets of nodes by what reaches them.
+
+    Attributes:
+        inputs: nodes that a batch input, or its size, reaches.
+        parameters: nodes that a parameter reaches.
+        differentiable: values through which a gradient reaches a trained parameter.
+    """
+
+    inputs: frozenset[fx.Node]
+    parameters: frozenset[fx.Node]
+    differentiable: frozenset[fx.Node]
+
+    def through_inputs(self, node: fx.Node) -> bool:
+        """Tell whether the value changes with the batch."""
+        return node in self.inputs
+
+    def is_mixed(self, node: fx.Node) -> bool:
+        """Tell whether both batch and parameters reach the node: it belongs to exactly one stage."""
+        return node in self.inputs and node in self.parameters
+
+
+def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
+    """Return the flow of `graph`; parameters named in `frozen` get no gradient."""
+    kinds = {leaf.node: leaf for leaf in graph.leaves}
+    batch_kinds = {LeafKind.INPUT, LeafKind.RANDOM_STATE}
+    inputs = {node for node, leaf in kinds.items() if leaf.kind in batch_kinds}
+    parameters = {node for node, leaf in kinds.items() if leaf.kind is LeafKind.PARAMETER}
+    trained = {node for node in parameters if kinds[node].name not in frozen}
+    return Flow(
+        _reached(graph, inputs),
+        _reached(graph, parameters),
+        frozenset(n for n in _differentiable(graph, trained)),
+    )
+
+
+def _reached(graph: Graph, start: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    reached = set(start)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return frozenset(reached)
+
+
+def _differentiable(graph: Graph, trained: set[fx.Node]) -> set[fx.Node]:
+    reached = set(trained)
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node.target in _NO_GRADIENT:
+            continue
+        if not reached.isdisjoint(node.all_input_nodes) and _carries_gradient(node):
+            reached.add(node)
+    return reached
+
+
+def _carries_gradient(node: fx.Node) -> bool:
+    """Tell whether the value is of a kind that has gradients; a tuple may hold one that has."""
+    if not meta.has_tensor(node):
+        return False
+    return not meta.is_tensor(node) or meta.dtype(node).is_floating_point

@@ -1,0 +1,53 @@
+"""Lower a device graph to a callable: as it is, or by functorch's joint graph and a compiler.
+
+Requires: a device graph.
+Ensures: a function of the slots' values, in order, with the results in order and ordinary autograd behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition
+from torch import fx
+
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.transforms.stages import DeviceGraph
+
+Backend = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None
+
+
+def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
+    """Return the callable of a device graph.
+
+    Args:
+        device: the graph.
+        backend: None runs the graph eagerly; "aot_eager" partitions the joint graph by min-cut rematerialisation and
+            runs both halves eagerly; "inductor" compiles with torch.compile; a callable compiles each half, given
+            its GraphModule and example inputs.
+    """
+    module = fx.GraphModule(torch.nn.Module(), device.graph)
+    if backend is None:
+        return module.forward
+    if backend == "inductor":
+        return torch.compile(module, backend="inductor", dynamic=True)
+    if backend == "aot_eager":
+        return _aot(module, lambda graph_module, _: graph_module.forward)
+    if callable(backend):
+        return _aot(module, backend)
+    raise EnvironmentProblem(
+        f"compile={backend!r} is not known; use None, 'aot_eager', 'inductor' or a function of a GraphModule and "
+        f"example inputs"
+    )
+
+
+def _aot(module: fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:
+    return aot_function(  # type: ignore[no-any-return]
+        module.forward,
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        dynamic=True,
+    )

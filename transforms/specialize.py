@@ -1,0 +1,257 @@
+"""Turn a deduced graph into the graph of one device.
+
+Requires: a deduced graph.
+Ensures: the device's graph holds only its stage's ops, with local sizes, and a hetu:: node wherever a value's state
+differs from what its reader needs; sums over the stage's devices are made where the summands appear.
+
+    %linear = aten.linear(%x, %w)                 %linear = aten.linear(%x, %w_part)
+    %add = aten.add(%residual, %linear)     ->    %all_reduce = hetu.all_reduce(%linear, [0, 1], 'duplicate')
+                                                  %add = aten.add(%residual, %all_reduce)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from hetu_fx.annotations.annotation import Annotation, cotangent
+from hetu_fx.comm_ops.resolve import Resolution, resolve_edge
+from hetu_fx.deduction.factors import FactorClass
+from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Leaf
+from hetu_fx.transforms.axis import is_item
+from hetu_fx.transforms.localize import localized_call
+from hetu_fx.transforms.stages import (
+    DeducedGraph,
+    DeviceGraph,
+    Handover,
+    Result,
+    ResultKind,
+    Slot,
+    SlotKind,
+    StageLayout,
+    Value,
+    stage_nodes,
+)
+from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, Summed, Whole
+
+
+@dataclass(frozen=True)
+class Specialize:
+    """Make the graph of one rank, or None if the plan leaves the rank out."""
+
+    rank: int
+    name: str = "specialize"
+
+    def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
+        layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)
+        return None if layout is None else _Builder(deduced, layout, self.rank).build()
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A value as one kind of reader needs it; readers with equal edges share the nodes."""
+
+    node: fx.Node
+    tensor: AxisState
+    tensor_summed: bool
+    batch: AxisState
+    batch_summed: bool
+    first_only: bool
+
+
+class _Builder:
+    """Builds one device graph, node by node."""
+
+    def __init__(self, deduced: DeducedGraph, layout: StageLayout, rank: int) -> None:
+        self.deduced, self.layout, self.rank = deduced, layout, rank
+        self.annotated = deduced.annotated
+        self.tensor, self.batch = deduced.tensor(layout), deduced.batch
+        self.coordinate = layout.devices.index(rank)
+        self.graph = fx.Graph()
+        self.slots: list[Slot] = []
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.edges: dict[_Edge, fx.Node] = {}
+
+    def build(self) -> DeviceGraph:
+        stage = stage_nodes(self.annotated, self.layout)
+        graph = self.annotated.graph
+        for node in graph.graph.nodes:
+            if node in stage.received:
+                self.values[node] = self._placeholder(node, Slot(SlotKind.RECEIVED, node.name))
+            elif node in stage.needed and node.op == "placeholder":
+                self.values[node] = self._leaf(node, graph.leaf_of(node))
+        for node in graph.graph.nodes:
+            if node in stage.needed and node.op == "call_function":
+                self.values[node] = self._op(node)
+        outputs = [(graph.outputs[i], graph.output_values[i]) for i in stage.outputs]
+        results = [(ResultKind(leaf.kind.value), leaf.name, node) for leaf, node in outputs]
+        results += [(ResultKind.SENT, node.name, node) for node in stage.sent]
+        self.graph.output(tuple(self._output(kind, node) for kind, _, node in results))
+        return DeviceGraph(
+            rank=self.rank,
+            layout=self.layout,
+            num_stages=len(self.annotated.stages[self.layout.pipeline]),
+            graph=self.graph,
+            slots=tuple(self.slots),
+            results=tuple(Result(kind, name) for kind, name, _ in results),
+            handovers_in=tuple(self._handover(node, self._source(node), self.layout) for node in stage.received),
+            handovers_out=tuple(
+                self._handover(node, self.layout, target) for node in stage.sent for target in self._targets(node)
+            ),
+            values=tuple(self._value(leaf.name, node) for leaf, node in outputs if leaf.kind.value == "value"),
+        )
+
+    def _leaf(self, node: fx.Node, leaf: Leaf) -> fx.Node:
+        return self._placeholder(node, Slot(SlotKind(leaf.kind.value), leaf.name))
+
+    def _placeholder(self, node: fx.Node, slot: Slot) -> fx.Node:
+        self.slots.append(slot)
+        return self._traced(node, self.graph.placeholder(node.name))
+
+    def _traced(self, source: fx.Node, target: fx.Node) -> fx.Node:
+        meta.copy_meta(source, target)
+        return target
+
+    def _op(self, node: fx.Node) -> fx.Node:
+        """Copy one op with local operands and sizes, and sum its result where it comes out as summands."""
+        factors = self.annotated.factors
+        if node in self.tensor.decisions:
+            op, factor = factors.op(node), self.tensor.decisions[node].factor
+            args, kwargs = localized_call(node, op, self._operands(node), self.values, factor, self._part)
+        else:
+            factor = None
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        result = self._traced(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+        if factor is not None and factor in factors.op(node).averaged:
+            result = self._weighed(node, result, factor)
+        return self._summed_up(node, result)
+
+    def _weighed(self, node: fx.Node, mean: fx.Node, factor: FactorClass) -> fx.Node:
+        """Turn the mean over this device's part into its summand of the mean over all parts."""
+        share = self._part(factor) / sum(self.layout.sizes[factor])
+        return self._traced(node, self.graph.call_function(torch.ops.aten.mul.Tensor, (mean, share)))
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        pairs = zip(self.tensor.needs(node), self.batch.needs(node), strict=True)
+        return [self._edge(tensor, batch) for tensor, batch in pairs]
+
+    def _part(self, factor: FactorClass) -> int:
+        return self.layout.sizes[factor][self.coordinate]
+
+    def _summed_up(self, node: fx.Node, result: fx.Node) -> fx.Node:
+        """Sum a result that comes out as summands over the stage's devices; every reader shares the sum."""
+        source = node.args[0] if is_item(node) else node
+        decision = self.tensor.decisions.get(source)  # type: ignore[arg-type]
+        if decision is None or not meta.is_tensor(node) or not isinstance(decision.result, Summed):
+            return result
+        if not isinstance(self.tensor.states[node], Whole):
+            return result
+        summands = self.deduced.annotation(node, SUMMED, self.layout)
+        whole = self.deduced.annotation(node, WHOLE, self.layout)
+        return self._resolved(node, result, resolve_edge(summands, whole, whole, self._shape(node)))
+
+    def _edge(self, tensor: Need, batch: Need) -> fx.Node:
+        """Return the value as its reader needs it on both axes, inserting communication at most once per kind."""
+        key = _Edge(
+            tensor.node,
+            tensor.state,
+            tensor.summed_cotangent,
+            batch.state,
+            batch.summed_cotangent,
+            tensor.first_only,
+        )
+        if key not in self.edges:
+            self.edges[key] = self._on_batch(batch, tensor, self._on_tensor(tensor, batch))
+        return self.edges[key]
+
+    def _on_tensor(self, need: Need, batch: Need) -> fx.Node:
+        node, value = need.node, self.values[need.node]
+        if len(self.layout.devices) == 1:
+            return value
+        state = self.tensor.states[node]
+        summed = need.summed_cotangent and node not in self.tensor.summed_cotangents
+        if state != need.state or summed:
+            source = self.deduced.annotation(node, state, self.layout)
+            target = self.deduced.annotation(node, need.state, self.layout)
+            partial = self.deduced.annotation(node, SUMMED, self.layout) if summed else cotangent(target)
+            value = self._resolved(node, value, resolve_edge(source, target, partial, self._shape(node)))
+        if need.first_only and self.coordinate > 0:
+            value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
+        return value
+
+    def _on_batch(self, need: Need, tensor: Need, value: fx.Node) -> fx.Node:
+        node = need.node
+        state = self.batch.states[node]
+        summed = need.summed_cotangent and node not in self.batch.summed_cotangents
+        if state == need.state and not summed:
+            return value
+        replicas = tuple(stages[0] for stages in self.annotated.stages)
+        if not self.annotated.runs_in_step:
+            raise PlanError(_across_steps(node))
+        if len(replicas) == 1:
+            return value
+        summands = self.deduced.across_states(node, tensor.state, replicas, "partial")
+        target = self.deduced.across_states(node, tensor.state, replicas, "duplicate")
+        source, partial = (summands if state == SUMMED else target), (summands if summed else target)
+        return self._resolved(node, value, resolve_edge(source, target, partial, self._shape(node)))
+
+    def _resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution) -> fx.Node:
+        for call in resolution.calls(self.rank):
+            target = getattr(torch.ops.hetu, call.op).default
+            value = self._traced(node, self.graph.call_function(target, (value, *call.args)))
+        return value
+
+    def _shape(self, node: fx.Node) -> tuple[int | None, ...]:
+        return self.deduced.shape(node)
+
+    def _output(self, kind: ResultKind, node: fx.Node) -> fx.Node:
+        """Return the local value of an output; buffers and values are read without sums left open."""
+        state = self.batch.states.get(node, WHOLE)
+        if kind in (ResultKind.LOSS, ResultKind.SENT) or not isinstance(state, Summed):
+            return self.values[node]
+        need = Need(node, WHOLE)
+        return self._edge(Need(node, self.tensor.states[node]), need)
+
+    def _source(self, node: fx.Node) -> StageLayout:
+        pipeline = self.layout.pipeline
+        return self.annotated.stages[pipeline][self.annotated.stage_of[pipeline][node]]
+
+    def _targets(self, node: fx.Node) -> tuple[StageLayout, ...]:
+        later = self.annotated.stages[self.layout.pipeline][self.layout.index + 1 :]
+        return tuple(layout for layout in later if node in stage_nodes(self.annotated, layout).received)
+
+    def _handover(self, node: fx.Node, source: StageLayout, target: StageLayout) -> Handover:
+        self._check_handover(node, source, target)
+        value = self._value(node.name, node, source)
+        return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
+
+    def _check_handover(self, node: fx.Node, source: StageLayout, target: StageLayout) -> None:
+        if not meta.is_tensor(node):
+            raise DeductionError(
+                f"a size computed from activations ('{node.name}', {meta.source_line(node)}) is read by another "
+                f"stage; use a plan whose pipelines have one stage"
+            )
+
+    def _value(self, name: str, node: fx.Node, layout: StageLayout | None = None) -> Value:
+        layout = layout or self.layout
+        dims = self.annotated.factors.dims(node)
+        rows = [i for i, classes in enumerate(dims) if any(c.is_batch for c in classes)]
+        return Value(
+            name,
+            tuple(meta.expression(size) for size in meta.shape(node)),
+            meta.dtype(node),
+            node in self.annotated.flow.differentiable,
+            rows[0] if rows else None,
+            self.deduced.value_annotation(node, layout),
+        )
+
+
+def _across_steps(node: fx.Node) -> str:
+    return (
+        f"'{node.name}' ({meta.source_line(node)}) needs a sum over the whole batch in the middle of the model, which "
+        f"pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one micro-batch"
+    )

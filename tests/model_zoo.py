@@ -64,7 +64,8 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2))
+        conv = nn.Conv2d(3, 12, 3, padding=1)
+        self.stem = nn.Sequential(conv, nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2))
         self.body = nn.Sequential(nn.Conv2d(12, 20, 3, stride=2, padding=1), nn.BatchNorm2d(20), nn.ReLU())
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(20, 13)

@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
+from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.clean import clean
 from hetu_fx.graph.containers import Opaque, Slot, Tree, walk, without_opaque
 from hetu_fx.graph.example import Example
@@ -54,8 +55,9 @@ class Assembly:
             meta.set_module_stack(node, _stack_in_model(node))
         leaves = self._merge_tied(flat, self._leaves(flat))
         outputs = self._outputs(flat)
-        outputs += self._buffer_updates(flat, leaves, functionalize(flat))
-        detach_at_exits(flat, [leaf.node for leaf in leaves if _may_carry_gradient(leaf)])
+        differentiable = [leaf.node for leaf in leaves if _may_carry_gradient(leaf)]
+        outputs += self._buffer_updates(flat, leaves, functionalize(flat, differentiable))
+        detach_at_exits(flat, differentiable)
         clean(flat)
         leaves = _without_unused_constants(flat, leaves)
         return Graph(
@@ -79,8 +81,10 @@ class Assembly:
     def _merge_tied(self, flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
         """Make one leaf of every parameter or buffer that has several FQNs."""
         names: dict[int, list[str]] = {}
-        state = dict(self.model.named_parameters(remove_duplicate=False))
-        state.update(self.model.named_buffers(remove_duplicate=False))
+        state: dict[str, torch.Tensor] = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
         for name, tensor in state.items():
             names.setdefault(id(tensor), []).append(name)
         merged: dict[str, Leaf] = {}
@@ -122,8 +126,8 @@ class Assembly:
         for leaf, value in buffers:
             if leaf.kind is not LeafKind.BUFFER:
                 raise CaptureError(
-                    f"forward changes the {leaf.kind} {leaf.name!r} in place ({meta.source_line(value)}); only "
-                    "registered buffers may be changed by forward"
+                    f"forward changes the {leaf.kind} {leaf.name!r} in place ({meta.source_line(value)}); "
+                    f"only registered buffers may be changed by forward; {WAY_OUT}"
                 )
         output = flat.output_node()
         output.args = ((*output.args[0], *(value for _, value in buffers)),)  # type: ignore[misc]
@@ -141,7 +145,7 @@ class Assembly:
     def _notes(self) -> Iterator[str]:
         for leaf in walk(self.output_tree):
             if isinstance(leaf, Opaque):
-                yield f"output {leaf.name!r} is of type {leaf.type_name}, which is not returned: it becomes None"
+                yield f"output {leaf.name!r} of type {leaf.type_name} is not returned: it becomes None"
         for leaf in walk(self.input_tree):
             if isinstance(leaf, Opaque):
                 yield f"input {leaf.name!r} is of type {leaf.type_name}: it is baked in as it is"

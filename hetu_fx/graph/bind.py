@@ -24,8 +24,8 @@ def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:
     wanted = {leaf.name for leaf in graph.leaves_of(LeafKind.INPUT)}
     if set(tensors) != wanted:
         raise BatchError(
-            f"the batch has tensors {sorted(tensors)}, the captured graph takes {sorted(wanted)}; capture the "
-            "model again with such a batch"
+            f"the batch has tensors {sorted(tensors)}, the captured graph takes {sorted(wanted)}; "
+            "capture the model again with such a batch"
         )
     _check_constants(graph.input_tree, tree)
     return tensors
@@ -37,8 +37,8 @@ def _check_constants(captured: Tree, given: Tree) -> None:
     for name in before.keys() | now.keys():
         if before.get(name) != now.get(name):
             raise BatchError(
-                f"batch entry {name!r} is {now.get(name)!r}, but {before.get(name)!r} is baked into the captured "
-                "graph; pass it as a tensor, or capture the model again"
+                f"batch entry {name!r} is {now.get(name)!r}, but {before.get(name)!r} is baked into the "
+                "captured graph; pass it as a tensor, or capture the model again"
             )
 
 

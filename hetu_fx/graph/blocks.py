@@ -1,9 +1,9 @@
 """Find the repeated blocks of a model (transformer layers, residual blocks) from module stacks.
 
-A chain is a run of two or more executed children with the same class and consecutive numbers for names, as in a
-ModuleList. Only outermost chains count, and only chains of containers if there are any (so that the layers of a
-transformer are blocks, and the two Linears of a head are not). Several chains (encoder, then decoder) are
-concatenated in the order of execution.
+A chain is a run of two or more executed children with the same class and consecutive numbers for names,
+as in a ModuleList. Only outermost chains count, and only chains of containers if there are any (so that the
+layers of a transformer are blocks, and the two Linears of a head are not). Several chains (encoder, then
+decoder) are concatenated in the order of execution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def find_blocks(stacks: Iterable[ModuleStack]) -> tuple[str, ...]:
     """Return the FQNs of the repeated blocks in order of execution; empty if there are none.
 
     Args:
-        stacks: for each op in order of execution, (FQN, class name) of the modules around it, outermost first.
+        stacks: for each op in order of execution, (FQN, class name) of the modules around it,
+            outermost first.
     """
     chains = _chains(_numbered_children(stacks))
     chains = [chain for chain in chains if not _is_nested(chain, chains)]
@@ -73,7 +74,8 @@ def _chains(children: list[Child]) -> list[list[Child]]:
 
 def _extend(run: list[Child], child: Child) -> bool:
     last = run[-1]
-    follows = (last.parent, last.class_name, last.number + 1) == (child.parent, child.class_name, child.number)
+    expected = (last.parent, last.class_name, last.number + 1)
+    follows = expected == (child.parent, child.class_name, child.number)
     if follows:
         run.append(child)
     return follows

@@ -24,12 +24,12 @@ LossFn = Callable[..., torch.Tensor]
 def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, training: bool = True) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
-    Under torch.autocast, the casts that it makes are written into the graph. The model, the batch and the random
-    state are not changed.
+    Under torch.autocast, the casts that it makes are written into the graph. The model, the batch and the
+    random state are not changed.
 
     Args:
         model: any module; its parameters may be on the meta device.
-        batch: keyword arguments (mapping) or positional ones (tuple). Values that are not tensors are baked in.
+        batch: keyword arguments (mapping) or positional ones (tuple). Values other than tensors are baked in.
         loss_fn: called as loss_fn(output, **batch) (or *batch), for a model that returns no loss.
         training: capture the model in training or in evaluation mode.
 
@@ -52,7 +52,7 @@ def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, tr
 
 
 class _Found:
-    """What the trace finds out; an object of its own, because export gives a module's attributes back as they were."""
+    """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
     output_tree: Tree | None = None
 
@@ -97,7 +97,7 @@ def _ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 @contextlib.contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put the model in training or evaluation mode; leave a model that is there already as it is, part by part."""
+    """Put the model in training or evaluation mode; one that is there already is left alone, part by part."""
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:
         model.train(training)

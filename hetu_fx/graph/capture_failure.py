@@ -8,14 +8,15 @@ from types import TracebackType
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 
 OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 WAY_OUT = (
-    'rewrite the line, or use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module as it is: '
-    "data parallel with uneven shares"
+    'rewrite the line, or use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module '
+    "as it is, data parallel with uneven shares"
 )
 SAID_AT = "The following call raised this error:"
 
@@ -33,12 +34,12 @@ def line_that_fixes(exported: ExportedProgram) -> str | None:
     for node in exported.graph.nodes:
         example = node.meta.get("val")
         if isinstance(example, torch._subclasses.FakeTensor) and example.fake_mode.shape_env is not None:
-            return _first_equality(example.fake_mode.shape_env.guards)
+            return _first_equality(example.fake_mode.shape_env)
     return None
 
 
-def _first_equality(guards: list[torch.fx.experimental.symbolic_shapes.ShapeGuard]) -> str | None:
-    for guard in guards:
+def _first_equality(shape_env: ShapeEnv) -> str | None:
+    for guard in shape_env.guards:
         if guard.expr.func.__name__ == "Equality" and guard.expr.rhs.is_number:
             frame = guard.sloc.framework_loc
             if isinstance(frame, traceback.FrameSummary):

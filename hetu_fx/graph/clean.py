@@ -1,4 +1,4 @@
-"""Remove from a flat functional graph what changes nothing: no-op casts, views, copies, dropped dropout, dead ops.
+"""Remove from a flat functional graph what changes nothing: no-op casts, views, copies, dead ops.
 
 Each rule looks at one node and returns the node that has the same value, or None.
 """
@@ -18,12 +18,14 @@ from hetu_fx.graph.graph import Graph, drop_dead_nodes
 aten = torch.ops.aten
 
 CASTS = frozenset({
-    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default,
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default,
+    aten.type_as.default,
 })  # fmt: skip
 COPIES = frozenset({
     aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.alias.default, aten.clone.default,
 })  # fmt: skip
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.view_as.default})
+SLICE_DEFAULTS = [None, 0, None, None, 1]
 DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
 
 
@@ -45,10 +47,7 @@ def _simplified(node: fx.Node) -> fx.Node | None:
 
 
 def _drop_layout_arguments(node: fx.Node) -> None:
-    droppable = ("pin_memory", "layout", "memory_format") if node.target in CASTS else ("pin_memory", "layout")
-    if node.target is aten.contiguous.default or node.target is aten.clone.default:
-        return
-    node.kwargs = {key: item for key, item in node.kwargs.items() if key not in droppable}
+    node.kwargs = {key: item for key, item in node.kwargs.items() if key not in ("pin_memory", "layout")}
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -78,7 +77,8 @@ def _simplify_view(node: fx.Node) -> fx.Node | None:
 
 
 def _simplify_slice(node: fx.Node) -> fx.Node | None:
-    _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    given = list(node.args) + SLICE_DEFAULTS[len(node.args) :]
+    start, end, step = given[2:]
     whole = start in (0, None) and end in (None, sys.maxsize) and step == 1
     return _source(node) if whole else None
 
@@ -94,18 +94,18 @@ def _simplify_detach(node: fx.Node) -> fx.Node | None:
 
 def _simplify_add(node: fx.Node) -> fx.Node | None:
     adds_nothing = type(node.args[1]) is int and node.args[1] == 0
-    unchanged = adds_nothing and meta.is_tensor(_source(node)) and meta.dtype(node) == meta.dtype(_source(node))
-    return _source(node) if unchanged else None
+    return _source(node) if adds_nothing and meta.dtype(node) == meta.dtype(_source(node)) else None
 
 
 def _simplify_cat(node: fx.Node) -> fx.Node | None:
-    """Drop operands of size 0 in one dim, which torch.cat ignores (an empty cache starts as one)."""
+    """Drop operands of shape (0,), which torch.cat ignores (an empty cache starts as one)."""
     pieces: Any = node.args[0]
     kept = [piece for piece in pieces if meta.shape(piece) != (0,)]
     if len(kept) == len(pieces) or not kept or any(meta.dtype(piece) != meta.dtype(node) for piece in kept):
         return None
     if len(kept) == 1:
-        return kept[0]
+        only: fx.Node = kept[0]
+        return only
     node.args = (kept, *node.args[1:])
     return None
 

@@ -1,7 +1,7 @@
 """Take a batch or an output apart into named tensors, and put it together again.
 
-A structure is described by a `Tree`, a closed union. Tensors have names: the path of keys, attribute names and
-positions that leads to them, joined by dots; a bare tensor has the name "".
+A structure is described by a `Tree`, a closed union. Tensors have names: the path of keys, attribute names
+and positions that leads to them, joined by dots; a bare tensor has the name "".
 """
 
 from __future__ import annotations

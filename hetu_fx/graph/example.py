@@ -1,7 +1,7 @@
 """Choose the example that a model is traced with: sizes that differ, a batch of more than one row.
 
-Values never matter to the trace, so the example is made of zeros; only sizes, dtypes and devices are the user's.
-The batch dim is dim 0 of every tensor whose size there is that of the first tensor with a dim.
+Values never matter to the trace, so the example is made of zeros; only sizes, dtypes and devices are the
+user's. The batch dim is dim 0 of every tensor whose size there is that of the first tensor with a dim.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def make_example(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, *,
     on_meta = next((tensor.device for tensor in model.parameters() if tensor.is_meta), None)
     zeros = {
         name: torch.zeros(
-            (rows, *tensor.shape[1:]) if name in of_batch else tensor.shape,  # type: ignore[arg-type]
+            (rows, *tensor.shape[1:]) if name in of_batch else tensor.shape,
             dtype=tensor.dtype,
             device=on_meta or tensor.device,
         )
@@ -71,7 +71,7 @@ def make_example(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, *,
 def _distinct_rows(
     batch: int, tensors: Mapping[str, torch.Tensor], of_batch: tuple[str, ...], model: torch.nn.Module
 ) -> int:
-    """Return the least number of rows from `batch` up that is no other size: equal sizes then mean equal dims."""
+    """Return the least number of rows from `batch` up that is no other size, so that equal means the same."""
     taken = {0, 1}
     for name, tensor in tensors.items():
         taken.update(tensor.shape[1:] if name in of_batch else tensor.shape)

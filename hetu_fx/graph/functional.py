@@ -1,13 +1,13 @@
 """Make a flat graph functional: in-place ops become ops that return a new value.
 
-Views are followed by storage. A write through a view is scattered back to the tensor it views, and views taken
-before the write are taken again when they are next read. Only graphs with writes are changed.
+Views are followed by storage. A write through a view is scattered back to the tensor it views, and views
+taken before the write are taken again when they are next read. Only graphs with writes are changed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
+from hetu_fx.graph.capture_failure import WAY_OUT
+from hetu_fx.graph.regions import gradient_carriers
 
 aten = torch.ops.aten
 
@@ -36,6 +38,7 @@ SCATTERS = {
 SPLITS = frozenset({
     aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 })  # fmt: skip
+NEW_STORAGE = frozenset({aten.lift_fresh_copy.default, aten.clone.default, aten._to_copy.default})
 RENAMED = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
@@ -43,15 +46,18 @@ RENAMED = {
 }
 
 
-def functionalize(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Rewrite all in-place ops of a flat graph; return the new value of every placeholder written to.
+
+    Args:
+        differentiable: the placeholders that may carry a gradient.
 
     Raises:
         CaptureError: for a write that cannot be followed (out= arguments, writes through unusual views).
     """
     if not any(written_arguments(node) or _is_training_batch_norm(node) for node in graph.nodes):
         return {}
-    return _Functionalizer(graph).run()
+    return _Functionalizer(graph, gradient_carriers(graph, differentiable)).run()
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -81,17 +87,23 @@ def _is_training_batch_norm(node: fx.Node) -> bool:
 def _storages(node: fx.Node) -> set[StorageWeakRef]:
     example = node.meta.get("val") if meta.has_value(node) else None
     tensors = example if isinstance(example, (tuple, list)) else [example]
-    return {StorageWeakRef(item.untyped_storage()) for item in tensors if isinstance(item, torch.Tensor)}
+    return {_storage_key(item) for item in tensors if isinstance(item, torch.Tensor)}
+
+
+def _storage_key(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 class _Functionalizer:
     """Walks the graph once; `_cached` holds each original node's latest value and the version it is of."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
         self.graph = graph
+        self.carriers = carriers
         self.parents = {node: parent for node in graph.nodes if (parent := _viewed(node)) is not None}
         self.versions: dict[fx.Node, int] = {}
         self.cached: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.changed: set[fx.Node] = set()  # placeholders whose value changes (detach_ changes no value)
         self.here: fx.Node
 
     def run(self) -> dict[fx.Node, fx.Node]:
@@ -110,7 +122,7 @@ class _Functionalizer:
             else:
                 node.args = fx.node.map_arg(node.args, self._read)
                 node.kwargs = fx.node.map_arg(node.kwargs, self._read)
-        return {node: self._read(node) for node in self.versions if node.op == "placeholder"}
+        return {node: self._read(node) for node in self.versions if node in self.changed}
 
     def _root(self, node: fx.Node) -> fx.Node:
         while node in self.parents:
@@ -187,6 +199,11 @@ class _Functionalizer:
         if len(written) != 1 or written[0] is not node.args[0]:
             raise self._refusal(f"{node.target}, which writes to several tensors or to an out= argument")
         target = written[0]
+        through_op = self._root(target).op != "placeholder"
+        if through_op and target in self.carriers and not meta.grad_enabled(node):
+            raise self._refusal("a write in a no-grad region to a value that carries a gradient")
+        if node.target is not aten.detach_.default and not through_op:
+            self.changed.add(self._root(target))
         node_args = fx.node.map_arg(node.args, self._read)
         kwargs = fx.node.map_arg(node.kwargs, self._read)
         value = self._functional_value(node, node_args, kwargs)
@@ -209,13 +226,13 @@ class _Functionalizer:
 
     def _functional_variant(self, target: Any) -> Callable[..., Any]:
         if target in RENAMED:
-            return RENAMED[target]  # type: ignore[no-any-return]
+            renamed: Callable[..., Any] = RENAMED[target]
+            return renamed
         namespace, _, name = target._schema.name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
         if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():
             raise self._refusal(f"{target}, an in-place op without a functional form")
-        variant = getattr(packet, target._overloadname)
-        assert callable(variant)
+        variant: Callable[..., Any] = getattr(packet, target._overloadname)
         return variant
 
     def _broadcast(self, source: fx.Node, like: fx.Node) -> fx.Node:
@@ -235,8 +252,10 @@ class _Functionalizer:
         output, new_mean, new_variance = (
             self._insert(operator.getitem, (result, index)) for index in (0, 3, 4)
         )
-        self._write(node.args[3], new_mean)  # type: ignore[arg-type]
-        self._write(node.args[4], new_variance)  # type: ignore[arg-type]
+        for written, value in ((node.args[3], new_mean), (node.args[4], new_variance)):
+            assert isinstance(written, fx.Node)
+            self.changed.add(self._root(written))
+            self._write(written, value)
         node.replace_all_uses_with(output)
 
     def _sizes(self, node: fx.Node) -> list[Any]:
@@ -259,10 +278,7 @@ class _Functionalizer:
             return self.graph.node_copy(view, latest.__getitem__)
 
     def _refusal(self, what: str) -> CaptureError:
-        return CaptureError(
-            f"cannot follow {what} ({meta.source_line(self.here)}); write it without in-place ops, or use "
-            'hetu_fx.auto_parallelize(..., capture="eager") (data parallel over the module)'
-        )
+        return CaptureError(f"cannot follow {what} ({meta.source_line(self.here)}); {WAY_OUT}")
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
@@ -275,5 +291,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     source = node.args[0] if node.target is operator.getitem else None
     if isinstance(source, fx.Node) and _viewed(source) is None:
         return None  # a result of an op that returns several new tensors
+    if node.target in NEW_STORAGE:  # their example values share the storage, the op does not
+        return None
     storages = _storages(node)
     return next((arg for arg in node.all_input_nodes if storages & _storages(arg)), None)

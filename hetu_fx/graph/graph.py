@@ -1,7 +1,8 @@
 """One single-device program as a plain value.
 
-`Graph.graph` is a flat, functional ATen graph: placeholders (the leaves), then ops, then one output node with a
-flat tuple. Passes return new graphs: `clone()`, change the clone's fx graph, `evolve(...)` what else changed.
+`Graph.graph` is a flat, functional ATen graph: placeholders (the leaves), then ops, then one output node
+with a flat tuple. Passes return new graphs: `clone()`, change the clone's fx graph, `evolve(...)` what else
+changed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Graph:
 
     def __post_init__(self) -> None:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        assert placeholders == [leaf.node for leaf in self.leaves], "leaves must be the placeholders, in order"
+        assert placeholders == [leaf.node for leaf in self.leaves], "leaves are the placeholders, in order"
         assert len(self.output_values) == len(self.outputs), "one OutputLeaf for each output value"
 
     @property

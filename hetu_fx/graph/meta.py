@@ -1,8 +1,8 @@
 """Read and write what is known about a node; the one owner of `node.meta`.
 
-Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's call
-stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost first) and
-"grad_enabled" (False inside a no-grad region; only until those regions are made explicit by detach nodes).
+Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's
+call stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost
+first) and "grad_enabled" (False inside a no-grad region; only until detach nodes say the same).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
 
+DATA_DEPENDENT = -1
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
@@ -63,8 +64,11 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def hint(size: Size) -> int:
-    """Return the size in the example batch."""
-    return size if isinstance(size, int) else int(size.node.require_hint())
+    """Return the size in the example batch; DATA_DEPENDENT if only the values of a batch tell."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint
+    return DATA_DEPENDENT if known is None else int(known)
 
 
 def hints(node: fx.Node) -> tuple[int, ...]:
@@ -114,10 +118,10 @@ def source_frame(node: fx.Node) -> tuple[str, int] | None:
 
 
 def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
-    """Return the last frame of a stack text that is not torch's own; else the last one; else None."""
+    """Return the last frame of a stack text that is not torch's own, if any."""
     frames = [(path, int(line)) for path, line in FRAME.findall(stack_trace)]
     outside = [frame for frame in frames if not frame[0].startswith(TORCH_FOLDER)]
-    return outside[-1] if outside else (frames[-1] if frames else None)
+    return outside[-1] if outside else None
 
 
 def source_line(node: fx.Node) -> str:

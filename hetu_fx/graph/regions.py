@@ -1,8 +1,8 @@
 """Inline no-grad and autocast regions, keeping what they mean.
 
-torch.export wraps such regions in higher-order ops around submodules. A no-grad region becomes its ops, marked, and
-`detach_at_exits` puts a detach where a value leaves it; an autocast region becomes its ops with the casts written
-out, as the autocast kernels of its device would do them.
+torch.export wraps such regions in higher-order ops around submodules. A no-grad region becomes its ops,
+marked, and `detach_at_exits` puts a detach where a value leaves it; an autocast region becomes its ops with
+the casts written out, as the autocast kernels of its device would do them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import fx
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
+from hetu_fx.graph.capture_failure import WAY_OUT
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], reg
         if node.op == "placeholder":
             values[node] = next(remaining)
         elif node.op == "output":
-            return list(fx.node.map_arg(node.args[0], values.__getitem__))  # type: ignore[arg-type]
+            return list(fx.node.map_arg(node.args[0], values.__getitem__))
         elif node.op == "get_attr":
             values[node] = _submodule(module, node)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -71,16 +72,15 @@ def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], reg
 
 
 def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
-    attribute = module.get_submodule(str(node.target)) if hasattr(module, str(node.target)) else None
-    if not isinstance(attribute, fx.GraphModule):
-        raise CaptureError(f"attribute {node.target!r} of the exported graph is not a region ({meta.source_line(node)})")
+    attribute = getattr(module, str(node.target), None)
+    assert isinstance(attribute, fx.GraphModule), "export lifts every tensor attribute to an input"
     return attribute
 
 
 def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> list[Any]:
     assert isinstance(node.target, torch._ops.HigherOrderOperator)
-    arguments = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
-    match node.target.name():
+    arguments: list[Any] = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    match node.target._name:
         case "wrap_with_set_grad_enabled":
             enabled, body, *inputs = arguments
             return _emit(fresh, body, inputs, replace(region, grad_enabled=bool(enabled)))
@@ -89,8 +89,8 @@ def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], reg
             return _emit(fresh, body, inputs, region.entering_autocast(device_type, dtype, enabled))
         case name:
             raise CaptureError(
-                f"the model uses {name} ({meta.source_line(node)}), control flow inside the graph, which cannot be "
-                'sharded; use hetu_fx.auto_parallelize(..., capture="eager") (data parallel over the module)'
+                f"the model uses {name} at {meta.source_line(node)}, control flow inside the graph, which "
+                f"cannot be sharded; {WAY_OUT}"
             )
 
 
@@ -119,23 +119,38 @@ def _has_autocast_kernel(target: Any, device_type: str) -> bool:
     key = AUTOCAST_KEYS.get(device_type)
     if key is None or not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target._name, key)
 
 
 def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype, low: torch.dtype) -> fx.Node:
     castable = meta.is_tensor(argument) and meta.dtype(argument) in (torch.float32, low)
     if not castable or meta.dtype(argument) == target:
         return argument
-    if argument.op == "placeholder":  # one cast of a weight serves all its uses, as autocast's cache does
-        known = (other for other in argument.users if other.target is aten.to.dtype and other.args[1] == target)
-        if (cast := next(known, None)) is not None and meta.grad_enabled(cast) == meta.grad_enabled(user):
-            return cast
+    if (known := _known_cast(argument, user, target)) is not None:
+        return known
     with user.graph.inserting_before(user):
         cast = user.graph.call_function(aten.to.dtype, (argument, target))
     meta.copy_meta(user, cast)
     meta.set_grad_enabled(cast, meta.grad_enabled(user))
     meta.infer(cast)
     return cast
+
+
+def _known_cast(argument: fx.Node, user: fx.Node, target: torch.dtype) -> fx.Node | None:
+    """Return an earlier cast of the same weight, as autocast's cache does."""
+    casts = (cast for cast in argument.users if cast.target is aten.to.dtype and cast.args[1] == target)
+    same_mode = (cast for cast in casts if meta.grad_enabled(cast) == meta.grad_enabled(user))
+    return next(same_mode, None) if argument.op == "placeholder" else None
+
+
+def gradient_carriers(graph: fx.Graph, differentiable: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that carry a gradient in the exported program, whose no-grad regions are marked."""
+    carriers = set(differentiable)
+    for node in graph.nodes:
+        reached = node.op == "call_function" and carriers.intersection(node.all_input_nodes)
+        if reached and meta.grad_enabled(node) and not _stops_gradients(node):
+            carriers.add(node)
+    return carriers
 
 
 def detach_at_exits(graph: fx.Graph, differentiable: Collection[fx.Node]) -> None:
@@ -145,14 +160,13 @@ def detach_at_exits(graph: fx.Graph, differentiable: Collection[fx.Node]) -> Non
         graph: a flat graph whose nodes are marked by `inline_regions`.
         differentiable: the placeholders that may carry a gradient.
     """
-    carries = set(differentiable)
+    carries = set(differentiable)  # as the flat graph would have it without detach
     for node in list(graph.nodes):
         if node.op != "call_function" or not carries.intersection(node.all_input_nodes):
             continue
-        if meta.grad_enabled(node):
-            if not _stops_gradients(node):
-                carries.add(node)
-        else:
+        if not _stops_gradients(node):
+            carries.add(node)
+        if not meta.grad_enabled(node):
             _detach_exits(node)
     for node in graph.nodes:
         meta.forget_grad_enabled(node)

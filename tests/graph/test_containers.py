@@ -1,0 +1,77 @@
+"""Batches and outputs are taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hetu_fx.errors import BatchError
+from hetu_fx.graph.bind import input_tensors
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.containers import Constant, Opaque, Slot, flatten, unflatten, walk, without_opaque
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclass
+class Record:
+    loss: torch.Tensor | None
+    name: str = "n"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        {"a": torch.ones(2), "b": None},
+        OrderedDict(a=[1, torch.zeros(1)]),
+        (torch.ones(1), [torch.zeros(2), "text"]),
+        Point(torch.ones(1), 2),
+        Record(torch.ones(1)),
+        {"deep": {"deeper": (Record(None), 1.5)}},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_unflatten_undoes_flatten(value: object) -> None:
+    tree, tensors = flatten(value)
+    again = unflatten(tree, tensors)
+    assert type(again) is type(value)
+    assert str(again) == str(value)
+
+
+def test_names_are_paths() -> None:
+    _, tensors = flatten({"a": [torch.ones(1), {"b": torch.ones(1)}], "c": Record(torch.ones(1))})
+    assert list(tensors) == ["a.0", "a.1.b", "c.loss"]
+
+
+def test_slots_without_a_value_become_none() -> None:
+    tree, _ = flatten(Record(torch.ones(1)))
+    assert unflatten(tree, {}) == Record(None)
+
+
+def test_unknown_objects_are_opaque_and_can_be_dropped() -> None:
+    tree, _ = flatten({"cache": iter(()), "x": torch.ones(1), "n": 3})
+    kinds = [type(leaf) for leaf in walk(tree)]
+    assert kinds == [Opaque, Slot, Constant]
+    assert unflatten(without_opaque(tree), {})["cache"] is None
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale
+
+
+def test_a_changed_baked_in_value_is_refused() -> None:
+    graph = capture(Scaled(), {"x": torch.ones(4, 3), "scale": 2.0})
+    assert list(input_tensors(graph, {"x": torch.ones(4, 3), "scale": 2.0})) == ["x"]
+    with pytest.raises(BatchError, match=r"'scale' is 3.0, but 2.0 is baked"):
+        input_tensors(graph, {"x": torch.ones(4, 3), "scale": 3.0})
+
+
+def test_a_batch_with_other_keys_is_refused() -> None:
+    graph = capture(Scaled(), {"x": torch.ones(4, 3), "scale": 2.0})
+    with pytest.raises(BatchError, match=r"\['x', 'y'\].*takes \['x'\]"):
+        input_tensors(graph, {"x": torch.ones(4, 3), "y": torch.ones(1), "scale": 2.0})

@@ -1,0 +1,171 @@
+"""In-place ops, no-grad and autocast regions come out with the values and gradients of the eager module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.graph import OutputKind
+from tests.graph.compare import assert_same_as_eager
+
+aten = torch.ops.aten
+
+
+class Program(nn.Module):
+    """A linear layer, a batch norm, and a forward given as a function of (module, x)."""
+
+    def __init__(self, body: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.body = body
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)  # type: ignore[operator, no-any-return]
+
+
+def slice_and_select(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x)
+    z = y.transpose(0, 1)
+    y[:, 1:3].mul_(2)
+    y[0] += 1
+    y.view(-1)[3].fill_(7.0)
+    return (z * y.t()).sum()
+
+
+def views_before_and_after(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x) * 1
+    before = y[:, 0]
+    first, second = (x * 2).split(3, dim=1)
+    second.add_(first)
+    y.unsqueeze(1).squeeze(1).permute(1, 0)[2] = 0.5
+    return (before * y[:, 4]).sum() + second.pow(2).sum()
+
+
+def masks_and_puts(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x).clone()
+    y.masked_fill_(x > 1, 0.25)
+    y[torch.tensor([0, 1]), 2:4] = x[:2, :2]
+    y.clamp_(min=-1).relu_()
+    z = torch.zeros_like(x)
+    z.copy_(y)
+    z[:, 5].copy_(x[:, 0])
+    return z.pow(2).sum()
+
+
+def chained(self: Program, x: torch.Tensor) -> torch.Tensor:
+    y = self.linear(x).neg_().mul_(0.5)
+    w = y.add_(x)
+    w[0].zero_()
+    return (w + self.linear(x)).sum() + y.sum()
+
+
+def no_grad(self: Program, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = self.linear(x) * 2
+        with torch.enable_grad():
+            inner = self.linear(x + 1)
+        both = target + inner
+    return (self.linear(x) - target).pow(2).sum() + (both * inner).sum() + self.linear(x).detach().sum()
+
+
+def batch_norm(self: Program, x: torch.Tensor) -> torch.Tensor:
+    return self.norm(self.norm(self.linear(x))).pow(3).sum()
+
+
+def buffer_update(self: Program, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.seen.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return (self.linear(x) * self.seen).sum()
+
+
+def in_place_dropout(self: Program, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(self.linear(x), 0.3, training=self.training, inplace=True).sum()
+
+
+def autocast(self: Program, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.linear(x)
+        with torch.autocast("cpu", enabled=False):
+            y = y + self.linear(x)
+        z = nn.functional.softmax(self.linear(y) @ y.t(), -1)
+        loss = nn.functional.mse_loss(z, z.detach() * 2)
+    return loss + nn.functional.layer_norm(y, (6,)).float().sum()
+
+
+BODIES = [
+    slice_and_select, views_before_and_after, masks_and_puts, chained, no_grad, batch_norm, buffer_update,
+    in_place_dropout,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("rows", [5, 3])
+def test_captured_body_equals_eager(body: object, rows: int) -> None:
+    model = Program(body).double().train()
+    graph = capture(model, (torch.randn(5, 6, dtype=torch.float64),))
+    assert graph.batch_symbol is not None, graph.notes
+    assert_same_as_eager(model, graph, (torch.randn(rows, 6, dtype=torch.float64),), 1e-12)
+
+
+def test_autocast_regions_are_written_out_as_casts() -> None:
+    model = Program(autocast).train()
+    graph = capture(model, (torch.randn(5, 6),))
+    assert any(node.target is aten.to.dtype and node.args[1] is torch.bfloat16 for node in graph.graph.nodes)
+    assert_same_as_eager(model, graph, (torch.randn(4, 6),), 0.0)
+
+
+def test_ambient_autocast_is_written_out_as_casts() -> None:
+    model = Program(batch_norm).train()
+    x = torch.randn(5, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph = capture(model, (x,))
+        wanted = model(x)
+    assert torch.equal(graph.module()(*_values(graph, model, x))[0], wanted)
+
+
+def _values(graph: object, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    from hetu_fx.graph.bind import leaf_values
+
+    return leaf_values(graph, model, (x,))  # type: ignore[arg-type]
+
+
+def test_updated_buffers_are_outputs_named_after_them() -> None:
+    graph = capture(Program(batch_norm).train(), (torch.randn(5, 6),))
+    names = [leaf.name for leaf, _ in graph.outputs_of(OutputKind.BUFFER_UPDATE)]
+    assert sorted(names) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+
+
+def test_writing_to_a_parameter_is_refused_with_the_line() -> None:
+    def body(self: Program, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(0.5)
+        return self.linear(x).sum()
+
+    with pytest.raises(CaptureError, match=r"parameter 'linear.weight' in place \(test_functional.py:\d+\)"):
+        capture(Program(body), (torch.randn(5, 6),))
+
+
+def test_writing_without_gradient_to_what_carries_one_is_refused() -> None:
+    def body(self: Program, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            y.mul_(0.5)
+        return y.sum()
+
+    with pytest.raises(CaptureError, match=r"no-grad.*test_functional.py:\d+"):
+        capture(Program(body), (torch.randn(5, 6),))
+
+
+def test_writing_through_an_expanded_view_is_refused_with_the_line() -> None:
+    def body(self: Program, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).sum(0, keepdim=True)
+        y.as_strided((6,), (1,)).add_(1)
+        return y.sum()
+
+    with pytest.raises(CaptureError, match=r"as_strided.*test_functional.py:\d+"):
+        capture(Program(body), (torch.randn(5, 6),))

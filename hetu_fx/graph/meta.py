@@ -11,21 +11,29 @@ import copy
 import math
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    from hetu_fx.graph.graph import Graph
-
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
 
 DATA_DEPENDENT = -1
+
+
+class HasBatchSymbol(Protocol):
+    """A graph, as far as this module needs it."""
+
+    @property
+    def batch_symbol(self) -> sympy.Symbol | None:
+        """The symbol of the batch size, or None if it is static."""
+
+
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
@@ -91,7 +99,7 @@ def same_shape(first: fx.Node, second: fx.Node) -> bool:
     return [expression(size) for size in shape(first)] == [expression(size) for size in shape(second)]
 
 
-def depends_on_batch(item: fx.Node | Size, graph: Graph) -> bool:
+def depends_on_batch(item: fx.Node | Size, graph: HasBatchSymbol) -> bool:
     """Tell whether a size, or any size of a node's value, contains the batch symbol."""
     if graph.batch_symbol is None:
         return False
@@ -120,7 +128,7 @@ def source_frame(node: fx.Node) -> tuple[str, int] | None:
 def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
     """Return the last frame of a stack text that is not torch's own, if any."""
     frames = [(path, int(line)) for path, line in FRAME.findall(stack_trace)]
-    outside = [frame for frame in frames if not frame[0].startswith(TORCH_FOLDER)]
+    outside = [frame for frame in frames if not frame[0].startswith((TORCH_FOLDER, "torch/"))]
     return outside[-1] if outside else None
 
 

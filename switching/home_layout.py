@@ -1,0 +1,218 @@
+"""Where home pieces lie: which elements a rank owns, and which of them it counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+import torch
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.region import Box, Interval, Intervals, Region, offsets
+from hetu_fx.errors import AnnotationError
+
+Chunk = tuple[Box, Box]
+
+
+@dataclass(frozen=True, eq=False)
+class HomeLayout:
+    """Says which elements of a parameter's global tensor `rank` owns, out of a world of `world` ranks.
+
+    Equal layouts are one object when made by `home_layout`, so that comparing them is an identity check.
+    Several ranks may own an element (`zero` 0 keeps the copies of data parallelism); exactly one *counts*
+    it, so that sums and norms over the world are those of the global tensor.
+    """
+
+    annotation: Annotation
+    shape: tuple[int, ...]
+    rank: int
+    world: int
+
+    @cached_property
+    def region(self) -> Region:
+        """The index space of this rank's piece; empty where it owns nothing."""
+        return _owned_region(self.annotation, self.shape, self.rank)
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the piece; (0,) for a scalar that another rank owns."""
+        held = self.shape or self.annotation.holds(self.rank)
+        return self.region.local_shape if held else (0,)
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of the piece in the global tensor, in local row-major order."""
+        return self.region.boxes if self.annotation.holds(self.rank) else ()
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether this rank's piece is the whole tensor."""
+        return self.local_shape == self.shape
+
+    @cached_property
+    def counted(self) -> tuple[Box, ...]:
+        """The boxes of the piece, in its own coordinates, whose elements this rank counts."""
+        return _counted(self.annotation, self.shape, self.world)[self.rank]
+
+    @cached_property
+    def counts_all(self) -> bool:
+        """Whether every element of the piece is counted here."""
+        return sum(box.numel for box in self.counted) == math.prod(self.local_shape)
+
+    @cached_property
+    def counted_chunks(self) -> tuple[Chunk, ...]:
+        """The counted elements as boxes: (in the global tensor, in the piece)."""
+        return _chunks(self.boxes, self.region.local_boxes, self.counted)
+
+    @cached_property
+    def other_chunks(self) -> tuple[Chunk, ...]:
+        """The owned elements that another rank counts, as boxes: (in the global tensor, in the piece)."""
+        return _chunks(self.boxes, self.region.local_boxes, _minus(self.region.local_boxes, self.counted))
+
+    @cached_property
+    def is_whole_everywhere(self) -> bool:
+        """Whether every rank of the world owns the whole tensor."""
+        ranks, shape = self.annotation.ranks, self.shape
+        return len(ranks) == self.world and all(
+            self.annotation.local_shape(rank, shape) == shape for rank in ranks
+        )
+
+    @property
+    def others(self) -> tuple[HomeLayout, ...]:
+        """The layouts of all ranks of the world, this one's included."""
+        return tuple(home_layout(self.annotation, self.shape, r, self.world) for r in range(self.world))
+
+    def counted_pieces(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Give views of `local` that hold each counted element once."""
+        if self.counts_all:
+            return (local,)
+        return tuple(local[index(box)] for box in self.counted)
+
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """Cut this rank's piece out of the whole tensor; a view where the piece is one box."""
+        if self.is_whole:
+            return full
+        if not self.shape or 0 in self.local_shape:
+            return full.new_empty(self.local_shape)
+        for dim, intervals in enumerate(self.region.dims):
+            full = _narrow(full, dim, intervals)
+        return full
+
+
+def index(box: Box) -> tuple[slice, ...]:
+    """Turn a box into the index of a tensor."""
+    return tuple(slice(start, stop) for start, stop in box.bounds)
+
+
+@lru_cache(maxsize=65536)
+def home_layout(annotation: Annotation, shape: tuple[int, ...], rank: int, world: int) -> HomeLayout:
+    """Make the layout of one parameter on one rank; equal arguments give the same object.
+
+    Raises AnnotationError where the annotation names ranks outside the world, holds summands, or does not
+    cover the tensor.
+    """
+    if annotation.has_partial:
+        raise AnnotationError(f"a home layout cannot be partial, got {annotation}")
+    if max(annotation.ranks) >= world or not 0 <= rank < world:
+        raise AnnotationError(f"home {annotation} or rank {rank} is outside a world of {world} ranks")
+    return HomeLayout(annotation, tuple(shape), rank, world)
+
+
+def _narrow(full: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    parts = [full.narrow(dim, start, stop - start) for start, stop in intervals]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _owned_region(annotation: Annotation, shape: tuple[int, ...], rank: int) -> Region:
+    if annotation.holds(rank):
+        return annotation.region(rank, shape)
+    return Region(((),) * len(shape))
+
+
+@lru_cache(maxsize=8192)
+def _counted(annotation: Annotation, shape: tuple[int, ...], world: int) -> tuple[tuple[Box, ...], ...]:
+    """Give every rank its counted boxes: sharers of a region cut it evenly, an overlap is the first's."""
+    sharers: dict[Region, list[int]] = {}
+    for rank in annotation.ranks:
+        sharers.setdefault(annotation.region(rank, shape), []).append(rank)
+    counted: list[tuple[Box, ...]] = [()] * world
+    seen: list[Box] = []
+    disjoint = sum(math.prod(region.local_shape) for region in sharers) == math.prod(shape)
+    for region, ranks in sharers.items():
+        fresh = region.boxes if disjoint else _minus(region.boxes, seen)
+        local = tuple(_to_local(box, region) for box in fresh)
+        if len(fresh) == len(region.boxes) and len(ranks) > 1:
+            local_whole = Box(tuple((0, size) for size in region.local_shape))
+            for rank, box in zip(ranks, _even_parts(local_whole, len(ranks)), strict=True):
+                counted[rank] = (box,) if box.numel else ()
+        else:
+            counted[ranks[0]] = local
+        seen += fresh
+    return tuple(counted)
+
+
+def _even_parts(box: Box, ways: int) -> list[Box]:
+    """Cut a box in `ways` nearly even parts along its longest dim (a scalar stays with the first)."""
+    lengths = [stop - start for start, stop in box.bounds]
+    if not lengths:
+        return [box] + [Box(((0, 0),))] * (ways - 1)
+    dim = lengths.index(max(lengths))
+    start, size = box.bounds[dim][0], lengths[dim]
+    cuts = [start + size * part // ways for part in range(ways + 1)]
+    return [Box((*box.bounds[:dim], (low, high), *box.bounds[dim + 1 :])) for low, high in pairwise(cuts)]
+
+
+def _minus(boxes: Sequence[Box], taken: Sequence[Box]) -> tuple[Box, ...]:
+    remaining = [box for box in boxes if box.numel]
+    for other in taken:
+        remaining = [part for box in remaining for part in _box_minus(box, other)]
+    return tuple(remaining)
+
+
+def _box_minus(box: Box, other: Box) -> list[Box]:
+    """Cut `other` out of `box`: at most two parts per dim."""
+    overlap = [_overlap(a, b) for a, b in zip(box.bounds, other.bounds, strict=True)]
+    if any(start >= stop for start, stop in overlap):
+        return [box]
+    parts: list[Box] = []
+    bounds = list(box.bounds)
+    for dim, (start, stop) in enumerate(overlap):
+        low, high = bounds[dim]
+        for piece in ((low, start), (stop, high)):
+            if piece[0] < piece[1]:
+                parts.append(Box((*bounds[:dim], piece, *bounds[dim + 1 :])))
+        bounds[dim] = (start, stop)
+    return parts
+
+
+def _chunks(boxes: Sequence[Box], local_boxes: Sequence[Box], wanted: Sequence[Box]) -> tuple[Chunk, ...]:
+    chunks = []
+    for box, local in zip(boxes, local_boxes, strict=False):
+        for part in wanted:
+            bounds = tuple(_overlap(a, b) for a, b in zip(local.bounds, part.bounds, strict=True))
+            if all(start < stop for start, stop in bounds):
+                chunks.append((_shift(bounds, local, box), Box(bounds)))
+    return tuple(chunks)
+
+
+def _shift(bounds: Sequence[Interval], source: Box, target: Box) -> Box:
+    moves = [to - by for (to, _), (by, _) in zip(target.bounds, source.bounds, strict=True)]
+    return Box(tuple((start + by, stop + by) for (start, stop), by in zip(bounds, moves, strict=True)))
+
+
+def _overlap(first: Interval, second: Interval) -> Interval:
+    return max(first[0], second[0]), min(first[1], second[1])
+
+
+def _to_local(box: Box, region: Region) -> Box:
+    return Box(tuple(map(_local_bounds, box.bounds, region.dims)))
+
+
+def _local_bounds(bounds: Interval, intervals: Intervals) -> Interval:
+    for (low, high), (first, _) in zip(intervals, offsets(intervals), strict=True):
+        if low <= bounds[0] and bounds[1] <= high:
+            return first + bounds[0] - low, first + bounds[1] - low
+    raise AnnotationError(f"interval {bounds} is not inside {intervals}")

@@ -1,0 +1,298 @@
+"""Ops that act on the pieces of home tensors: point-wise, foreach and fused kernels, copies, factories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetu_fx.errors import StateError
+from hetu_fx.switching.exchange import reduce_world
+from hetu_fx.switching.home_layout import HomeLayout, home_layout
+from hetu_fx.switching.home_tensor import Handler, HomeTensor, gather_whole, mark_written, wrap
+from hetu_fx.switching.home_whole import run_whole
+
+aten = torch.ops.aten
+# The wrapper of a single in-place op is counted by torch, its piece is not.
+_count_write = torch._C._increment_version
+
+
+def find_local(func: Any) -> Handler | None:
+    """Recognise point-wise ops by their tag, and list kernels by their name."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(("_foreach_", "_fused_")):
+        return _lists
+    if torch.Tag.pointwise in func.tags or name in _POINTWISE_WITHOUT_TAG:
+        return _in_place(func) if name.endswith("_") else _pointwise(func)
+    return None
+
+
+_POINTWISE_WITHOUT_TAG = {"zero_", "fill_", "masked_fill", "masked_fill_", "zero", "fill"}
+
+
+def _fast(func: Any) -> Any:
+    """Prefer the plain method, whose argument parsing costs a third of the overload's."""
+    packet = func._schema.name.removeprefix("aten::")
+    return _METHODS.get((packet, func._overloadname), func)
+
+
+# Overloads whose positional and keyword arguments are those of the method.
+_METHODS: dict[tuple[str, str], Callable[..., Any]] = {
+    (name, overload): getattr(torch.Tensor, name)
+    for name, overloads in {
+        "add": ("Tensor",),
+        "add_": ("Tensor",),
+        "addcdiv_": ("default",),
+        "addcmul_": ("default",),
+        "div": ("Tensor", "Scalar"),
+        "div_": ("Tensor", "Scalar"),
+        "lerp_": ("Scalar", "Tensor"),
+        "mul": ("Tensor", "Scalar"),
+        "mul_": ("Tensor", "Scalar"),
+        "sqrt": ("default",),
+        "sub_": ("Tensor",),
+        "zero_": ("default",),
+    }.items()
+    for overload in overloads
+}
+
+
+def _pointwise(func: Any) -> Handler:
+    run = _fast(func)
+
+    def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout, pieces = _pieces(args)
+        if layout is None or _has_tensor(kwargs) or not layout.shape:
+            return _pointwise_mixed(func, args, kwargs)
+        return wrap(run(*pieces, **kwargs), layout)
+
+    return handler
+
+
+def _in_place(func: Any) -> Handler:
+    run = _fast(func)
+
+    def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout, pieces = _pieces(args)
+        if layout is None or _has_tensor(kwargs):
+            return _pointwise_mixed(func, args, kwargs)
+        run(*pieces, **kwargs)
+        _count_write((args[0].local,))
+        return args[0]
+
+    return handler
+
+
+def _pieces(args: tuple[Any, ...]) -> tuple[HomeLayout | None, list[Any]]:
+    """Unwrap arguments of one layout, or say None: layouts differ, or a plain tensor has to be cut."""
+    layout = None
+    pieces = []
+    for arg in args:
+        if type(arg) is HomeTensor:
+            if layout is None:
+                layout = arg.home_layout
+            elif arg.home_layout is not layout:
+                return None, pieces
+            pieces.append(arg.local)
+        elif isinstance(arg, torch.Tensor) and arg.dim():
+            return None, pieces
+        else:
+            pieces.append(arg)
+    return layout, pieces
+
+
+def _has_tensor(kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs) and any(isinstance(value, torch.Tensor) for value in kwargs.values())
+
+
+def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring every operand to one home layout (that of the target, if one is written), if the shape stays.
+
+    A new value made of a scalar and plain tensors is made whole: an absent piece, of shape (0,), would be
+    promoted to another dtype than the scalar itself.
+    """
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+    target = kwargs.get("out", args[0] if func._schema.name.endswith("_") else None)
+    leader = next(t for t in tensors if type(t) is HomeTensor) if target is None else target
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    promotes = not shape and target is None and any(type(tensor) is not HomeTensor for tensor in tensors)
+    if type(leader) is not HomeTensor or promotes or shape != leader.shape:
+        return run_whole(func, args, kwargs)
+    layout = leader.home_layout
+    pieces = [cut_like(arg, layout) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    kwargs = {k: cut_like(v, layout) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    result = func(*pieces, **kwargs)
+    if target is None:
+        return wrap(result, layout)
+    mark_written([target])
+    return target
+
+
+def cut_like(tensor: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
+    """Give the part of a tensor, home or plain, that stands beside the piece of `layout`.
+
+    Scalars stay; what broadcasts is expanded first; a home tensor of another layout is gathered.
+    """
+    if type(tensor) is HomeTensor:
+        if tensor.home_layout is layout or same_layout(tensor.home_layout, layout):
+            return tensor.local
+        tensor = gather_whole([tensor])[0]
+    if not tensor.dim():
+        return tensor
+    return layout.take(tensor.expand(layout.shape))
+
+
+def same_layout(first: HomeLayout, second: HomeLayout) -> bool:
+    return first.annotation == second.annotation and first.shape == second.shape
+
+
+def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a list kernel (foreach, fused) on the pieces, position by position.
+
+    A position whose written tensor is plain runs whole: its home operands are gathered.
+    """
+    lists = {name: value for name, value in _named(func, args, kwargs).items() if _is_list(value)}
+    written = {arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write}
+    layouts = [_layout_at(i, lists, written) for i in range(len(args[0]))]
+    cut_args = [_cut_list(arg, layouts) if _is_list(arg) else arg for arg in args]
+    cut_kwargs = {k: _cut_list(v, layouts) if _is_list(v) else v for k, v in kwargs.items()}
+    results = func(*cut_args, **cut_kwargs)
+    mark_written([t for name in written & lists.keys() for t in lists[name] if type(t) is HomeTensor])
+    if results is None:
+        return None
+    return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**{arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value)
+
+
+def _layout_at(position: int, lists: dict[str, Any], written: set[str]) -> HomeLayout | None:
+    """Give the layout that a position runs in (None: whole), by what is written there."""
+    layout = None
+    plain_written = False
+    for name, tensors in lists.items():
+        tensor = tensors[position]
+        if type(tensor) is HomeTensor:
+            if layout is None:
+                layout = tensor.home_layout
+            elif name in written and not same_layout(tensor.home_layout, layout):
+                raise StateError(
+                    f"one kernel writes home tensors of two layouts, {layout.annotation} and "
+                    f"{tensor.home_layout.annotation}; bring the state to the layout of its parameter"
+                )
+        elif name in written and tensor.dim():
+            plain_written = True
+    return None if plain_written else layout
+
+
+def _cut_list(values: Sequence[Any], layouts: Sequence[HomeLayout | None]) -> list[Any]:
+    return [_cut_item(value, layout) for value, layout in zip(values, layouts, strict=True)]
+
+
+def _cut_item(value: Any, layout: HomeLayout | None) -> Any:
+    if type(value) is HomeTensor:
+        if layout is None:
+            return gather_whole([value])[0]
+        return value.local if value.home_layout is layout else cut_like(value, layout)
+    if layout is None or not value.dim():
+        return value
+    return cut_like(value, layout)
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients; found_inf is that of all ranks, so that all skip the same steps."""
+    gradients, found_inf = args[0], args[1]
+    # The versions of gradients are nobody's business, so this write is not counted.
+    func([g.local if type(g) is HomeTensor else g for g in gradients], found_inf, *args[2:], **kwargs)
+    world = next(g.home_layout.world for g in gradients if type(g) is HomeTensor)
+    reduce_world(found_inf, world, dist.ReduceOp.MAX)
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
+    return wrap(args[0].local, args[0].home_layout)
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
+    return wrap(func(args[0].local, *args[1:], **kwargs), args[0].home_layout)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Make a new tensor: a home tensor where it has the global shape, else a plain one on every rank."""
+    home, size, *rest = args
+    if tuple(size) != home.home_layout.shape:
+        return func(home.local, size, *rest, **kwargs)  # type: ignore[no-any-return]
+    return wrap(func(home.local, home.home_layout.local_shape, *rest, **kwargs), home.home_layout)
+
+
+def _new_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return _new(aten.new_empty.default, (args[0], args[1]), kwargs)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    target, source = args[0], args[1]
+    if type(target) is not HomeTensor:
+        target.copy_(gather_whole([source])[0])
+        return target  # type: ignore[no-any-return]
+    target.local.copy_(cut_like(source, target.home_layout))
+    mark_written([target])
+    return target
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views that change nothing keep the layout; any other view shows the gathered tensor."""
+    if tuple(args[1]) == args[0].home_layout.shape:
+        return _alias(func, args, kwargs)
+    return run_whole(func, args, kwargs)
+
+
+def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A scalar as a vector of one element keeps its home (masked assignment makes one)."""
+    home = args[0]
+    if home.dim():
+        return run_whole(func, args, kwargs)
+    layout = home.home_layout
+    vector = home_layout(layout.annotation, (1,), layout.rank, layout.world)
+    return wrap(home.local.view(vector.local_shape), vector)
+
+
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Assign a number where a mask of the same home says (`sign[sign.gt(0)] = 1.2` in Rprop)."""
+    home, indices, values = args[0], args[1], args[2]
+    mask = indices[0] if len(indices) == 1 else None
+    if type(home) is not HomeTensor or type(mask) is not HomeTensor or mask.dtype is not torch.bool:
+        return run_whole(func, args, kwargs)
+    if mask.home_layout is not home.home_layout or values.dim() or any(args[3:]):
+        return run_whole(func, args, kwargs)
+    home.local.masked_fill_(mask.local, values)
+    mark_written([home])
+    return home
+
+
+LOCAL_OPS: dict[Any, Handler] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.view.default: _view,
+    aten.expand.default: _view,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.index_put_.default: _index_put,
+    aten._to_copy.default: _like,
+    aten.clone.default: _like,
+    aten.zeros_like.default: _like,
+    aten.ones_like.default: _like,
+    aten.empty_like.default: _like,
+    aten.full_like.default: _like,
+    aten.new_empty.default: _new,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty_strided.default: _new_strided,
+    aten.copy_.default: _copy,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

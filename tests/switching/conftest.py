@@ -1,0 +1,105 @@
+"""Runs the `check_*` functions of a test module on several gloo processes, once per module.
+
+As a fixture: `gloo_checks(module file, world)` gives {check name: [per rank: None or the traceback]}.
+As a script (`python conftest.py FILE WORLD RANK FOLDER`): one of those processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SECONDS_PER_WAIT = 60
+SECONDS_IN_ALL = 240
+
+Outcome = dict[str, list[str | None]]
+
+
+@pytest.fixture(scope="session")
+def gloo_checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Outcome]:
+    """Give a function that runs the checks of a file on `world` processes, and remembers what came out."""
+    known: dict[tuple[str, int], Outcome] = {}
+
+    def run(file: str, world: int) -> Outcome:
+        if (file, world) not in known:
+            known[file, world] = run_checks(file, world, tmp_path_factory.mktemp("gloo"))
+        return known[file, world]
+
+    return run
+
+
+def run_checks(file: str, world: int, folder: Path) -> Outcome:
+    """Start the processes, wait for all of them (bounded), leave none behind."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, file, str(world)]
+    workers = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(world)]
+    try:
+        for worker in workers:
+            worker.wait(timeout=SECONDS_IN_ALL)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    reports = [_report(folder / f"rank_{rank}.json") for rank in range(world)]
+    return {
+        name: [report.get(name, "did not get that far") for report in reports] for name in checks(load(file))
+    }
+
+
+def _report(path: Path) -> dict[str, str | None]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def load(file: str) -> ModuleType:
+    """Load a test module by its path."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def checks(module: ModuleType) -> list[str]:
+    """Name the checks of a module in the order in which they run."""
+    return [name for name in vars(module) if name.startswith("check_")]
+
+
+def work(file: str, world: int, rank: int, folder: Path) -> None:
+    """Be one rank: run the checks until one fails, and write down what happened."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=SECONDS_PER_WAIT),
+    )
+    module = load(file)
+    report: dict[str, str | None] = {}
+    for name in checks(module):
+        try:
+            getattr(module, name)(rank, world, folder)
+            report[name] = None
+        except Exception:
+            report[name] = traceback.format_exc()
+            break
+    (folder / f"rank_{rank}.json").write_text(json.dumps(report))
+    # A process whose peers failed must not wait for them in a destructor.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,5 @@
+"""Measurements of hetu_fx against bars. `python -m benchmarks.NAME [--quick]` runs one.
+
+Each prints a table for people and, as its last line, one JSON object for machines, and exits 0 when every bar
+holds. What is compared runs side by side in one run, alternating, and counts by its median.
+"""

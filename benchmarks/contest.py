@@ -1,0 +1,68 @@
+"""Steps of several contestants, timed in turns on all ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Step = Callable[[], None]
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Step:
+    """Make one step of the ordinary loop."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer that all contestants use."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def run_rounds(steps: Mapping[str, Step], *, rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Time the steps in turns; collective when there are ranks.
+
+    Returns the seconds of each round until the last rank is done. The order is turned round by round, so that
+    nobody always runs after the same other.
+    """
+    for step in steps.values():
+        for _ in range(warm_up):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for number in range(rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            seconds[name].append(slowest(timed(steps[name])))
+    return seconds
+
+
+def timed(step: Step) -> float:
+    """Time one step that all ranks begin together."""
+    barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: float) -> float:
+    """Give the largest value of any rank."""
+    if not dist.is_initialized():
+        return seconds
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def barrier() -> None:
+    """Wait for all ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,121 @@
+"""What hetu_fx costs where there is nothing to gain: one process against eager, two equal ones against DDP.
+
+Every process has one thread and a core of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.contest import Step, adamw, run_rounds, train_step
+from benchmarks.models import Size, batch, llama
+from benchmarks.report import Bar, Row, finish, median_ratio, parser
+from hetu_fx.emulate import EmulateSpec, Output, run
+from hetu_fx.errors import HetuFxError
+
+ONE = Size(width=256, layers=4, rows=8, tokens=128)
+SMALL = Size(width=256, layers=4, rows=1, tokens=32)
+TWO = Size(width=256, layers=4, rows=16, tokens=128)
+EAGER_BAR = 1.03
+DDP_BAR = 1.0
+
+
+def main() -> int:
+    """Run both contests and judge them."""
+    made = parser("overhead", "One process against eager, two equal processes against DDP.")
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.worker is not None:
+        return work(options.worker, rounds=8 if options.quick else 30)
+    one = {str(size): contest(1, size, quick=options.quick) for size in (ONE, SMALL)}
+    two = contest(2, TWO, quick=options.quick)
+    bars = [
+        Bar("one process: time over eager", ratio(one[str(ONE)], "eager"), EAGER_BAR, at_least=False),
+        Bar("two processes: time over DDP", ratio(two, "DDP"), DDP_BAR, at_least=False),
+    ]
+    rows = [
+        row for size, seconds in one.items() for row in table_rows(f"1 process, {size}", seconds, "eager")
+    ]
+    return finish("overhead", bars, rows + table_rows(f"2 processes, {TWO}", two, "DDP"))
+
+
+def contest(num_ranks: int, size: Size, *, quick: bool) -> dict[str, list[float]]:
+    """Run a contest in processes of its own, one core each; give the seconds per round."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        result.write_text(json.dumps([size.width, size.layers, size.rows, size.tokens]))
+        command = [sys.executable, "-m", "benchmarks.overhead", "--worker", str(result)]
+        status = run(
+            EmulateSpec(speeds=(1.0,) * num_ranks),
+            command + ["--quick"] * quick,
+            output=Output(prefix=num_ranks > 1),
+            timeout_seconds=900,
+            limit="affinity",
+        )
+        if status != 0:
+            raise HetuFxError(f"a contest of {num_ranks} processes ended with status {status}; see above")
+        seconds: dict[str, list[float]] = json.loads(result.read_text())
+        return seconds
+
+
+def ratio(seconds: dict[str, list[float]], other: str) -> float:
+    """Give our time over theirs."""
+    return median_ratio(seconds["hetu_fx"], seconds[other])
+
+
+def table_rows(setting: str, seconds: dict[str, list[float]], other: str) -> list[Row]:
+    """Make the lines of one contest."""
+    return [
+        {
+            "setting": setting,
+            "who": name,
+            "milliseconds a step": statistics.median(values) * 1e3,
+            "over the other": median_ratio(values, seconds[other]),
+        }
+        for name, values in seconds.items()
+    ]
+
+
+def work(result: Path, *, rounds: int) -> int:
+    """Be one process of a contest; the file holds the size first and the seconds afterwards."""
+    size = Size(*json.loads(result.read_text()))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    seconds = run_rounds(contestants(size, rank, world), rounds=rounds, warm_up=3)
+    if rank == 0:
+        result.write_text(json.dumps(seconds))
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+def contestants(size: Size, rank: int, world: int) -> dict[str, Step]:
+    """Make our step and the other's: the same training step of the same rows."""
+    import hetu_fx
+
+    whole = batch(size.rows, size.tokens)
+    own = {name: value.chunk(world)[rank] for name, value in whole.items()}
+    plain, other = llama(size), llama(size)
+    optimizer = adamw(plain)
+    plan = hetu_fx.Plan.data_parallel(range(world))
+    model = hetu_fx.auto_parallelize(plain, own, plan=plan, optimizer=optimizer)
+    if world > 1:
+        other = DistributedDataParallel(other)
+    other_step = train_step(other, adamw(other), own)
+    return {"hetu_fx": train_step(model, optimizer, own), "eager" if world == 1 else "DDP": other_step}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

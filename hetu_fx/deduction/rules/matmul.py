@@ -31,7 +31,7 @@ def matmul(call: Call) -> Factoring:
 
 def added(call: Call) -> Factoring:
     """Multiply two matrices (batched or not) and add a tensor that is broadcast to the result, once."""
-    bias, a, b = (operand.shape for operand in call.operands)
+    bias, a, _ = (operand.shape for operand in call.operands)
     result = call.results[0]
     names = dims_of(result)
     k = () if a[-1].number == 1 else ("k",)
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     *lines("m k, k -> m", "mv", linear="each"),
     *lines("k, k -> ", "dot", "vdot", linear="each"),
     *lines("m, n -> m n", "outer", "ger", linear="each"),
-    *lines("... i, o i j, ... j, +o? -> ... o", "bilinear", linear="each"),
+    *lines("... i, ... j, o i j, +o? -> ... o", "bilinear", linear="each"),
     *built(matmul, "matmul"),
     *built(added, "addmm", "baddbmm", "addmv"),
     *built(einsum, "einsum"),

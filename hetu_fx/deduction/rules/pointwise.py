@@ -71,8 +71,7 @@ def _is_zero(value: Any) -> bool:
 
 COPIES = (
     "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "neg", "positive", "to.dtype",
-    "to.device", "to.dtype_layout", "_to_copy", "conj", "real", "imag", "deg2rad", "rad2deg",
-    "_conj", "resolve_conj", "resolve_neg",
+    "to.device", "to.dtype_layout", "_to_copy", "deg2rad", "rad2deg",
 )  # fmt: skip
 UNARY = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "cos", "cosh", "digamma",

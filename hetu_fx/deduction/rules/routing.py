@@ -66,7 +66,7 @@ def _batched(call: Call) -> Factoring:
 
 RULES: tuple[Rule, ...] = (
     *built(sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
-    *built(top, "topk", "kthvalue"),
+    *built(top, "topk"),
     *built(histogram, "histc"),
     *built(grouped_product, "_grouped_mm", "*.*grouped_mm_fallback.default"),
 )

@@ -7,6 +7,7 @@ the rest. Sizes that do not refine (4 x 6 seen as 6 x 4) stay whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hetu_fx.deduction.call import Call, Shape
 from hetu_fx.deduction.partition import Partition
@@ -44,16 +45,23 @@ def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], 
 def reshaped(call: Call) -> Factoring:
     """Reshape, flatten, squeeze or unsqueeze; factors follow from the shapes."""
     source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
-    others = tuple(dims_of(operand.shape, "u") for operand in call.operands[1:])
     given = "size" if "size" in call.arguments else "shape"
-    return Factoring(
-        (source, *others),
-        (target,),
-        sizes,
-        whole | names(sum(others, ()), range(sum(map(len, others)))),
-        linear=FIRST,
-        literals=literals(call, given, target),
-    )
+    found = literals(call, given, target)
+    return Factoring((source,), (target,), sizes, whole, linear=FIRST, literals=found)
+
+
+def reshaped_like(call: Call) -> Factoring:
+    """Reshape to the shape of another tensor, which is cut as the result is."""
+    source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
+    return Factoring((source, target), (target,), sizes, whole, linear=FIRST)
+
+
+def squeezed(call: Call) -> Factoring:
+    """Drop dims of size 1; dims that might be dropped were they cut to size 1 stay whole."""
+    shape = call.operands[0].shape
+    asked = call.dims("dim", len(shape))
+    factoring = reshaped(call)
+    return replace(factoring, whole=factoring.whole | names(factoring.operands[0], asked))
 
 
 def unflattened(call: Call) -> Factoring:
@@ -78,7 +86,8 @@ def expanded(call: Call) -> Factoring:
 def transposed(call: Call) -> Factoring:
     """Swap two dims."""
     rank = len(call.operands[0].shape)
-    a, b = (call.dim(name, rank) for name in ("dim0", "dim1"))
+    _, first, second = call.arguments  # named dim0 and dim1, or axis0 and axis1
+    a, b = (call.dim(name, rank) for name in (first, second))
     order = list(range(rank))
     if rank:
         order[a], order[b] = b, a
@@ -211,6 +220,17 @@ def _is_legacy_empty(shape: Shape, result: Shape) -> bool:
     return len(shape) == 1 and shape[0].number == 0 and len(result) > 1
 
 
+def overwritten(call: Call) -> Factoring:
+    """Write a tensor into a range or an index of a dim, which stays whole."""
+    dims, rank = dims_of(call.operands[0].shape), len(call.operands[0].shape)
+    dim = call.dim("dim", rank)
+    source = dims_of(call.operands[1].shape, "o")
+    own = source[dim : dim + 1] if len(source) == rank else ()
+    written = (*dims[:dim], *own, *dims[dim + 1 :])
+    whole = names(dims, [dim]) | names(own, range(len(own)))
+    return Factoring((dims, written), (dims,), whole=whole, linear=(frozenset({0, 1}),))
+
+
 def stacked(call: Call) -> Factoring:
     """Stack tensors along a new dim, which stays whole."""
     result = dims_of(call.results[0])
@@ -301,15 +321,13 @@ def diagonal(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(
-        reshaped,
-        *("view", "reshape", "_unsafe_view", "flatten.using_ints", "view_as", "reshape_as"),
-        *("squeeze", "squeeze.dim", "squeeze.dims", "unsqueeze", "ravel", "view_copy"),
-    ),
+    *built(reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", "ravel", "view_copy"),
+    *built(reshaped_like, "view_as", "reshape_as"),
+    *built(squeezed, "squeeze", "squeeze.dim", "squeeze.dims"),
     *built(unflattened, "unflatten.int"),
     *built(expanded, "expand", "expand_as", "broadcast_to"),
     *built(transposed, "transpose.int", "swapaxes", "swapdims"),
-    *built(flipped_matrix, "t", "mT", "numpy_T", "adjoint"),
+    *built(flipped_matrix, "t", "mT", "adjoint"),
     *built(permuted, "permute"),
     *built(moved, "movedim.intlist", "moveaxis.intlist"),
     *built(sliced, "slice.Tensor", "narrow"),
@@ -317,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     *built(unbound, "unbind.int"),
     *built(pieces, "split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections"),
     *built(concatenated, "cat", "concat", "concatenate"),
+    *built(overwritten, "slice_scatter", "select_scatter"),
     *built(stacked, "stack"),
     *built(repeated, "repeat"),
     *built(interleaved, "repeat_interleave.self_int"),

@@ -1,0 +1,32 @@
+"""The table of rules is tested by enumeration: each op on shards of each factor, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetu_fx.deduction.rules import RULES
+from tests.deduction.samples import SAMPLES
+from tests.deduction.shards import check_factor, check_linear, cuts_of, trial_of
+
+CALLS = [(op, i) for op in sorted(RULES) for i in range(len(SAMPLES.get(op, ())))]
+
+
+def test_every_rule_has_a_sample() -> None:
+    wildcards = {op for op in RULES if "*" in op}
+    assert sorted(set(RULES) - set(SAMPLES) - wildcards) == []
+
+
+@pytest.mark.parametrize(("op", "index"), CALLS)
+def test_shards_of_every_factor_give_the_whole_result_and_gradients(op: str, index: int) -> None:
+    sample = SAMPLES[op][index]
+    trial = trial_of(op, sample)
+    for name in trial.cuttable() if sample.values else ():
+        for cuts in cuts_of(trial.sizes[name]):
+            check_factor(trial, name, cuts)
+
+
+@pytest.mark.parametrize(("op", "index"), CALLS)
+def test_partial_operands_of_a_linear_set_give_partial_results(op: str, index: int) -> None:
+    trial = trial_of(op, SAMPLES[op][index])
+    for group in trial.factoring.linear:
+        check_linear(trial, group)

@@ -15,6 +15,7 @@ from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer
 from hetu_fx.comm_ops.groups import GroupTable, guarded
 from hetu_fx.comm_ops.packing import (
+    check_local,
     local_dims,
     local_shape_like,
     packed_bytes,
@@ -56,7 +57,7 @@ def pack(
     """Make the message (flat bytes) from `rank` to `receiver`."""
     transfers = plan.outgoing[rank][receiver]
     message = examples[transfers[0].move].new_empty(
-        _message_bytes(plan, transfers, examples), dtype=torch.uint8
+        message_bytes(plan, transfers, examples), dtype=torch.uint8
     )
     for transfer, place in _places(plan, transfers, examples, message):
         place.copy_(_read(plan, rank, transfer, tensors))
@@ -118,7 +119,7 @@ def _exchange(
     device = _device(plan, table.rank, examples)
     host = torch.device("cpu") if table.staged(device) else device
     arriving = {
-        sender: torch.empty(_message_bytes(plan, transfers, examples), dtype=torch.uint8, device=host)
+        sender: torch.empty(message_bytes(plan, transfers, examples), dtype=torch.uint8, device=host)
         for sender, transfers in sorted(senders.items())
     }
     leaving = {
@@ -163,7 +164,7 @@ def _examples(
         if tensor is None and like is None and move.target.holds(rank):
             raise CommError(f"move {number} is new to rank {rank}: pass like= to tell its dtype and device")
         if tensor is not None and move.source.holds(rank):
-            _check_shape(number, tensor, move.source, rank, move.shape)
+            check_local(tensor, move.source, rank, move.shape, f"move {number}")
         examples.append(tensor if tensor is not None else like[number] if like else torch.empty(0))
     return examples
 
@@ -176,7 +177,8 @@ def _check_shape(number: int, x: Tensor, source: Annotation, rank: int, shape: S
         )
 
 
-def _message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor]) -> int:
+def message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor]) -> int:
+    """Count the bytes of one message, padding between its slices included."""
     return sum(
         packed_bytes(_shape(plan, transfer, examples), examples[transfer.move].element_size())
         for transfer in transfers

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ class GroupTable:
         self._staged: dict[torch.device, bool] = {}
         self._base = process_group or _world_group()
         self._globals: tuple[int, ...] = (0,)
+        self.seconds_waited = 0.0  # in communication, since the table was made
         self._name = "alone"
         self.rank, self.size, self.timeout = 0, 1, timeout or _timeout_of(self._base)
         if self._base is not None:
@@ -48,7 +50,7 @@ class GroupTable:
         """Pretend to be `rank` of `size`, for tracing and export: shapes are right, messages are refused."""
         table = cls.__new__(cls)
         table._groups, table._staged, table._base = {}, {}, None
-        table._globals, table._name = tuple(range(size)), "dry"
+        table._globals, table._name, table.seconds_waited = tuple(range(size)), "dry", 0.0
         table.rank, table.size, table.timeout = rank, size, timedelta(0)
         return table
 
@@ -154,7 +156,8 @@ def _has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
 
 @contextmanager
 def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError."""
+    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the time in the table."""
+    start = perf_counter()
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -162,6 +165,8 @@ def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
             f"{what} of ranks {list(ranks)} failed on rank {active().rank}: {error}; "
             "a peer is dead, stuck, or runs another plan"
         ) from error
+    finally:
+        active().seconds_waited += perf_counter() - start
 
 
 _active: GroupTable | None = None

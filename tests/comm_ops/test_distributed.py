@@ -1,0 +1,35 @@
+"""The ops on real gloo ranks: values and gradients of many changes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_world(script: str, size: int, path: Path, seconds: float) -> list[tuple[int | None, str]]:
+    """Run a worker script as `size` ranks; give exit codes and outputs, and leave nothing running."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    worker = str(Path(__file__).with_name(script))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), str(size), str(path / "init")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(180)
+def test_values_and_gradients_of_many_changes_on_four_ranks(tmp_path):
+    results = run_world("worker_changes.py", 4, tmp_path, 150)
+    assert [code for code, _ in results] == [0] * 4, "\n".join(output[-3000:] for _, output in results)

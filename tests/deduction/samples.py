@@ -319,6 +319,7 @@ RANDOM = {
     "bernoulli.p": [Sample((x(3, 4), 0.5), values=False)],
     **{op: [Sample(([3, 4],), values=False)] for op in ("rand", "randn")},
 }
+OFFSETS = torch.tensor([2, 3, 6], dtype=torch.int32)
 ROUTING = {
     "sort": [sample(x(3, 4)), sample(x(3, 4), 0)],
     "sort.stable": [sample(x(3, 4), stable=True)],
@@ -326,8 +327,8 @@ ROUTING = {
     "argsort.stable": [sample(x(3, 4), stable=True)],
     "topk": [sample(x(3, 6), 2)],
     "_grouped_mm": [
-        sample(x(6, 4).float(), x(3, 4, 8).float(), torch.tensor([2, 3, 6], dtype=torch.int32)),
-        sample(x(2, 6, 4).float(), x(2, 4, 8).float()),
+        Sample((x(6, 12).float(), x(3, 12, 24).float(), OFFSETS), unit=4),
+        Sample((x(8, 12, 12).float(), x(8, 12, 24).float()), unit=4),
     ],
     "histc": [sample(ids(5, 6, 4).double(), 5, 0, 4), sample(x(6, 4), 5)],
 }

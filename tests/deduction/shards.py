@@ -24,6 +24,7 @@ class Sample:
     kwargs: dict[str, Any] = field(default_factory=dict)
     values: bool = True
     fixed: tuple[int, ...] = ()  # operands that have no gradient
+    unit: int = 1  # cut points are multiples of it (kernels that want aligned strides)
 
 
 def sample(*args: Any, **kwargs: Any) -> Sample:
@@ -78,9 +79,11 @@ def flat(result: Any) -> tuple[torch.Tensor, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def cuts_of(size: int) -> list[list[Cut]]:
-    even, uneven = (size + 1) // 2, max(size - max(size // 3, 1), 1)
-    return [[(0, at), (at, size)] for at in dict.fromkeys((even, uneven))]
+def cuts_of(size: int, unit: int) -> list[list[Cut]]:
+    """Return an even and a 2:1 cut in two, or none if there are not two units."""
+    count = size // unit
+    places = dict.fromkeys(((count + 1) // 2, count - max(count // 3, 1))) if count > 1 else ()
+    return [[(0, at * unit), (at * unit, size)] for at in places]
 
 
 def take(tensor: torch.Tensor, dims: Dims, name: str, sizes: dict[str, int], cut: Cut) -> torch.Tensor:

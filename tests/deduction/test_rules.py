@@ -21,7 +21,7 @@ def test_shards_of_every_factor_give_the_whole_result_and_gradients(op: str, ind
     sample = SAMPLES[op][index]
     trial = trial_of(op, sample)
     for name in trial.cuttable() if sample.values else ():
-        for cuts in cuts_of(trial.sizes[name]):
+        for cuts in cuts_of(trial.sizes[name], sample.unit):
             check_factor(trial, name, cuts)
 
 

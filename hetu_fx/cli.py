@@ -14,6 +14,7 @@ from importlib import metadata
 from hetu_fx.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate_spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
+from hetu_fx.plan import Plan, diff
 
 ERROR_STATUS = 2
 
@@ -78,6 +79,19 @@ def call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx plan`."""
+    parser.add_argument("file", help="a plan file (hetu_fx.plan/1)")
+    parser.add_argument("--against", metavar="OTHER", help="show what changes from another plan file")
+
+
+def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx plan`: check a plan file and show it as a table, or against another."""
+    plan = Plan.read(options.file)
+    print(plan.explain() if options.against is None else diff(Plan.read(options.against), plan))
+    return 0
+
+
 def call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx env`: what a bug report should say about the machine."""
     from hetu_fx.environment import environment_lines
@@ -94,6 +108,7 @@ COMMANDS = {
     "emulate": Command(
         "run a command on unequal emulated devices of this machine", add_emulate, call_emulate
     ),
+    "plan": Command("check a plan file, and show it", add_plan, call_plan),
     "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),
 }
 

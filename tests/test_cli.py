@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hetu_fx.cli import COMMANDS, main
+from hetu_fx.plan import Plan
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +65,24 @@ def test_env_shows_versions_and_what_can_be_emulated(capsys: pytest.CaptureFixtu
     shown = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert shown["torch"].startswith("2.")
     assert {"python", "devices", "collectives", "emulated speeds", "emulated nodes"} <= shown.keys()
+
+
+def test_a_plan_file_is_shown_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    Plan.single().write(one)
+    Plan.data_parallel([0, 1], [3, 1]).write(two)
+    assert main(["plan", str(two)]) == 0
+    assert "1f1b" in capsys.readouterr().out
+    assert main(["plan", str(two), "--against", str(one)]) == 0
+    assert "+ pipelines[1]: 1 row: [1]" in capsys.readouterr().out
+
+
+def test_a_broken_plan_file_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "hetu_fx.plan/1", "pipeline": []}')
+    assert main(["plan", str(tmp_path / "plan.json")]) == 2
+    assert "unknown key 'pipeline' (did you mean 'pipelines'?)" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

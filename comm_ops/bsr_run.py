@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer
 from hetu_fx.comm_ops.groups import GroupTable, guarded
 from hetu_fx.comm_ops.packing import (
@@ -167,14 +166,6 @@ def _examples(
             check_local(tensor, move.source, rank, move.shape, f"move {number}")
         examples.append(tensor if tensor is not None else like[number] if like else torch.empty(0))
     return examples
-
-
-def _check_shape(number: int, x: Tensor, source: Annotation, rank: int, shape: Shape) -> None:
-    expected = source.local_shape(rank, shape)
-    if len(expected) != x.dim() or any(e not in (None, s) for e, s in zip(expected, x.shape, strict=True)):
-        raise CommError(
-            f"move {number} expects rank {rank}'s part of {source} in shape {expected}, got {tuple(x.shape)}"
-        )
 
 
 def message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor]) -> int:

@@ -156,7 +156,7 @@ def _has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
 
 @contextmanager
 def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the time in the table."""
+    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the seconds."""
     start = perf_counter()
     try:
         yield

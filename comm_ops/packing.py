@@ -11,6 +11,7 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import Intervals, length
 from hetu_fx.comm_ops.slices import Dims, locate
+from hetu_fx.errors import CommError
 
 _ALIGNMENT = 16  # bytes; a slice of any dtype may then be viewed in place
 
@@ -69,6 +70,15 @@ def local_shape_like(annotation: Annotation, rank: int, shape: Shape, like: Tens
     else:
         local = tuple(None if size is None else 0 for size in shape)
     return [like.shape[dim] if size is None else size for dim, size in enumerate(local)]
+
+
+def check_local(x: Tensor, annotation: Annotation, rank: int, shape: Shape, what: str) -> None:
+    """Raise CommError where `x` has not the shape of `rank`'s local tensor."""
+    expected = annotation.local_shape(rank, shape)
+    if len(expected) != x.dim() or any(e not in (None, s) for e, s in zip(expected, x.shape, strict=True)):
+        raise CommError(
+            f"{what} expects rank {rank}'s part of {annotation} in shape {expected}, got {tuple(x.shape)}"
+        )
 
 
 def packed_bytes(shape: Sequence[int], itemsize: int) -> int:

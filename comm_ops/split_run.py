@@ -10,7 +10,7 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.change import Change
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.comm_ops.packing import local_dims, local_shape_like, read, slice_shape, write
+from hetu_fx.comm_ops.packing import check_local, local_dims, local_shape_like, read, slice_shape, write
 from hetu_fx.comm_ops.slices import Dims
 from hetu_fx.comm_ops.split_plan import SliceGroup, groups_of
 from hetu_fx.comm_ops.wire import gather_parts, reduce_parts, sum_over
@@ -18,6 +18,7 @@ from hetu_fx.comm_ops.wire import gather_parts, reduce_parts, sum_over
 
 def reduce_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
     """Sum over the groups of a union: partial top to duplicate top."""
+    check_local(x, change.source, table.rank, change.shape, "a split collective")
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         # Read from x, not from result: a rank may be in several groups for one slice.
@@ -28,11 +29,12 @@ def reduce_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
 
 def gather_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
     """Join over the groups of a union: split top to duplicate top."""
+    check_local(x, change.source, table.rank, change.shape, "a split collective")
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         shapes = [[_numel(part, change, x)] for part in group.parts]
-        mine = take(x, change.source, change, group.parts[group.ranks.index(table.rank)], table.rank)
-        flats = gather_parts(mine, shapes, group.ranks, table)
+        flat = take(x, change.source, change, own_part(group, table.rank), table.rank)
+        flats = gather_parts(flat, shapes, group.ranks, table)
         for flat, part in zip(flats, group.parts, strict=True):
             put(result, change.target, change, part, table.rank, flat)
     return result
@@ -40,15 +42,16 @@ def gather_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
 
 def scatter_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
     """Sum over the groups of a union, each keeping its part: partial top to split top."""
+    check_local(x, change.source, table.rank, change.shape, "a split collective")
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         flats = [take(x, change.source, change, part, table.rank) for part in group.parts]
         total = reduce_parts(flats, group.ranks, table)
-        put(result, change.target, change, mine(group, table.rank), table.rank, total)
+        put(result, change.target, change, own_part(group, table.rank), table.rank, total)
     return result
 
 
-def mine(group: SliceGroup, rank: int) -> tuple[Dims, ...]:
+def own_part(group: SliceGroup, rank: int) -> tuple[Dims, ...]:
     """Give the slices of `rank` in a group."""
     return group.parts[group.ranks.index(rank)]
 

@@ -15,12 +15,11 @@ from torch import nn
 
 from hetu_fx.errors import BatchError, EnvironmentProblem, HetuFxError, StateError
 from hetu_fx.plan import Plan
-from hetu_fx.switching.prepare import Preparation, prepare
+from hetu_fx.prepare import Preparation, Plans, prepare
 from hetu_fx.switching.runtime import Runtime, Settings
 from hetu_fx.topology import Cluster
 
 M = TypeVar("M", bound=nn.Module)
-Plans = Plan | Sequence[Plan] | str | Path
 
 
 def auto_parallelize(
@@ -101,7 +100,7 @@ class Handle:
         return {
             "variant": report.variant,
             "rows": report.rows,
-            "compute_seconds": report.compute_seconds,
+            "compute_seconds": report.timer.seconds,
             "steps": self._runtime.step,
             "switches": self._runtime.switches,
         }

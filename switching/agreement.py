@@ -7,18 +7,21 @@ rank travels too, so that all ranks raise instead of waiting for each other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.errors import BatchError, HetuFxError
+from hetu_fx.errors import BatchError, HetuFxError, StateError
+
+T = TypeVar("T")
 
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
-_HEAD = 6
+_HEAD = 5
 _WIDTH = _HEAD + _MAX_SIZES + _MAX_COUNTS
 
 
@@ -34,7 +37,6 @@ class LocalFacts:
         longest: longest sequence in the batch.
         counts: local counts, in the order of the program's count leaves.
         compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
-        work: share of the model's work that this rank did in that step; 0 if unknown.
     """
 
     rows: int
@@ -44,7 +46,6 @@ class LocalFacts:
     longest: int = 0
     counts: tuple[float, ...] = ()
     compute_seconds: float = 0.0
-    work: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ class StepFacts:
     longest: int
     counts: tuple[float, ...]
     compute_seconds: tuple[float, ...]
-    work: tuple[float, ...]
 
 
 def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
@@ -68,7 +68,7 @@ def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, HetuFxError):
             raise facts
-        return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,), (facts.work,))
+        return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,))
     gathered = _exchange(table, _encode(facts))
     if any(row[0] for row in gathered):
         _raise_everywhere(table, facts)
@@ -82,8 +82,26 @@ def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
         longest=int(max(row[3] for row in gathered)),
         counts=counts,
         compute_seconds=tuple(row[4] for row in gathered),
-        work=tuple(row[5] for row in gathered),
     )
+
+
+def together(table: GroupTable, act: Callable[[], T]) -> T:
+    """Do something local on every rank, and raise on all ranks if it failed on one; collective."""
+    result, mine = None, ""
+    error: HetuFxError | None = None
+    try:
+        result = act()
+    except HetuFxError as caught:
+        error, mine = caught, f"{type(caught).__name__}: {caught}"
+    if table.size > 1:
+        texts: list[str | None] = [None] * table.size
+        dist.all_gather_object(texts, mine, group=table.base)
+        if any(texts) and error is None:
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+            raise StateError(f"another rank failed: {told}")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
 
 
 def _encode(facts: LocalFacts | HetuFxError) -> list[float]:
@@ -94,7 +112,7 @@ def _encode(facts: LocalFacts | HetuFxError) -> list[float]:
             f"the batch has {len(facts.sizes)} sizes and {len(facts.counts)} counts, more than the "
             f"{_MAX_SIZES} and {_MAX_COUNTS} that ranks agree on; pass fewer tensors"
         )
-    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, facts.work]
+    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds]
     sizes = [*facts.sizes, *[0] * (_MAX_SIZES - len(facts.sizes))]
     return [*map(float, head), *map(float, sizes), *facts.counts, *[0.0] * (_MAX_COUNTS - len(facts.counts))]
 

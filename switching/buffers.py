@@ -57,7 +57,8 @@ class Buffers:
             local_part(buffer, stale[name], rank) if stale[name].holds(rank) else None
             for name, buffer in zip(names, buffers, strict=True)
         ]
-        for buffer, fresh in zip(buffers, run_moves(plan_moves(moves), parts, self.table), strict=True):
+        moved = run_moves(plan_moves(moves), parts, self.table, like=buffers)
+        for buffer, fresh in zip(buffers, moved, strict=True):
             if fresh is not None:
                 buffer.copy_(fresh)
 

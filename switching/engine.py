@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetu_fx.switching.handover import Channel
 from hetu_fx.schedule import Action, Phase
+from hetu_fx.switching.handover import Channel
 from hetu_fx.switching.shapes import Bindings
+from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.transforms.stages import DeviceGraph, ResultKind, Slot, SlotKind
 
 Feeds = Mapping[tuple[SlotKind, str], Any]
@@ -39,13 +39,13 @@ class Outcome:
         loss: sum of the micro-batches' losses; None if the stage has none, or no rows.
         values: per output name, one tensor per micro-batch that had rows.
         updates: new buffer values by name, of the last micro-batch.
-        compute_seconds: time in forwards and backwards, without waiting for other ranks.
+        timer: time in this rank's own ops.
     """
 
     loss: Tensor | None = None
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
-    compute_seconds: float = 0.0
+    timer: ComputeTimer = field(default_factory=ComputeTimer)
 
 
 @dataclass
@@ -67,7 +67,13 @@ class Engine:
         self.inward, self.outward = tuple(inward), tuple(outward)
 
     def run(
-        self, order: Sequence[Action], micro_batches: Sequence[MicroBatch], shared: Feeds, *, train: bool
+        self,
+        order: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        shared: Feeds,
+        *,
+        train: bool,
+        timer: ComputeTimer,
     ) -> Outcome:
         """Run the actions in order; gradients accumulate in the leaves among `shared`.
 
@@ -76,8 +82,9 @@ class Engine:
             micro_batches: by number; those without rows are passed over by all stages alike.
             shared: parameters, buffers, constants and counts, the same for all micro-batches.
             train: keep what backwards need.
+            timer: runs while this rank computes.
         """
-        outcome, flights = Outcome(), {}
+        outcome, flights = Outcome(timer=timer), {}
         for action in order:
             micro = micro_batches[action.micro_batch]
             if micro.rows == 0:
@@ -126,10 +133,9 @@ class Engine:
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append((flight.loss, torch.ones_like(flight.loss)))
-        start = perf_counter()
-        if roots:
-            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-        outcome.compute_seconds += perf_counter() - start
+        with outcome.timer:
+            if roots:
+                torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         grads = dict(zip((s.name for s in self._received_slots()), flight.received, strict=True))
         for channel in self.inward:
             channel.send_back([_gradient(grads[name]) for name in channel.returned], micro.bindings)
@@ -156,10 +162,8 @@ class Engine:
         return micro.feeds[key] if key in micro.feeds else shared[key]
 
     def _call(self, arguments: list[Any], outcome: Outcome) -> tuple[Any, ...]:
-        start = perf_counter()
-        results = self.module(*arguments)
-        outcome.compute_seconds += perf_counter() - start
-        return tuple(results)
+        with outcome.timer:
+            return tuple(self.module(*arguments))
 
 
 def _gradient(received: Tensor) -> Tensor:

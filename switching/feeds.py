@@ -81,4 +81,5 @@ def move_tensor(
     table: GroupTable,
 ) -> Tensor | None:
     """Move one tensor; collective. `tensor` is this rank's piece, None where it has none."""
-    return run_moves(one_move(source, target, shape, dtype.itemsize), [tensor], table)[0]
+    like = [torch.empty(0, dtype=dtype)]
+    return run_moves(one_move(source, target, shape, dtype.itemsize), [tensor], table, like=like)[0]

@@ -8,6 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.bsr_run import run_moves
+from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import HomeLayout
 
@@ -28,21 +32,42 @@ def named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return slots
 
 
-def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout]) -> dict[str, nn.Parameter]:
+def move_home(
+    model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable
+) -> dict[str, nn.Parameter]:
     """Replace every parameter by a home parameter that is the same object, so that optimizers keep working.
 
-    Returns the home parameters by first name, in the model's order.
+    The values are rank 0's, as under DistributedDataParallel; collective. Returns the home parameters by first
+    name, in the model's order.
     """
     parameters = dict(model.named_parameters())
+    pieces = _pieces_of_first(parameters, layouts, table)
     for name, parameter in parameters.items():
-        home = HomeTensor.from_full(parameter.detach(), layouts[name])
-        replacement = nn.Parameter(home, requires_grad=parameter.requires_grad)
-        gradient = parameter.grad
-        parameter.grad = None
-        torch.utils.swap_tensors(parameter, replacement)
+        gradient, parameter.grad = parameter.grad, None
+        home = HomeTensor(pieces[name], layouts[name])
+        torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
         if gradient is not None:
             parameter.grad = HomeTensor.from_full(gradient, layouts[name])
     return parameters
+
+
+def _pieces_of_first(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable
+) -> dict[str, torch.Tensor]:
+    if table.size == 1:
+        return {name: p.detach().clone() for name, p in parameters.items()}
+    first = Annotation.on((0,))
+    wholes = [parameter.detach() for parameter in parameters.values()]
+    moves = [
+        Move(first, layouts[name].annotation, tuple(whole.shape), whole.element_size())
+        for name, whole in zip(parameters, wholes, strict=True)
+    ]
+    held = [whole if table.rank == 0 else None for whole in wholes]
+    moved = run_moves(plan_moves(moves), held, table, like=wholes)
+    return {
+        name: whole.new_empty(layouts[name].local_shape) if piece is None else piece
+        for name, whole, piece in zip(parameters, wholes, moved, strict=True)
+    }
 
 
 def move_optimizer_state(

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-
-
+from hetu_fx.transforms.global_mean import extract_prologue
+from hetu_fx.transforms.pass_ import run_passes
+from hetu_fx.transforms.passes import GRAPH_PASSES
 from torch import Tensor, fx
 
 from hetu_fx.deduction.analyse import analyse
 from hetu_fx.deduction.factors import FactorMap
+from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.transforms.axis import deduce_axis
 from hetu_fx.transforms.flow import Flow, flow_of
-from hetu_fx.transforms.global_mean import extract_prologue
-from hetu_fx.transforms.passes import GRAPH_PASSES
-from hetu_fx.transforms.pass_ import run_passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,23 @@ class Program:
         """Return the names of the inputs that have one entry per row of the batch."""
         return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
 
-    def value_names(self) -> tuple[str, ...]:
-        """Return the names of the outputs other than the loss."""
-        return tuple(leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.VALUE))
+    @cached_property
+    def mixes_rows(self) -> bool:
+        """Tell whether rows meet in the middle of the model (or its batch is fixed): no micro-batches then."""
+        rows = frozenset(factor for factor in self.factors.classes if factor.is_batch)
+        if self.graph.batch_symbol is None:
+            return True
+        try:
+            axis = deduce_axis(self.graph, self.factors, self.flow, rows, keep_sums=True, may_gather=False)
+        except DeductionError:
+            return True
+        return axis.talks
+
+    @property
+    def example_rows(self) -> int:
+        """Return the number of rows of the example batch."""
+        leaf = next((leaf for leaf in self.inputs if leaf.name in self.row_inputs), None)
+        return 1 if leaf is None else meta.hints(leaf.node)[0]
 
 
 def make_program(graph: Graph, frozen: frozenset[str]) -> Program:

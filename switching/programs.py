@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +28,12 @@ class Programs:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.forward: Forward = model.forward
-        self.is_home = False
         self._programs: dict[str, Program] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of repeated blocks of the model."""
+        return next(iter(self._programs.values())).graph.num_blocks
 
     def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """Return the call's batch: by keyword, or positional where the forward takes *args."""
@@ -46,6 +50,11 @@ class Programs:
                     batch[name] = value
         return {name: value for name, value in batch.items() if value is not None}
 
+    def first(self, batch: Batch, training: bool) -> Program:
+        """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        return self.find(self.batch_of(args, kwargs), training)
+
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; captures the model the first time."""
         key = form_of(batch, training)
@@ -55,7 +64,9 @@ class Programs:
 
     def _capture(self, batch: Batch, training: bool) -> Program:
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
-        with plain_parameters(self.model) if self.is_home else nullcontext(), _own_forward(self.model):
+        # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
+        # has some cannot be swapped for its home tensor.
+        with plain_parameters(self.model), _own_forward(self.model):
             graph = capture(self.model, batch, loss_fn=self.loss_fn, training=training)
         return make_program(graph, frozen)
 

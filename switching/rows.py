@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
-from hetu_fx.plan import Plan, split_micro_batches, split_rows
+from hetu_fx.plan import Plan, split_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,10 @@ def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPl
     """
     total = owned_rows[0] if shared else sum(owned_rows)
     owned = tuple(Interval(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
-    intervals = _intervals(0, split_rows(total, plan))
-    micro = tuple(
-        _intervals(interval.start, split_micro_batches(len(interval), pipeline))
-        for interval, pipeline in zip(intervals, plan.pipelines, strict=True)
-    )
-    return RowPlan(owned, intervals, micro)
+    split = split_rows(total, plan)
+    pipelines = _intervals(0, tuple(map(sum, split)))
+    micro = tuple(_intervals(p.start, rows) for p, rows in zip(pipelines, split, strict=True))
+    return RowPlan(owned, pipelines, micro)
 
 
 def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[Interval, ...]:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
+from hetu_fx.schedule import actions, forwards
 from hetu_fx.switching.batches import ReadBatch
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.engine import Feeds, MicroBatch, Outcome
 from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
 from hetu_fx.switching.rows import Interval, RowPlan
-from hetu_fx.schedule import actions, forwards
 from hetu_fx.switching.step import GatherParameters, GlobalLoss, ParameterStep, Scheduled
+from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.values import BringBack, bring_back, value_routes
 from hetu_fx.switching.variant import StagePlan, Variant
 from hetu_fx.transforms.stages import ResultKind, SlotKind
@@ -43,7 +44,7 @@ class StepOutputs:
     """Outputs by name (the loss among them), and this rank's time in its own ops."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    compute_seconds: float = 0.0
+    timer: ComputeTimer = field(default_factory=ComputeTimer)
 
 
 def run_step(variant: Variant, inputs: StepInputs) -> StepOutputs:
@@ -74,7 +75,7 @@ class _Step:
         else:
             local, values = self._run_scheduled(micro_batches, compute)
         self._write_buffers()
-        outputs = StepOutputs(compute_seconds=self.outcome.compute_seconds)
+        outputs = StepOutputs(timer=self.outcome.timer)
         if self.inputs.wants_values:
             outputs.values.update(self._returned(values))
         if local is not None:
@@ -127,7 +128,8 @@ class _Step:
         engine = self.stage.engine
         if engine is not None:
             order = forwards(len(micro_batches))
-            self.outcome = engine.run(order, micro_batches, self._shared_feeds(compute), train=False)
+            feeds = self._shared_feeds(compute)
+            self.outcome = engine.run(order, micro_batches, feeds, train=False, timer=self.outcome.timer)
         values = {name: self._joined(name, pieces) for name, pieces in self.outcome.values.items()}
         return self._local_loss(self.outcome.loss), values
 
@@ -171,7 +173,8 @@ class _Step:
             order = actions(
                 self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches)
             )
-            self.outcome = self.stage.engine.run(order, micro_batches, self._shared_feeds(inner), train=True)
+            run = self.stage.engine.run
+            self.outcome = run(order, micro_batches, self._shared_feeds(inner), train=True, timer=self.outcome.timer)
         loss = self._local_loss(self.outcome.loss)
         assert loss is not None
         gradients = tuple(tensor.grad for tensor in inner.values())
@@ -187,6 +190,7 @@ class _Step:
             tuple(self.variant.trained),
             trained,
             self.variant.bring_home(self.stage, syncs=self.inputs.syncs_gradients),
+            self.outcome.timer,
         )
         anchor, *leaves = GatherParameters.apply(step, *homes)
         return anchor, {**compute, **dict(zip(trained, leaves, strict=True))}
@@ -202,7 +206,8 @@ class _Step:
     def _global_loss(self, local: Tensor) -> Tensor:
         whole = self.program.loss_is_mean or self.inputs.shared
         scale = 1.0 if whole else 1.0 / self.table.size
-        return GlobalLoss.apply(local, self.table, self.stage.contributes_loss, scale)  # type: ignore[no-any-return]
+        contributes, timer = self.stage.contributes_loss, self.outcome.timer
+        return GlobalLoss.apply(local, self.table, contributes, scale, timer)  # type: ignore[no-any-return]
 
     def _anchored(self, values: dict[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
         """Make every output depend on the anchor, also on ranks that computed nothing."""

@@ -6,12 +6,12 @@ the stage runs, and one loss comes out on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import BatchError, HetuFxError, StateError
@@ -20,9 +20,11 @@ from hetu_fx.plan import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.batches import ReadBatch, read_batch
 from hetu_fx.switching.buffers import Buffers
+from hetu_fx.switching.policy import BatchFacts, VariantFacts, choose
 from hetu_fx.switching.programs import Programs
 from hetu_fx.switching.rows import RowPlan, plan_rows
 from hetu_fx.switching.run_step import StepInputs, run_step
+from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.variant import Variant
 
 
@@ -40,7 +42,7 @@ class Settings:
     shared: bool
     outputs: str
     backend: Any
-    seed: int
+    seed: int | None
 
 
 @dataclass
@@ -49,8 +51,10 @@ class StepReport:
 
     variant: str = ""
     rows: tuple[int, ...] = ()
-    compute_seconds: float = 0.0
-    work: float = 0.0
+    timer: ComputeTimer = field(default_factory=ComputeTimer)
+
+
+Observer = Callable[[StepFacts], None]
 
 
 class Runtime:
@@ -72,33 +76,49 @@ class Runtime:
         self.syncs_gradients = True
         self.step = 0
         self.report = StepReport()
+        self.pinned: str | None = None
+        self.switches = 0
+        self.policy: Policy = choose_variant
+        self.observers: list[Observer] = []
 
     def add_variant(self, plan: Plan, name: str) -> Variant:
         """Add a variant; its device graphs are made when a batch first needs them."""
         if name in self.variants:
             raise StateError(f"there is a variant {name!r} already; choose another name")
-        plan.check(world_size=self.table.size)
+        plan.check(num_blocks=self.programs.num_blocks, world_size=self.table.size)
         self.variants[name] = Variant(name, plan, self.table, self.homes, self.settings.backend)
         self.current = self.current or name
         return self.variants[name]
 
-    def switch(self, name: str) -> None:
-        """Make a variant the current one; collective. Home parameters and optimizer state stay where they are."""
-        if name not in self.variants:
-            raise StateError(f"there is no variant {name!r}; there are {sorted(self.variants)}")
-        if name == self.current:
-            return
-        self.variants[self.current].flush()
-        with using(self.table):
-            self.buffers.sync()
-        self.current = name
+    def pin(self, name: str | None) -> None:
+        """Run one variant from the next step on (None: let the policy choose again)."""
+        if name is not None:
+            self._known(name)
+        self.pinned = name
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Any) -> Any:
-        """Run one batch; collective. `choose` names the variant from the agreed facts."""
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one batch; collective."""
         with using(self.table):
             batch, facts = self._agree(args, kwargs)
-            self.switch(choose(facts))
+            for observe in self.observers:
+                observe(facts)
+            self._switch(self.pinned or self.policy(self, facts))
             return self._run(batch, facts)
+
+    def _known(self, name: str) -> Variant:
+        if name not in self.variants:
+            raise StateError(f"there is no variant {name!r}; there are {sorted(self.variants)}")
+        return self.variants[name]
+
+    def _switch(self, name: str) -> None:
+        """Change the variant between steps; home parameters and optimizer state stay where they are."""
+        if name == self.current:
+            return
+        self._known(name)
+        self.variants[self.current].flush()
+        self.buffers.sync()
+        self.current = name
+        self.switches += 1
 
     def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadBatch, StepFacts]:
         """Read the batch and agree with all ranks; an error on one rank is raised on all."""
@@ -106,9 +126,7 @@ class Runtime:
         local: LocalFacts | HetuFxError
         try:
             batch = read_batch(args, kwargs, self.programs, self.model.training)
-            local = replace(
-                batch.facts, compute_seconds=self.report.compute_seconds, work=self.report.work
-            )
+            local = replace(batch.facts, compute_seconds=self.report.timer.seconds)
         except HetuFxError as error:
             local = error
         facts = agree(self.table, local)
@@ -128,14 +146,14 @@ class Runtime:
             rows=rows,
             step=self.step,
             buffers=self.buffers,
-            settings_seed=self.settings.seed,
+            seed=self.settings.seed or 0,
             shared=self.settings.shared,
             wants_values=self._wants_values(batch.program.graph),
             syncs_gradients=self.syncs_gradients,
         )
-        outputs, seconds, work = run_step(variant, inputs)
-        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), seconds, work)
-        return batch.program.graph.rebuild(outputs)
+        made = run_step(variant, inputs)
+        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), made.timer)
+        return batch.program.graph.rebuild(made.values)
 
     def _rows(self, facts: StepFacts) -> RowPlan:
         if self.settings.shared and len(set(facts.rows)) > 1:
@@ -160,3 +178,15 @@ class Runtime:
 def names_of(plans: Sequence[Plan]) -> list[str]:
     """Return a name for each plan: its own, or a number."""
     return [plan.name or f"variant{i}" for i, plan in enumerate(plans)]
+
+
+Policy = Callable[["Runtime", StepFacts], str]
+
+
+def choose_variant(runtime: Runtime, facts: StepFacts) -> str:
+    """Choose the variant for a batch: of those that take its longest sequence, the one predicted fastest."""
+    variants = [
+        VariantFacts(name, variant.plan.max_length, variant.predicted_seconds)
+        for name, variant in runtime.variants.items()
+    ]
+    return choose(variants, BatchFacts(longest=facts.longest, rows=sum(facts.rows)))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.switching.timer import ComputeTimer
 
 BringHome = Callable[[Mapping[str, Tensor | None]], Mapping[str, Tensor] | None]
 
@@ -29,11 +30,13 @@ class ParameterStep:
         homes: names of the home parameters, in the order in which they are passed.
         compute: local compute tensors by name, gathered already.
         bring_home: takes local gradients by name; returns home gradients by name, or None if it kept them back.
+        timer: runs during backward.
     """
 
     homes: tuple[str, ...]
     compute: Mapping[str, Tensor]
     bring_home: BringHome
+    timer: ComputeTimer
 
 
 class GatherParameters(torch.autograd.Function):
@@ -54,6 +57,7 @@ class GatherParameters(torch.autograd.Function):
     def backward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Bring gradients home; None for parameters whose gradients are kept back or not wanted."""
         step: ParameterStep = ctx.step
+        step.timer.stop()
         home = step.bring_home(dict(zip(step.compute, gradients, strict=True)))
         if home is None:
             return (None, *(None for _ in step.homes))
@@ -64,9 +68,11 @@ class GlobalLoss(torch.autograd.Function):
     """The loss of the whole batch on every rank, from what each rank contributes."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, table: GroupTable, contributes: bool, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, local: Tensor, table: GroupTable, contributes: bool, scale: float, timer: ComputeTimer
+    ) -> Tensor:
         """Sum the contributions of all ranks, times `scale`."""
-        ctx.table, ctx.scale, ctx.dtype = table, scale, local.dtype
+        ctx.table, ctx.scale, ctx.dtype, ctx.timer = table, scale, local.dtype, timer
         total = local.detach().clone() if contributes else torch.zeros_like(local)
         return _summed(total, table) * scale
 
@@ -74,7 +80,8 @@ class GlobalLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Average the incoming gradient over ranks; every rank of a stage gets all of it."""
         mean = _summed(gradient.detach().clone(), ctx.table) / ctx.table.size
-        return (mean * ctx.scale).to(ctx.dtype), None, None, None
+        ctx.timer.start()
+        return (mean * ctx.scale).to(ctx.dtype), None, None, None, None
 
 
 class Scheduled(torch.autograd.Function):

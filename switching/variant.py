@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
@@ -15,7 +16,6 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plan import Plan
-from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.engine import Engine
 from hetu_fx.switching.handover import channels
@@ -105,6 +105,11 @@ class Variant:
         self._gathered: tuple[object, dict[str, Tensor]] = (None, {})
         self._kept_back: dict[str, Tensor] = {}
         self._kept_stage: StagePlan | None = None
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Return what the planner expected of a step; 0 if the plan was given by hand."""
+        return self.plan.predicted.seconds if self.plan.predicted else 0.0
 
     def stage(self, program: Program, wants_values: bool) -> StagePlan:
         """Return the program under this plan; made at the first call."""

@@ -45,6 +45,15 @@ class AxisDeduction:
         decision = self.decisions.get(node)
         return decision.needs if decision else ()
 
+    @property
+    def talks(self) -> bool:
+        """Tell whether some op needs a value, or gives back a cotangent, in another state than it is in."""
+        return any(self._differs(need) for decision in self.decisions.values() for need in decision.needs)
+
+    def _differs(self, need: Need) -> bool:
+        summed = need.summed_cotangent and need.node not in self.summed_cotangents
+        return summed or self.states[need.node] != need.state
+
 
 def deduce_axis(
     graph: Graph, factors: FactorMap, flow: Flow, splits: Splits, *, keep_sums: bool, may_gather: bool

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from hetu_fx.annotations.annotation import Annotation, cotangent
+from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.resolve import Resolution, resolve_edge
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError, PlanError

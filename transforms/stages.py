@@ -12,7 +12,16 @@ from functools import cached_property
 
 from torch import fx
 
-from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Shape, Sharding, Split, State
+from hetu_fx.annotations.annotation import (
+    Annotation,
+    DeviceGroup,
+    Duplicate,
+    Partial,
+    Shape,
+    Sharding,
+    Split,
+    State,
+)
 from hetu_fx.deduction.factors import FactorClass, FactorMap
 from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph import meta
@@ -20,7 +29,7 @@ from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
 from hetu_fx.plan import Plan
 from hetu_fx.transforms.axis import AxisDeduction
 from hetu_fx.transforms.flow import Flow
-from hetu_fx.transforms.states import WHOLE, AxisState, Need, SplitOn, Summed, Whole
+from hetu_fx.transforms.states import WHOLE, AxisState, SplitOn, Summed, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,15 +190,8 @@ class DeducedGraph:
     @cached_property
     def talks_across_replicas(self) -> bool:
         """Tell whether some op in the middle of the model needs a sum over all replicas."""
-        batch, graph = self.batch, self.annotated.graph
-        made = {node for leaf, node in graph.outputs_of(OutputKind.BUFFER_UPDATE)}
-        if any(isinstance(batch.states.get(node), Summed) for node in made):
-            return True
-        return any(self._talks(need) for node in graph.graph.nodes for need in batch.needs(node))
-
-    def _talks(self, need: Need) -> bool:
-        summed = need.summed_cotangent and need.node not in self.batch.summed_cotangents
-        return self.batch.states[need.node] != need.state or summed
+        updates = self.annotated.graph.outputs_of(OutputKind.BUFFER_UPDATE)
+        return self.batch.talks or any(isinstance(self.batch.states.get(node), Summed) for _, node in updates)
 
     def parameters(self) -> tuple[Leaf, ...]:
         """Return the parameter leaves that some stage reads."""

@@ -9,6 +9,7 @@ counters and travel in one message per ordered pair of ranks. Plans depend on no
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,26 +83,41 @@ class BsrPlan:
 
 
 class _Loads:
-    """Entries in bytes that every rank has sent, within its node and to others."""
+    """Bytes that every rank has sent so far, within its node and to others."""
 
     def __init__(self, node_of: Callable[[int], int]) -> None:
         self.node_of = node_of
-        self.near: dict[int, int] = {}
-        self.far: dict[int, int] = {}
+        self.near: defaultdict[int, int] = defaultdict(int)
+        self.far: defaultdict[int, int] = defaultdict(int)
+        self._neighbours: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
 
-    def key(self, owner: int, receiver: int) -> tuple[int, int]:
-        """Rank owners as senders to `receiver`: local, then on its node, then by load."""
-        if owner == receiver:
+    def sender(self, owners: tuple[int, ...], receiver: int) -> int:
+        """Choose the owner that sends to `receiver`; of equals the first."""
+        if receiver in owners:
+            return receiver
+        near = self._near(owners, self.node_of(receiver))
+        return min(near, key=self.near.__getitem__) if near else min(owners, key=self.far.__getitem__)
+
+    def price(self, sender: int, receiver: int) -> tuple[int, int]:
+        """Compare transfers: local, then inside a node, then between nodes; then by load."""
+        if sender == receiver:
             return 0, 0
-        if self.node_of(owner) == self.node_of(receiver):
-            return 1, self.near.get(owner, 0)
-        return 2, self.far.get(owner, 0)
+        return (1, self.near[sender]) if self._same_node(sender, receiver) else (2, self.far[sender])
 
     def add(self, sender: int, receiver: int, num_bytes: int) -> None:
         """Count a transfer."""
         if sender != receiver:
-            counter = self.near if self.node_of(sender) == self.node_of(receiver) else self.far
-            counter[sender] = counter.get(sender, 0) + num_bytes
+            counter = self.near if self._same_node(sender, receiver) else self.far
+            counter[sender] += num_bytes
+
+    def _same_node(self, a: int, b: int) -> bool:
+        return self.node_of(a) == self.node_of(b)
+
+    def _near(self, owners: tuple[int, ...], node: int) -> tuple[int, ...]:
+        key = owners, node
+        if key not in self._neighbours:
+            self._neighbours[key] = tuple(owner for owner in owners if self.node_of(owner) == node)
+        return self._neighbours[key]
 
 
 def plan_moves(moves: Sequence[Move], *, node_of: Callable[[int], int] = lambda rank: 0) -> BsrPlan:
@@ -127,10 +143,10 @@ def _slices(move: Move) -> tuple[Slice, ...]:
 
 
 def _transfers(number: int, move: Move, part: Slice, receiver: int, loads: _Loads) -> list[Transfer]:
-    choices = [
-        [min(owners, key=lambda owner: loads.key(owner, receiver)) for owners in copy] for copy in part.owners
-    ]
-    senders = min(choices, key=lambda choice: sorted(loads.key(s, receiver) for s in choice)[::-1])
+    choices = [[loads.sender(owners, receiver) for owners in copy] for copy in part.owners]
+    if len(choices) > 1:
+        choices.sort(key=lambda senders: sorted((loads.price(s, receiver) for s in senders), reverse=True))
+    senders = choices[0]
     for sender in senders:
         loads.add(sender, receiver, part.numel * move.itemsize)
     return [

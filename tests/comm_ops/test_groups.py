@@ -1,0 +1,50 @@
+"""Group tables: a world of one, dry runs, and what they refuse."""
+
+import pytest
+import torch
+
+from hetu_fx.comm_ops.groups import GroupTable, activate, active, guarded, using
+from hetu_fx.errors import CommError
+
+
+def test_without_torch_distributed_the_world_is_one():
+    table = GroupTable()
+    assert (table.rank, table.size, table.to_global(0)) == (0, 1, 0)
+    assert active().size == 1
+    assert table.position([0]) == 0
+
+
+def test_a_dry_table_knows_its_place_but_sends_nothing():
+    table = GroupTable.dry(3, 8)
+    assert table.position([5, 3]) == 1
+    with pytest.raises(CommError, match="rank 3 of 8 cannot communicate"):
+        table.group([3, 5])
+
+
+def test_the_activated_table_is_the_one_in_use():
+    table = GroupTable.dry(1, 2)
+    before = activate(table)
+    assert active() is table
+    with using(GroupTable.dry(0, 2)) as inner:
+        assert active() is inner
+    assert active() is table
+    activate(before)
+
+
+def test_positions_are_ordered_as_the_group_counts_them():
+    assert GroupTable.dry(0, 8).order([5, 1, 3]) == [1, 2, 0]
+
+
+def test_torchs_errors_become_ours():
+    with pytest.raises(CommError, match=r"all-reduce of ranks \[0, 1\] failed on rank 0: timed out"):
+        with guarded("all-reduce", [0, 1]):
+            raise RuntimeError("timed out")
+
+
+def test_another_ranks_communication_is_refused():
+    with pytest.raises(CommError, match=r"ranks \[1, 2\], which leave it out"):
+        GroupTable().position([1, 2])
+
+
+def test_host_tensors_are_not_staged():
+    assert not GroupTable().staged(torch.device("cpu"))

@@ -1,0 +1,259 @@
+"""Seconds of a step under a plan.
+
+Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
+
+    compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead              (1)
+    tensor parallel  the forward's all-reduces and as many in the backward                               (2)
+    hand-over      the activation to the next stage, the gradient to the one before                      (3)
+
+A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
+A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update           (5)
+
+Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from hetu_fx.comm_ops.cost import all_reduce_cost, messages_cost, ring_cost
+from hetu_fx.plan import Pipeline, Plan, Stage, pipeline_rows
+from hetu_fx.planner.memory import activation_bytes, fixed_bytes, in_flight
+from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.prediction import DeviceCost, Prediction
+from hetu_fx.topology import Cluster, Device
+
+FORWARD_AND_BACKWARD = 3  # a product's backward is two products
+FLOPS_PER_BYTE = (
+    5.0  # matrix-product FLOPs in the time that moving a byte of memory takes (measured on a CPU core)
+)
+OP_SECONDS = 1e-5  # what running an op takes besides its work, on the fastest device of its kind
+OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
+
+TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds as a line: `fixed + per_row * rows`."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def __call__(self, rows: float) -> float:
+        return self.fixed + self.per_row * rows
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.per_row + other.per_row)
+
+    def upper(self, other: Line) -> Line:
+        """Return a line that is nowhere below either."""
+        return Line(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """A stage on its devices: seconds per micro-batch by term, and what it holds."""
+
+    stage: Stage
+    parts: PartCosts
+    compute: tuple[Line, ...]
+    tensor_parallel: Line
+    to_next: Line
+    to_previous: Line
+
+    @property
+    def slowest_compute(self) -> Line:
+        """Return a line that no device's compute is above."""
+        return reduce(Line.upper, self.compute)
+
+    @property
+    def hand_over(self) -> Line:
+        """Return (3): both messages of a micro-batch."""
+        return self.to_next + self.to_previous
+
+    @property
+    def seconds(self) -> Line:
+        """Return l_s, forward and backward of one micro-batch."""
+        return self.slowest_compute + self.tensor_parallel + self.hand_over
+
+    def share(self, index: int) -> float:
+        """Return the share of the stage's index-th device in what is cut."""
+        return self.stage.ratios[index] / sum(self.stage.ratios)
+
+
+def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> float:
+    """Return (4) for `rows` rows in up to `micro_batches` micro-batches (no more than there are rows)."""
+    if rows == 0:
+        return 0.0
+    count = min(micro_batches, rows)
+    times = [line(math.ceil(rows / count)) for line in lines]
+    return math.fsum(times) + (count - 1) * max(times)
+
+
+def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:
+    """Return the costs of every stage of a pipeline whose blocks are written out."""
+    stops = _stops(pipeline, costs.num_blocks)
+    return tuple(_stage_costs(pipeline, i, stops, costs, cluster) for i in range(len(pipeline.stages)))
+
+
+def _stops(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
+    blocks = pipeline.blocks(num_blocks)
+    return tuple(sum(blocks[:i]) for i in range(len(blocks) + 1))
+
+
+def _stage_costs(
+    pipeline: Pipeline, index: int, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster
+) -> StageCosts:
+    stage = pipeline.stages[index]
+    parts = costs.stage(stops[index], stops[index + 1])
+    compute = compute_lines(stage, parts, cluster)
+    to_next = to_previous = Line()
+    if index + 1 < len(pipeline.stages):
+        size = costs.boundary(stops[index + 1])
+        to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
+    if index > 0:
+        to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
+    reductions = tensor_parallel_line(stage, parts, cluster)
+    return StageCosts(stage, parts, compute, reductions, to_next, to_previous)
+
+
+def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
+    """Return (1) of each device of a stage."""
+    total = sum(stage.ratios)
+    pairs = zip(stage.devices, stage.ratios, strict=True)
+    return tuple(_compute_line(cluster.device(rank), ratio / total, parts, cluster) for rank, ratio in pairs)
+
+
+def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
+    fastest = max(other.speed for other in cluster.devices if other.kind == device.kind)
+    overhead = parts.num_ops * OP_SECONDS * fastest / device.speed
+    work = parts.flops_at(share) + parts.traffic_bytes_at(share) * FLOPS_PER_BYTE
+    return Line(FORWARD_AND_BACKWARD * overhead, FORWARD_AND_BACKWARD * work / device.speed)
+
+
+def tensor_parallel_line(stage: Stage, parts: PartCosts, cluster: Cluster) -> Line:
+    """Return (2): as many all-reduces in the backward as in the forward."""
+    empty = all_reduce_cost(0.0, stage.devices, cluster)
+    full = all_reduce_cost(parts.reduced_bytes, stage.devices, cluster)
+    return Line(2 * parts.num_reductions * empty, 2 * (full - empty))
+
+
+def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
+    """Return (3) for one message between two stages."""
+    ends = stage.devices[0], other.devices[0]
+    link = cluster.link(*ends)
+    empty = messages_cost([(*ends, 0)], cluster)
+    return Line(empty, bytes_per_row / link.bytes_per_second)
+
+
+def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero: int) -> tuple[float, float]:
+    """Return (gradient sync, parameter gather) seconds over one device of each replica.
+
+    Zero 1: gradients are reduce-scattered and parameters gathered, a turn around the ring each. Zero 0:
+    gradients are all-reduced, two turns, and nothing is gathered.
+    """
+    turn = ring_cost(num_bytes, ranks, cluster)
+    return (turn, turn) if zero else (2 * turn, 0.0)
+
+
+def optimizer_seconds(num_bytes: float, device: Device) -> float:
+    """Return the seconds of the update of so many bytes of owned parameters."""
+    return num_bytes * OPTIMIZER_MOVES * FLOPS_PER_BYTE / device.speed
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and time."""
+
+    rank: int
+    costs: StageCosts
+    position: int
+    rows: int
+    micro_batches: int
+    num_in_flight: int
+
+    @property
+    def share(self) -> float:
+        """Return the device's share of what its stage cuts."""
+        return self.costs.share(self.position)
+
+    @property
+    def micro_rows(self) -> int:
+        """Return the rows of the largest micro-batch."""
+        return math.ceil(self.rows / self.micro_batches)
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Return the parameter bytes that the device holds."""
+        return self.costs.parts.parameter_bytes_at(self.share)
+
+    def end_terms(self, plan: Plan, cluster: Cluster) -> tuple[float, float, float]:
+        """Return (gradient sync, gather, optimizer) seconds, with one device of each other pipeline."""
+        peers = [p.devices[0] for p in plan.pipelines if self.rank not in p.devices]
+        sync, gather = sync_seconds(self.parameter_bytes, (self.rank, *peers), cluster, plan.zero)
+        owned = self.parameter_bytes / (len(plan.pipelines) if plan.zero else 1)
+        return sync, gather, optimizer_seconds(owned, cluster.device(self.rank))
+
+
+def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
+    """Return the predicted step of a plan: (5), and every device's seconds and bytes by term.
+
+    `why` names the device with the least idle time, which bounds the step, and its largest term. Raises
+    `PlanError` for a plan that does not fit the program.
+    """
+    places = list(places_of(plan, costs, cluster))
+    rows = pipeline_rows(costs.rows, plan)
+    slowest = 0.0
+    for pipeline, count in zip(plan.pipelines, rows, strict=True):
+        lines = [stage.seconds for stage in stage_costs(pipeline, costs, cluster)]
+        slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
+    ends = [place.end_terms(plan, cluster) for place in places]
+    end = math.fsum(max(column) for column in zip(*ends, strict=True))
+    devices = tuple(
+        _device_cost(place, plan, terms, slowest + end) for place, terms in zip(places, ends, strict=True)
+    )
+    return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
+
+
+def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Place]:
+    """Yield every device of a plan."""
+    for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
+        stages = stage_costs(pipeline, costs, cluster)
+        count = max(1, min(pipeline.micro_batches, rows))
+        for index, stage in enumerate(stages):
+            kept = in_flight(plan.schedule, index, len(stages), count)
+            for position, rank in enumerate(stage.stage.devices):
+                yield Place(rank, stage, position, rows, count, kept)
+
+
+def _device_cost(place: Place, plan: Plan, ends: Sequence[float], step: float) -> DeviceCost:
+    rows, count = place.micro_rows, place.micro_batches if place.rows else 0
+    costs = place.costs
+    lines = (costs.compute[place.position], costs.tensor_parallel, costs.hand_over)
+    work = [count * line(rows) for line in lines]
+    idle = max(0.0, step - math.fsum((*work, *ends)))
+    seconds = tuple(zip(TERMS, (*work, idle, *ends), strict=True))
+    fixed = fixed_bytes(place.parameter_bytes, zero=plan.zero, num_replicas=len(plan.pipelines))
+    kept = activation_bytes(costs.parts.activation_bytes_at(place.share), rows, place.num_in_flight)
+    return DeviceCost(place.rank, seconds, (*fixed, ("activations", kept)))
+
+
+def _why(devices: Sequence[DeviceCost], step: float) -> str:
+    busiest = min(devices, key=lambda device: (dict(device.seconds)["idle"], device.rank))
+    term, seconds = max(busiest.seconds, key=lambda pair: pair[1])
+    share = f" {100 * seconds / step:.0f} %" if step else ""
+    return f"bound by device {busiest.rank}: {term.replace('_', ' ')}{share}"
+
+
+def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 1.0) -> tuple[str, ...]:
+    """Return a line for each device that would need more than `fraction` of its memory."""
+    limits = {device.rank: int(device.memory_bytes * fraction) for device in cluster.devices}
+    return tuple(
+        f"device {d.rank} needs {d.total_bytes / 1e6:.4g} MB of {limits[d.rank] / 1e6:.4g} MB"
+        for d in prediction.devices
+        if d.total_bytes > limits[d.rank]
+    )

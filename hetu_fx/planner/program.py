@@ -1,0 +1,125 @@
+"""What one step of a program costs, part by part, as far as it does not depend on devices.
+
+A program is what stands before its repeated blocks, the blocks, and what stands after. Quantities that grow
+with the batch are given per row. `split_...` is how much of a quantity a tensor parallel group cuts in
+parts; the rest is done, or held, by every device of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property, reduce
+from operator import add, attrgetter
+
+from hetu_fx.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class PartCosts:
+    """Costs of one part, forward only where it is work.
+
+    flops, traffic_bytes (memory moved by ops that are not products), activation_bytes (kept for the
+    backward) and reduced_bytes (all-reduced in the forward by a tensor parallel group, in num_reductions
+    messages) are per row.
+    """
+
+    flops: float = 0.0
+    split_flops: float = 0.0
+    traffic_bytes: float = 0.0
+    split_traffic_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    split_activation_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    split_parameter_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    num_reductions: int = 0
+    num_ops: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
+            whole, cut = getattr(self, name), getattr(self, f"split_{name}")
+            if not 0 <= cut <= whole:
+                raise PlanError(
+                    f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}"
+                )
+
+    def __add__(self, other: PartCosts) -> PartCosts:
+        return PartCosts(*map(add, _VALUES(self), _VALUES(other)))
+
+    def flops_at(self, share: float) -> float:
+        """Return the FLOPs per row of a device that has `share` of what is cut."""
+        return self.flops - self.split_flops * (1 - share)
+
+    def traffic_bytes_at(self, share: float) -> float:
+        """Return the bytes moved per row by a device that has `share` of what is cut."""
+        return self.traffic_bytes - self.split_traffic_bytes * (1 - share)
+
+    def activation_bytes_at(self, share: float) -> float:
+        """Return the bytes kept per row by a device that has `share` of what is cut."""
+        return self.activation_bytes - self.split_activation_bytes * (1 - share)
+
+    def parameter_bytes_at(self, share: float) -> float:
+        """Return the parameter bytes of a device that has `share` of what is cut."""
+        return self.parameter_bytes - self.split_parameter_bytes * (1 - share)
+
+
+_VALUES = attrgetter(*(field.name for field in fields(PartCosts)))
+
+
+@dataclass(frozen=True)
+class ProgramCosts:
+    """Costs of a step with `rows` rows in all.
+
+    boundary_bytes[k] is what one row hands over from block k to k + 1. `units` is how many parts the
+    class that tensor parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that
+    add up to it; 1 means that nothing can be cut.
+    """
+
+    rows: int
+    before: PartCosts
+    blocks: tuple[PartCosts, ...]
+    after: PartCosts
+    boundary_bytes: tuple[float, ...] = ()
+    units: int = 1
+
+    def __post_init__(self) -> None:
+        expected = max(0, len(self.blocks) - 1)
+        if len(self.boundary_bytes) != expected:
+            raise PlanError(
+                f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks; "
+                f"give {expected}"
+            )
+        if self.rows < 1 or self.units < 1:
+            raise PlanError(f"program costs: rows {self.rows}, units {self.units}; give 1 or more of each")
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of repeated blocks."""
+        return len(self.blocks)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Tell whether all blocks cost the same."""
+        return len(set(self.blocks)) <= 1 and len(set(self.boundary_bytes)) <= 1
+
+    @property
+    def whole(self) -> PartCosts:
+        """Return the costs of the whole program."""
+        return self.stage(0, self.num_blocks)
+
+    def stage(self, start: int, stop: int) -> PartCosts:
+        """Return the costs of the blocks [start, stop), with what stands before and after them all."""
+        if (start, stop) not in self._stages:
+            before = (self.before,) if start == 0 else ()
+            after = (self.after,) if stop == self.num_blocks else ()
+            self._stages[start, stop] = reduce(add, (*before, *self.blocks[start:stop], *after), PartCosts())
+        return self._stages[start, stop]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], PartCosts]:
+        """What stage() worked out: searches ask for the same few ranges over and over."""
+        return {}
+
+    def boundary(self, block: int) -> float:
+        """Return the bytes per row handed over to block `block`; none at the ends."""
+        return self.boundary_bytes[block - 1] if 0 < block < self.num_blocks else 0.0

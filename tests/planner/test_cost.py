@@ -1,0 +1,126 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from hetu_fx.errors import PlanError
+from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.planner.cost import (
+    TERMS,
+    Line,
+    compute_lines,
+    memory_problems,
+    pipeline_seconds,
+    predict,
+    stage_costs,
+    tensor_parallel_line,
+)
+from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.topology import Link
+from tests.planner.examples import FAST_LINK, paper, transformer
+
+PIPELINE = Pipeline((Stage((0,), blocks=3), Stage((1,), blocks=1)), micro_batches=4)
+
+
+def test_a_pipeline_fills_drains_and_waits_for_its_slowest_stage() -> None:
+    lines = [Line(0.0, 1.0), Line(1.0, 2.0)]
+    assert pipeline_seconds(lines, 8, 4) == (2 + 5) + 3 * 5
+    assert pipeline_seconds(lines, 3, 8) == (1 + 3) + 2 * 3  # no more micro-batches than rows
+    assert pipeline_seconds(lines, 0, 4) == 0.0
+
+
+def test_compute_is_three_forwards_over_the_speed_now() -> None:
+    parts = PartCosts(flops=1e9)
+    cluster = paper(10, 10).with_rates({1: 0.5})
+    lines = [compute_lines(Stage((rank,)), parts, cluster)[0] for rank in (0, 1)]
+    assert [line.per_row for line in lines] == [pytest.approx(0.3), pytest.approx(0.6)]
+
+
+def test_only_what_is_cut_shrinks_with_the_share() -> None:
+    parts = PartCosts(flops=8e9, split_flops=6e9)
+    first, second = compute_lines(Stage((0, 1), (2, 1)), parts, paper(1, 1))
+    assert (first.per_row, second.per_row) == (pytest.approx(3 * 6), pytest.approx(3 * 4))
+
+
+def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
+    parts = PartCosts(reduced_bytes=100, num_reductions=2)
+    cluster = paper(1, 1)
+    assert tensor_parallel_line(Stage((0,)), parts, cluster) == Line()
+    line = tensor_parallel_line(Stage((0, 1)), parts, cluster)
+    assert line.fixed == pytest.approx(2 * 2 * 2 * FAST_LINK.latency_seconds)
+    assert line.per_row == pytest.approx(2 * 2 * 50 / 1e10)
+
+
+def test_stages_pay_for_what_they_send() -> None:
+    first, last = stage_costs(PIPELINE, transformer(), paper(1, 1))
+    assert first.to_previous == last.to_next == Line()
+    assert first.to_next == last.to_previous
+    assert first.to_next.per_row == pytest.approx(4 * 64 * 64 / 1e10)
+
+
+def test_every_device_accounts_for_the_whole_step() -> None:
+    plan = Plan((replace(PIPELINE, rows=3), Pipeline((Stage((2, 3), (3, 1), 4),))))
+    prediction = predict(plan, transformer(), paper(8, 4, 2, 2))
+    assert [device.rank for device in prediction.devices] == [0, 1, 2, 3]
+    for device in prediction.devices:
+        assert [term for term, _ in device.seconds] == list(TERMS)
+    busiest = min(prediction.devices, key=lambda device: dict(device.seconds)["idle"])
+    assert math.isclose(busiest.total_seconds, prediction.seconds)
+    assert f"bound by device {busiest.rank}: compute" in prediction.why
+
+
+def test_one_device_has_nothing_to_communicate() -> None:
+    (device,) = predict(Plan.single(), transformer(), paper(5)).devices
+    seconds = dict(device.seconds)
+    assert [seconds[t] for t in ("tensor_parallel", "hand_over", "idle", "gradient_sync", "gather")] == [
+        0
+    ] * 5
+
+
+def test_doubling_a_replica_halves_compute_and_adds_sync() -> None:
+    costs, cluster = transformer(), paper(5, 5)
+    one = dict(predict(Plan.single(), costs, cluster).devices[0].seconds)
+    two = dict(predict(Plan.data_parallel([0, 1]), costs, cluster).devices[0].seconds)
+    assert two["compute"] == pytest.approx(one["compute"] / 2, rel=0.2)
+    assert two["gradient_sync"] > one["gradient_sync"] == 0
+
+
+def test_zero_changes_memory_and_leaves_the_bytes_on_the_wire() -> None:
+    costs, cluster = transformer(), paper(5, 5)
+    spread = predict(Plan.data_parallel([0, 1]), costs, cluster).devices[0]
+    whole = predict(replace(Plan.data_parallel([0, 1]), zero=0), costs, cluster).devices[0]
+    assert dict(spread.bytes)["optimizer"] < dict(whole.bytes)["optimizer"]
+    on_the_wire = [dict(d.seconds)["gradient_sync"] + dict(d.seconds)["gather"] for d in (spread, whole)]
+    assert on_the_wire[0] == pytest.approx(on_the_wire[1])
+
+
+def test_a_slow_link_shows_in_the_sync() -> None:
+    near = predict(Plan.data_parallel([0, 1]), transformer(), paper(5, 5))
+    far = predict(Plan.data_parallel([0, 1]), transformer(), paper(5, 5, nodes="ab", inter=Link(1e6)))
+    assert far.seconds > 5 * near.seconds
+    assert "gradient sync" in far.why or "gather" in far.why
+
+
+def test_memory_problems_name_device_need_and_limit() -> None:
+    prediction = predict(Plan.single(), transformer(), paper(5))
+    need = prediction.devices[0].total_bytes
+    assert memory_problems(prediction, paper(5, memory_bytes=need)) == ()
+    (line,) = memory_problems(prediction, paper(5, memory_bytes=need), 0.5)
+    assert line == f"device 0 needs {need / 1e6:.4g} MB of {need // 2 / 1e6:.4g} MB"
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(PlanError, match="add up to 4, but the model has 5"):
+        predict(Plan((PIPELINE,)), transformer(layers=5), paper(1, 1))
+
+
+def test_a_replica_without_rows_only_syncs() -> None:
+    costs = transformer(rows=1)
+    idle = predict(Plan.data_parallel([0, 1], [9, 1]), costs, paper(5, 5)).devices[1]
+    assert dict(idle.seconds)["compute"] == 0
+    assert dict(idle.bytes)["activations"] == 0
+
+
+def test_a_program_without_work_takes_no_time() -> None:
+    empty = ProgramCosts(1, PartCosts(), (), PartCosts())
+    assert predict(Plan.single(), empty, paper(1)).seconds == 0

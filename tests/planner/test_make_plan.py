@@ -1,0 +1,199 @@
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations, product
+
+import pytest
+
+from hetu_fx.errors import PlanError
+from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.planner.contiguous import best_segments
+from hetu_fx.planner.cost import memory_problems, predict
+from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
+from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.replica import Builder, Rules
+from hetu_fx.planner.space import compositions
+from hetu_fx.topology import Cluster, Link
+from tests.planner.examples import paper, transformer
+
+BIG = transformer(rows=16, length=128, width=256)
+
+
+def seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.seconds
+
+
+def test_rows_follow_the_speeds_where_links_are_fast() -> None:
+    plan = make_plan(BIG, paper(8, 4, 2, 2))
+    assert plan.summary() == "4 rows: [0]x4 | 2 rows: [1]x4 | 1 row: [2]x4 | 1 row: [3]x4"
+
+
+def test_a_hopelessly_slow_device_is_left_out() -> None:
+    assert make_plan(BIG, paper(8, 8, 0.01)).devices == (0, 1)
+
+
+def test_a_slow_link_is_left_unused_or_crossed_by_a_pipeline() -> None:
+    plan = make_plan(BIG, paper(1, 1, 1, 1, nodes="aabb", inter=Link(1e5, 1e-2)))
+    assert plan.devices == (0, 1)
+    crossing = make_plan(BIG, paper(1, 1, nodes="ab", inter=Link(2e6)))
+    assert len(crossing.pipelines) == 1
+
+
+def test_a_straggler_gets_less_after_its_rate_fell() -> None:
+    plan = make_plan(BIG, paper(4, 4).with_rates({0: 1 / 3}))
+    assert plan.summary() == "1 row: [0]x4 | 3 rows: [1]x4"
+
+
+def test_one_device_runs_everything() -> None:
+    plan = make_plan(BIG, paper(1))
+    assert plan == replace(Plan.single(), pipelines=plan.pipelines)
+    assert plan.summary() == "1 row: [0]x4"
+
+
+def test_little_memory_makes_stages_or_shards_that_fit() -> None:
+    # parameters and gradients alone are twice the parameters, states spread over four replicas 0.75 more
+    cluster = paper(4, 4, 4, 4, memory_bytes=int(2.5 * BIG.whole.parameter_bytes))
+    plan = make_plan(BIG, cluster)
+    assert plan.predicted is not None
+    assert not memory_problems(plan.predicted, cluster, 0.9)
+    assert any(len(pipeline.devices) > 1 for pipeline in plan.pipelines)
+
+
+def test_more_micro_batches_than_usual_are_used_where_nothing_else_fits() -> None:
+    costs = transformer(rows=64, length=256, vocabulary=16)
+    need = predict(Plan.single(), replace(costs, rows=1), paper(1)).devices[0].total_bytes
+    plan = make_plan(costs, paper(1, memory_bytes=int(1.5 * need)))
+    assert plan.pipelines[0].micro_batches > 8
+
+
+def test_nothing_fits_is_said_with_numbers() -> None:
+    with pytest.raises(
+        PlanError, match=r"no plan fits the memory of devices \[0, 1\]: .* use more or larger"
+    ):
+        make_plan(BIG, paper(1, 1, memory_bytes=1000))
+
+
+def test_options_rule_out_what_a_model_cannot_do() -> None:
+    cluster = paper(1, 1, nodes="ab", inter=Link(2e6))
+    only = PlanOptions(micro_batches=(1,), tensor_parallel=False, pipelines=False, name="n", max_length=8)
+    plan = make_plan(BIG, cluster, options=only)
+    assert all(len(p.devices) == 1 and p.micro_batches == 1 for p in plan.pipelines)
+    assert (plan.name, plan.max_length) == ("n", 8)
+
+
+def test_a_program_without_blocks_is_never_cut_into_stages() -> None:
+    costs = ProgramCosts(8, PartCosts(flops=1e9, parameter_bytes=100), (), PartCosts())
+    plan = make_plan(costs, paper(1, 1))
+    assert all(len(pipeline.stages) == 1 for pipeline in plan.pipelines)
+    plan.check(num_blocks=0, world_size=2)
+
+
+def test_blocks_that_differ_are_cut_where_it_is_even() -> None:
+    base = BIG.blocks[0]
+    heavy = replace(base, flops=3 * base.flops)
+    costs = replace(BIG, blocks=(heavy, base, base, base), before=PartCosts(), after=PartCosts())
+    cluster = paper(1, 1)
+    rules = Rules("1f1b", 1, (1,), {device.rank: device.memory_bytes for device in cluster.devices})
+    replica = Builder(costs, cluster, rules, micro_rows=1).build(((0,), (1,)))
+    assert replica is not None
+    assert [stage.blocks for stage in replica.pipeline.stages] == [1, 3]
+
+
+def test_the_plan_says_why_and_names_another_kind_of_plan() -> None:
+    plan = make_plan(BIG, paper(8, 4, 2, 2))
+    assert plan.predicted is not None
+    assert plan.predicted.why.startswith("bound by device ")
+    assert plan.predicted.runner_up != plan.summary()
+    assert (plan.predicted.runner_up_seconds or 0) >= plan.predicted.seconds * (1 - NEGLIGIBLE)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    cluster = paper(5, 3, 3, 1)
+    assert make_plan(BIG, cluster).to_json() == make_plan(BIG, Cluster.from_json(cluster.to_json())).to_json()
+
+
+def all_plans(costs: ProgramCosts, cluster: Cluster, micro_batches: tuple[int, ...]) -> Iterator[Plan]:
+    """Yield every plan over any devices in any order, with any ratios, blocks, rows and micro-batches."""
+    for size in range(1, len(cluster.ranks) + 1):
+        for order in permutations(cluster.ranks, size):
+            for replicas in compositions(size, size, size):
+                for rows in compositions(costs.rows, costs.rows, len(replicas)):
+                    if len(rows) == len(replicas):
+                        yield from plans_of(order, replicas, rows, costs, micro_batches)
+
+
+def plans_of(
+    order: tuple[int, ...],
+    replicas: tuple[int, ...],
+    rows: tuple[int, ...],
+    costs: ProgramCosts,
+    micro_batches: tuple[int, ...],
+) -> Iterator[Plan]:
+    choices, start = [], 0
+    for size, count in zip(replicas, rows, strict=True):
+        found = pipelines_of(order[start : start + size], count, costs, micro_batches)
+        choices.append(list(found))
+        start += size
+    for pipelines in product(*choices):
+        yield Plan(pipelines)
+
+
+def pipelines_of(
+    devices: tuple[int, ...], rows: int, costs: ProgramCosts, micro_batches: tuple[int, ...]
+) -> Iterator[Pipeline]:
+    for groups in compositions(len(devices), costs.units, costs.num_blocks):
+        for blocks in compositions(costs.num_blocks, costs.num_blocks, len(groups)):
+            if len(blocks) == len(groups):
+                starts = [sum(groups[:i]) for i in range(len(groups))]
+                parts = [devices[s : s + n] for s, n in zip(starts, groups, strict=True)]
+                ratios = [
+                    [r for r in compositions(costs.units, costs.units, n) if len(r) == n] for n in groups
+                ]
+                for chosen, count in product(product(*ratios), micro_batches):
+                    stages = zip(parts, chosen, blocks, strict=True)
+                    yield Pipeline(
+                        tuple(Stage(d, r if len(d) > 1 else (), b) for d, r, b in stages), rows, count
+                    )
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        paper(4, 1),
+        paper(3, 2, 2),
+        paper(4, 2, 1),
+        paper(3, 3, 1, nodes="aab", inter=Link(2e7, 1e-4)),
+        paper(2, 2, nodes="ab", inter=Link(2e6)),
+    ],
+    ids=str,
+)
+def test_the_plan_is_as_fast_as_the_best_of_all(cluster: Cluster) -> None:
+    costs, counts = transformer(layers=3, rows=5, units=2), (1, 4)
+    best = min(predict(plan, costs, cluster).seconds for plan in all_plans(costs, cluster, counts))
+    found = seconds(make_plan(costs, cluster, options=PlanOptions(micro_batches=counts)))
+    assert best <= found * (1 + 1e-9)
+    assert found <= best * 1.02
+
+
+def test_eight_devices_are_planned_and_checked() -> None:
+    costs = transformer(layers=12, rows=32)
+    plan = make_plan(costs, paper(8, 8, 4, 4, 4, 2, 2, 1, nodes="aaaabbbb", inter=Link(1e8, 1e-4)))
+    plan.check(num_blocks=12, world_size=8)
+    assert seconds(plan) < seconds(make_plan(costs, paper(8, 8)))
+
+
+def test_sixteen_devices_are_planned() -> None:
+    costs = transformer(layers=8, rows=64)
+    plan = make_plan(costs, paper(*[8] * 8, *[2] * 8))
+    plan.check(num_blocks=8, world_size=16)
+    ideal = predict(Plan.single(), costs, paper(80)).seconds
+    assert seconds(plan) < 1.5 * ideal
+
+
+def test_segments_leave_devices_out_and_never_overlap() -> None:
+    rows = {(0, 1): 5, (1, 2): 1, (2, 3): 4, (0, 2): 8, (1, 3): 6}
+    assert best_segments(rows, 3, 2, 12) == [(0, 2), (2, 3)]
+    assert best_segments(rows, 3, 1, 8) == [(0, 2)]
+    assert best_segments(rows, 3, 3, 10) == [(0, 1), (1, 2), (2, 3)]
+    assert best_segments(rows, 3, 2, 13) is None
+    assert best_segments(rows, 3, 4, 1) is None

@@ -10,9 +10,12 @@ each expert counts the shard's own (`counted`). `row_order` proves this use by u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import Enum
+
 from hetu_fx.deduction.call import Call
 from hetu_fx.deduction.rule import Factoring, Rule
-from hetu_fx.deduction.rules.build import built, dims_of, kept, names, opaque, replaced
+from hetu_fx.deduction.rules.build import built, dims_of, full_name, kept, names, opaque, replaced
 
 GROUPED = frozenset({2})
 
@@ -70,3 +73,44 @@ RULES: tuple[Rule, ...] = (
     *built(histogram, "histc"),
     *built(grouped_product, "_grouped_mm", "*.*grouped_mm_fallback.default"),
 )
+
+
+class Role(Enum):
+    """What an op may do to rows that stand in an order of the shard's own, or to positions of rows."""
+
+    SORT = "sort"  # makes an order, and the positions it takes rows from
+    COUNT_UP = "count_up"  # makes positions: 0, 1, 2, ...
+    COUNT = "count"  # counts rows, in whatever order
+    GROUPED = "grouped"  # reads rows in groups, by counts of the same rows
+    INDEX = "index"  # takes rows from positions
+    PUT = "put"  # writes rows to positions
+    ADD_ROWS = "add_rows"  # adds rows to positions
+    DIVIDE = "divide"  # makes positions of slots positions of rows
+    CARRY = "carry"  # moves or casts values
+    ADD_UP = "add_up"  # turns counts into offsets
+    ADD = "add"  # moves values if it adds the number 0
+    MAKE_LIKE = "make_like"  # reads a shape only
+
+
+ROLES: Mapping[str, Role] = {
+    full_name(op): role
+    for role, ops in {
+        Role.SORT: ("sort", "sort.stable", "argsort", "argsort.stable"),
+        Role.COUNT_UP: ("arange", "arange.start", "arange.start_step"),
+        Role.COUNT: ("histc",),
+        Role.GROUPED: ("_grouped_mm", "transformers.grouped_mm_fallback.default"),
+        Role.INDEX: ("index.Tensor", "_unsafe_index.Tensor"),
+        Role.PUT: ("index_put", "_unsafe_index_put"),
+        Role.ADD_ROWS: ("index_add",),
+        Role.DIVIDE: ("floor_divide", "floor_divide.Scalar", "div.Tensor_mode"),
+        Role.ADD: ("add.Tensor", "add.Scalar", "sub.Tensor"),
+        Role.MAKE_LIKE: ("empty_like", "zeros_like", "ones_like", "full_like"),
+        Role.CARRY: (
+            *("clone", "contiguous", "detach", "alias", "to.dtype", "to.device", "to.dtype_layout", "_to_copy"),
+            *("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze.dim", "expand", "transpose.int", "permute"),
+            "slice.Tensor",
+        ),
+        Role.ADD_UP: ("cumsum",),
+    }.items()
+    for op in ops
+}

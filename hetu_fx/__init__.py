@@ -1,1 +1,44 @@
-"""Automatic parallelization for PyTorch on unequal devices."""
+"""Automatic parallelization for PyTorch on unequal devices.
+
+    model = hetu_fx.auto_parallelize(model, batch)
+
+Names are imported when first used, so that tools which need no torch start fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetu_fx.api import Handle as Handle
+    from hetu_fx.api import auto_parallelize as auto_parallelize
+    from hetu_fx.deduction.registry import register_rule as register_rule
+    from hetu_fx.errors import HetuFxError as HetuFxError
+    from hetu_fx.plan import Pipeline as Pipeline
+    from hetu_fx.plan import Plan as Plan
+    from hetu_fx.plan import Stage as Stage
+    from hetu_fx.topology import Cluster as Cluster
+
+_HOMES = {
+    "Cluster": "hetu_fx.topology",
+    "Handle": "hetu_fx.api",
+    "HetuFxError": "hetu_fx.errors",
+    "Pipeline": "hetu_fx.plan",
+    "Plan": "hetu_fx.plan",
+    "Stage": "hetu_fx.plan",
+    "auto_parallelize": "hetu_fx.api",
+    "register_rule": "hetu_fx.deduction.registry",
+}
+
+__all__ = [*sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hetu_fx' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *globals()]

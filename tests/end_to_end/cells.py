@@ -1,0 +1,131 @@
+"""The parity matrix: models x plans, each run on four kinds of batch, against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from model_zoo import SAMPLES, Sample
+from torch import nn
+
+from hetu_fx.plan import Pipeline, Plan, Stage
+
+
+class Mlp(nn.Module):
+    """Layers without blocks, and without a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 24)
+        self.second = nn.Linear(24, 14)
+        self.third = nn.Linear(14, 5)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.relu(self.first(x)))))
+
+
+def mlp_batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(rows, 10, dtype=torch.float64), "target": torch.randn(rows, 5, dtype=torch.float64)}
+
+
+def squared_error(output: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+NO_DROPOUT: Mapping[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"dropout_rate": 0.0},
+    "mixtral": {"output_router_logits": False},
+}
+
+MODELS: Mapping[str, Sample] = {"mlp": Sample("mlp", Mlp, mlp_batch), **SAMPLES}
+LOSS_FNS: Mapping[str, Callable[..., torch.Tensor]] = {"mlp": squared_error}
+
+# The loss of transformers' models is computed in float32 whatever the model's dtype is.
+TOLERANCES = {"mlp": 1e-10, "conv": 1e-10}
+DEFAULT_TOLERANCE = 2e-6
+
+
+def _one(*stages: Stage, rows: int = 1, micro_batches: int = 1) -> Pipeline:
+    return Pipeline(stages, rows=rows, micro_batches=micro_batches)
+
+
+PLANS: Mapping[str, Plan] = {
+    "1 device": Plan((_one(Stage((0,))),)),
+    "DP 3:1": Plan((_one(Stage((0,)), rows=3), _one(Stage((1,)), rows=1))),
+    "TP2": Plan((_one(Stage((0, 1))),)),
+    "TP2 3:1": Plan((_one(Stage((0, 1), (3, 1))),)),
+    "PP2": Plan((_one(Stage((0,)), Stage((1,)), micro_batches=3),)),
+    "PP2 x TP2": Plan((_one(Stage((0, 1)), Stage((2, 3)), micro_batches=2),), schedule="gpipe"),
+    "TP2 + TP1": Plan((_one(Stage((0, 1)), rows=2), _one(Stage((2,)), rows=1))),
+    "PP2 + PP1": Plan((_one(Stage((0,)), Stage((1,)), rows=2, micro_batches=2), _one(Stage((2,)), rows=1))),
+    "TP2>TP1 + 1": Plan(
+        (
+            _one(Stage((0, 1), (2, 1)), Stage((2,)), rows=5, micro_batches=3),
+            _one(Stage((3,)), rows=2, micro_batches=2),
+        )
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step's batch: its name, and the rows and sequence length it has."""
+
+    name: str
+    rows: int
+    length: int
+
+
+STEPS = (Step("even", 8, 11), Step("7 rows", 7, 11), Step("ignored labels", 6, 13), Step("length", 5, 9))
+
+
+def make_model(name: str) -> nn.Module:
+    """Make a model in fp64; the same on every rank."""
+    torch.manual_seed(17)
+    model = MODELS[name].model(**NO_DROPOUT.get(name, {}))
+    return model.double().train()
+
+
+def make_batch(name: str, step: Step, number: int) -> dict[str, torch.Tensor]:
+    """Make a batch; the same on every rank."""
+    torch.manual_seed(100 + number)
+    batch = MODELS[name].batch(step.rows, step.length)
+    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model under a plan, with how batches are passed."""
+
+    model: str
+    plan: str
+    data: str = "per_rank"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} / {self.plan} / {self.data}"
+
+    @property
+    def ranks(self) -> int:
+        return max(PLANS[self.plan].devices) + 1
+
+
+ALL_CELLS = tuple(Cell(model, plan) for model in MODELS for plan in PLANS)
+
+# What each model is run under in every test run: each plan and each model at least twice, all hard pairs.
+COVERING = (
+    *(Cell("llama", plan) for plan in PLANS),
+    *(Cell("gpt2", plan) for plan in ("DP 3:1", "TP2 3:1", "PP2", "TP2>TP1 + 1")),
+    *(Cell("mlp", plan) for plan in ("1 device", "DP 3:1", "TP2", "PP2 + PP1", "TP2>TP1 + 1")),
+    *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1", "TP2 + TP1", "PP2")),
+    *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2")),
+    *(Cell("vit", plan) for plan in ("TP2 3:1", "PP2 + PP1")),
+    *(Cell("t5", plan) for plan in ("DP 3:1", "TP2", "PP2", "TP2>TP1 + 1")),
+    *(Cell("mixtral", plan) for plan in ("DP 3:1", "TP2", "PP2 + PP1")),
+    Cell("llama", "TP2>TP1 + 1", "global"),
+    Cell("gpt2", "TP2 + TP1", "global"),
+)

@@ -1,0 +1,118 @@
+"""Training under a plan equals training on one device: loss, every gradient, parameters after AdamW steps.
+
+By default a covering selection runs; `make parity` (HETU_FX_PARITY=all) runs the whole matrix and writes
+docs/support.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell  # noqa: E402
+
+WORLD = 4
+SECONDS_IN_ALL = 3000 if os.environ.get("HETU_FX_PARITY") == "all" else 900
+CELLS = ALL_CELLS if os.environ.get("HETU_FX_PARITY") == "all" else COVERING
+
+# Combinations that are refused by name, with a word of the reason.
+REFUSED: Mapping[tuple[str, str], str] = {
+    **{
+        ("conv", plan): "whole batch"
+        for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1")
+    },
+}
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS_IN_ALL + 60)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("parity")
+    (folder / "cells.json").write_text(json.dumps([[c.model, c.plan, c.data] for c in CELLS]))
+    run_ranks(folder)
+    ranks = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD)]
+    found = {cell.name: worst_of([rank[cell.name] for rank in ranks if cell.name in rank]) for cell in CELLS}
+    if os.environ.get("HETU_FX_PARITY") == "all":
+        write_table(found)
+    return found
+
+
+def run_ranks(folder: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    script = str(Path(__file__).with_name("parity_rank.py"))
+    workers = [
+        subprocess.Popen([sys.executable, script, str(rank), str(WORLD), str(folder)], env=environment)
+        for rank in range(WORLD)
+    ]
+    try:
+        for worker in workers:
+            worker.wait(timeout=SECONDS_IN_ALL)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def worst_of(results: list[dict[str, Any]]) -> dict[str, Any]:
+    for key in ("failed", "refused"):
+        for result in results:
+            if key in result:
+                return result
+    return max(results, key=lambda r: (len(r["wrong"]), r["worst"])) if results else {"failed": "did not run"}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_training_under_a_plan_equals_one_device(cell: Cell, outcomes: dict[str, dict[str, Any]]) -> None:
+    outcome = outcomes[cell.name]
+    reason = REFUSED.get((cell.model, cell.plan))
+    if reason is not None:
+        assert reason in outcome.get("refused", ""), outcome
+        return
+    assert "failed" not in outcome, outcome["failed"]
+    assert "refused" not in outcome, outcome["trace"]
+    assert outcome["wrong"] == {}
+
+
+def write_table(found: Mapping[str, dict[str, Any]]) -> None:
+    """Write the support table from what has just run."""
+    lines = ["| model | " + " | ".join(PLANS) + " |", "| --- |" + " --- |" * len(PLANS)]
+    for model in MODELS:
+        marks = [mark(found[Cell(model, plan).name]) for plan in PLANS]
+        lines.append(f"| {model} | " + " | ".join(marks) + " |")
+    notes = sorted({o["refused"] for o in found.values() if "refused" in o})
+    text = "\n".join(
+        [
+            "# What runs under which plan",
+            "",
+            "Written by `make parity`: each cell trains four steps (even rows, 7 rows, ignored labels, another length)",
+            "with AdamW in fp64 and compares loss, every gradient and the parameters with one device. The number is",
+            "the worst relative difference; transformers compute their loss in float32.",
+            "",
+            *lines,
+            "",
+            "Refused, with the message that the user gets:",
+            "",
+            *(f"- {note}" for note in notes),
+            "",
+        ]
+    )
+    (Path(__file__).parents[2] / "docs" / "support.md").write_text(text)
+
+
+def mark(outcome: dict[str, Any]) -> str:
+    if "failed" in outcome:
+        return "fails"
+    if "refused" in outcome:
+        return "refused"
+    return "wrong" if outcome["wrong"] else f"{outcome['worst']:.0e}"

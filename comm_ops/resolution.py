@@ -143,8 +143,13 @@ class Resolution:
         return total
 
     def seconds(self, itemsize: int, topology: Topology) -> float:
-        """Price the forward: steps one after the other, a step's collectives side by side."""
-        return sum(_step_seconds(step, itemsize, topology) for step in self.steps)
+        """Price the forward: a rank's steps one after the other, other ranks' beside them."""
+        busy: dict[int, float] = {}
+        for step in self.steps:
+            seconds = _step_seconds(step, itemsize, topology)
+            for rank in {*step.source.ranks, *step.target.ranks}:
+                busy[rank] = busy.get(rank, 0.0) + seconds
+        return max(busy.values(), default=0.0)
 
     def __str__(self) -> str:
         """Explain the steps, one per line."""

@@ -1,0 +1,48 @@
+"""Costs follow the links: latency per hop, the slowest link of a ring, the busiest end of a message plan."""
+
+from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.comm_ops.cost import all_reduce_cost, messages_cost, ring_cost
+from hetu_fx.comm_ops.resolve import resolve
+
+
+class TwoNodes:
+    """Ranks 0 and 1 in one node, 2 and 3 in another."""
+
+    def bytes_per_second(self, a, b):
+        return 100.0 if a // 2 == b // 2 else 10.0
+
+    def latency_seconds(self, a, b):
+        return 0.5 if a // 2 == b // 2 else 1.0
+
+
+def seconds(source, target, shape=(100,)):
+    return resolve(parse_annotation(source), parse_annotation(target), shape).seconds(1, TwoNodes())
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    assert ring_cost(100, (0, 1), TwoNodes()) == 0.5 + 50 / 100
+    assert ring_cost(100, (0, 1, 2, 3), TwoNodes()) == 3 * (1 + 25 / 10)
+    assert all_reduce_cost(100, (0, 1), TwoNodes()) == 2 * ring_cost(100, (0, 1), TwoNodes())
+
+
+def test_messages_cost_what_the_busiest_device_sends_or_receives():
+    assert messages_cost([(0, 1, 100), (0, 2, 100)], TwoNodes()) == (0.5 + 1) + (1 + 10)
+    assert messages_cost([], TwoNodes()) == 0
+
+
+def test_a_resolution_costs_the_sum_of_its_steps():
+    assert seconds("[0,1] P(2)", "[0,1] D(2)") == 2 * (0.5 + 0.5)
+    assert seconds("[0] ", "[2]") == 1 + 100 / 10
+    assert seconds("[0,1] D(2)", "[0,1] S(0, 2)") == 0
+    both = seconds("[0-3] P(2) S(0, 2)", "[0-3] D(4)")
+    assert both == 2 * ring_cost(50, (0, 2), TwoNodes()) + ring_cost(100, (0, 1), TwoNodes())
+
+
+def test_groups_that_work_side_by_side_cost_the_slowest():
+    apart = "D(2) over {[0,1] P(2); [2,3] P(2)}", "D(2) over {[0,1] D(2); [2,3] S(0, 2)}"
+    assert seconds(*apart) == all_reduce_cost(100, (0, 1), TwoNodes())
+
+
+def test_a_split_collective_costs_its_slowest_slice_group():
+    found = seconds("P(2) over {[0,1] S(0, 2); [2]}", "D(2) over {[0,1] S(0, 2); [2]}")
+    assert found == all_reduce_cost(50, (0, 2), TwoNodes())

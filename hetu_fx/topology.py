@@ -21,7 +21,7 @@ FORMAT = "hetu_fx.cluster/1"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device; `rate` is the share of its FLOP/s that it delivers now (1 healthy, 0.5 half as fast)."""
+    """One device; `rate` is its straggling rate: time now over normal time (1 healthy, 2 twice as slow)."""
 
     rank: int
     kind: str
@@ -39,7 +39,7 @@ class Device:
     @property
     def speed(self) -> float:
         """Return the FLOPs per second it delivers now."""
-        return self.flops_per_second * self.rate
+        return self.flops_per_second / self.rate
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this device."""

@@ -9,7 +9,7 @@ from hetu_fx.topology import Cluster, Device, Link
 DOCUMENT: dict[str, Any] = {
     "format": "hetu_fx.cluster/1",
     "devices": [
-        {"rank": 1, "kind": "b", "node": "y", "flops_per_second": 5e9, "memory_bytes": 100, "rate": 0.5},
+        {"rank": 1, "kind": "b", "node": "y", "flops_per_second": 5e9, "memory_bytes": 100, "rate": 2},
         {"rank": 0, "flops_per_second": 10000000000, "memory_bytes": 200},
     ],
     "links": {"intra": {"bytes_per_second": 1e9}},
@@ -67,7 +67,7 @@ def test_links_depend_on_the_nodes() -> None:
 
 
 def test_rates_change_only_the_named_devices() -> None:
-    cluster = Cluster.on_paper([2e9, 2e9]).with_rates({1: 0.25})
+    cluster = Cluster.on_paper([2e9, 2e9]).with_rates({1: 4})
     assert [device.speed for device in cluster.devices] == [2e9, 5e8]
     with pytest.raises(ClusterError, match=r"rates for ranks \[7\], but the cluster has ranks \[0, 1\]"):
         cluster.with_rates({7: 1.0})
@@ -89,8 +89,8 @@ def test_str_is_a_table() -> None:
     expected = """
 device  kind   node  GFLOP/s  rate  memory MB
 0       paper  0     2        1     1
-1       paper  0     1        0.5   1
+1       paper  0     1        2     1
 links: intra 1000 MB/s, 10 us; inter 1000 MB/s, 10 us
 """
-    cluster = Cluster.on_paper([2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5)).with_rates({1: 0.5})
+    cluster = Cluster.on_paper([2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5)).with_rates({1: 2.0})
     assert str(cluster) == expected.strip()

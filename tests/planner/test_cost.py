@@ -31,7 +31,7 @@ def test_a_pipeline_fills_drains_and_waits_for_its_slowest_stage() -> None:
 
 def test_compute_is_three_forwards_over_the_speed_now() -> None:
     parts = PartCosts(flops=1e9)
-    cluster = paper(10, 10).with_rates({1: 0.5})
+    cluster = paper(10, 10).with_rates({1: 2})
     lines = [compute_lines(Stage((rank,)), parts, cluster)[0] for rank in (0, 1)]
     assert [line.per_row for line in lines] == [pytest.approx(0.3), pytest.approx(0.6)]
 

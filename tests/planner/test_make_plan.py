@@ -40,7 +40,7 @@ def test_a_slow_link_is_left_unused_or_crossed_by_a_pipeline() -> None:
 
 
 def test_a_straggler_gets_less_after_its_rate_fell() -> None:
-    plan = make_plan(BIG, paper(4, 4).with_rates({0: 1 / 3}))
+    plan = make_plan(BIG, paper(4, 4).with_rates({0: 3}))
     assert plan.summary() == "1 row: [0]x4 | 3 rows: [1]x4"
 
 

@@ -37,7 +37,7 @@ def test_equal_devices_have_one_order_and_its_reverse() -> None:
 
 
 def test_slowed_devices_count_as_slow() -> None:
-    assert orders(paper(2, 2, 2).with_rates({0: 0.1}))[0] == (1, 2, 0)
+    assert orders(paper(2, 2, 2).with_rates({0: 10}))[0] == (1, 2, 0)
 
 
 def test_nodes_alone_are_searched_only_when_there_are_several() -> None:

@@ -1,0 +1,119 @@
+"""How slow each device is: straggling rates from measured compute seconds, calm under noise.
+
+A rank that did work w (a share of the model's work, or FLOPs) in t seconds of its own compute takes t / w
+per unit. Its normal is the median of its first `window` steps, or given. Its rate now is the median of its
+last `window` steps over its normal (Malleus' x: 1 healthy, 2 twice as slow). A rate is reported when, for
+`patience` steps,
+
+    a healthy device's rate is at least 1 + threshold                                              (1)
+    a slow device's rate is below 1 + threshold - hysteresis: it is healthy again, rate 1          (2)
+    a slow device's rate differs from the reported one by a factor of at least 1 + threshold       (3)
+
+so noise below the threshold never triggers, and a device at the edge does not flap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from hetu_fx.errors import StateError
+
+HEALTHY = 1.0
+
+
+@dataclass(slots=True)
+class _Device:
+    """One rank's recent seconds per unit of work, its normal, its reported rate, and how long a shift lasts."""
+
+    recent: deque[float]
+    normal: float | None
+    rate: float = HEALTHY
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class HealthTracker:
+    """Follows the rates of all devices; feed it the same numbers on every rank and it says the same.
+
+    Attributes:
+        window: steps of the median. A shift shows after half of them.
+        threshold: how much slower than normal counts as slow.
+        hysteresis: how far below the threshold a slow device must come to count as healthy again.
+        patience: steps that a shift must last before it is reported.
+        normal: seconds per unit of work of healthy devices; measured in the first `window` steps if left out.
+    """
+
+    window: int = 5
+    threshold: float = 0.2
+    hysteresis: float = 0.1
+    patience: int = 2
+    normal: Mapping[int, float] = field(default_factory=dict)
+    _devices: dict[int, _Device] = field(default_factory=dict)
+    _is_new: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.patience < 1:
+            raise StateError(f"window {self.window}, patience {self.patience}; give 1 or more of each")
+        if not 0 <= self.hysteresis <= self.threshold:
+            raise StateError(
+                f"hysteresis is {self.hysteresis}, threshold {self.threshold}; "
+                f"give 0 <= hysteresis <= threshold"
+            )
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """Return the reported straggling rate of each device that has been observed."""
+        return {rank: device.rate for rank, device in sorted(self._devices.items())}
+
+    def observe(self, seconds: Mapping[int, float], work: Mapping[int, float]) -> None:
+        """Take in one step: each rank's own compute seconds, and the work that it was given.
+
+        Ranks without work or without a measurement (0 or left out) are skipped: nothing is known of them.
+        """
+        for rank in sorted(work):
+            if work[rank] > 0 and seconds.get(rank, 0.0) > 0:
+                self._observe_one(rank, seconds[rank] / work[rank])
+
+    def changed(self) -> dict[int, float] | None:
+        """Return all rates if one of them was newly reported since the last call, else None."""
+        if not self._is_new:
+            return None
+        self._is_new = False
+        return self.rates
+
+    def restart(self) -> None:
+        """Forget recent steps, keep normals and rates: after a switch the first steps are unlike others."""
+        for device in self._devices.values():
+            device.recent.clear()
+            device.waiting = 0
+
+    def _observe_one(self, rank: int, cost: float) -> None:
+        if rank not in self._devices:
+            self._devices[rank] = _Device(deque(maxlen=self.window), self.normal.get(rank))
+        device = self._devices[rank]
+        device.recent.append(cost)
+        if len(device.recent) < self.window:
+            return
+        if device.normal is None:
+            device.normal = median(device.recent)
+        self._judge(device, median(device.recent) / device.normal)
+
+    def _judge(self, device: _Device, rate: float) -> None:
+        """Count the steps of a shift and report it once it has lasted."""
+        target = self._target(device.rate, rate)
+        device.waiting = 0 if target == device.rate else device.waiting + 1
+        if device.waiting >= self.patience:
+            device.rate, device.waiting, self._is_new = target, 0, True
+
+    def _target(self, reported: float, rate: float) -> float:
+        """Return the rate to report by (1), (2) and (3); the reported one if nothing changed."""
+        slow = 1 + self.threshold
+        if rate < slow - (self.hysteresis if reported > HEALTHY else 0.0):
+            return HEALTHY
+        if reported == HEALTHY:
+            return round(rate, 3)
+        ratio = max(rate / reported, reported / rate)
+        return round(rate, 3) if ratio >= slow else reported

@@ -1,0 +1,106 @@
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetu_fx.errors import StateError
+from hetu_fx.switching.health import HealthTracker
+
+
+def feed(tracker: HealthTracker, costs: Iterable[float], rank: int = 0) -> list[dict[int, float]]:
+    """Feed seconds per unit of one rank; return what was reported on the way."""
+    reports = []
+    for cost in costs:
+        tracker.observe({rank: cost * 3}, {rank: 3.0})
+        if (report := tracker.changed()) is not None:
+            reports.append(report)
+    return reports
+
+
+def test_a_lasting_slowdown_is_reported_once_with_its_rate() -> None:
+    tracker = HealthTracker()
+    assert feed(tracker, [1.0] * 10) == []
+    assert feed(tracker, [2.0] * 10) == [{0: 2.0}]
+    assert tracker.rates == {0: 2.0}
+
+
+def test_a_single_slow_step_is_noise() -> None:
+    assert feed(HealthTracker(), [1.0] * 8 + [9.0, 9.0] + [1.0] * 8) == []
+
+
+def test_a_shift_shows_after_half_the_window_and_the_patience() -> None:
+    tracker = HealthTracker(window=5, patience=2)
+    feed(tracker, [1.0] * 5)
+    assert feed(tracker, [2.0] * 3) == []
+    assert feed(tracker, [2.0]) == [{0: 2.0}]
+
+
+def test_a_returning_device_is_healthy_again() -> None:
+    tracker = HealthTracker()
+    feed(tracker, [1.0] * 5 + [3.0] * 8)
+    assert feed(tracker, [1.0] * 8) == [{0: 1.0}]
+
+
+def test_a_device_at_the_edge_does_not_flap() -> None:
+    tracker = HealthTracker(window=1, patience=1, threshold=0.2, hysteresis=0.1)
+    feed(tracker, [1.0])
+    assert feed(tracker, [1.25]) == [{0: 1.25}]
+    assert feed(tracker, [1.15, 1.25, 1.11, 1.2]) == []
+    assert feed(tracker, [1.05]) == [{0: 1.0}]
+
+
+def test_a_slow_device_that_gets_slower_is_reported_again() -> None:
+    tracker = HealthTracker(window=1, patience=1)
+    feed(tracker, [1.0, 2.0])
+    assert feed(tracker, [2.3]) == []
+    assert feed(tracker, [4.0]) == [{0: 4.0}]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.92, 1.08), min_size=30, max_size=60))
+def test_noise_never_triggers(noise: list[float]) -> None:
+    assert feed(HealthTracker(threshold=0.2), noise) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1.5, 20.0), st.lists(st.floats(0.97, 1.03), min_size=40, max_size=40))
+def test_an_injected_rate_is_found_within_the_noise(rate: float, noise: list[float]) -> None:
+    tracker = HealthTracker()
+    costs = [n * (rate if step >= 20 else 1.0) for step, n in enumerate(noise)]
+    (report,) = feed(tracker, costs)
+    assert report[0] == pytest.approx(rate, rel=0.07)
+
+
+def test_ranks_without_work_are_not_judged() -> None:
+    tracker = HealthTracker(window=1, patience=1)
+    tracker.observe({0: 1.0, 1: 5.0}, {0: 1.0, 1: 0.0})
+    tracker.observe({1: 5.0}, {0: 1.0, 1: 0.0})
+    assert tracker.rates == {0: 1.0}
+
+
+def test_unequal_work_is_no_slowness() -> None:
+    tracker = HealthTracker(window=1, patience=1)
+    for work in (1.0, 4.0, 0.5):
+        tracker.observe({0: work * 2}, {0: work})
+    assert tracker.rates == {0: 1.0}
+
+
+def test_a_given_normal_finds_a_device_that_was_always_slow() -> None:
+    tracker = HealthTracker(window=3, patience=1, normal={0: 1.0})
+    assert feed(tracker, [2.0] * 3) == [{0: 2.0}]
+
+
+def test_after_a_restart_old_steps_do_not_count() -> None:
+    tracker = HealthTracker(window=3, patience=1)
+    feed(tracker, [1.0] * 3 + [2.0])
+    tracker.restart()
+    assert feed(tracker, [2.0] * 2) == []
+    assert feed(tracker, [2.0]) == [{0: 2.0}]
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(StateError, match="window 0, patience 2; give 1 or more"):
+        HealthTracker(window=0)
+    with pytest.raises(StateError, match=r"hysteresis is 0\.5, threshold 0\.2"):
+        HealthTracker(hysteresis=0.5)

@@ -19,8 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hetu_fx.comm_ops.groups import GroupTable, active, guarded
+
+# Keeps these messages apart from others between the same two ranks.
+_TAG = 0x425200
 
 
 @dataclass(slots=True)
@@ -42,13 +46,13 @@ class Exchange:
             self.finish = None
 
 
-def segments(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+def segments(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Cut a flat buffer in views of `sizes` entries."""
     ends = list(accumulate(sizes))
     return [buffer[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def gather_segments(buffer: torch.Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> Exchange:
+def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> Exchange:
     """Fill every rank's segment of `buffer` with what that rank has there. Collective over `ranks`."""
     if len(ranks) == 1:
         return Exchange()
@@ -62,45 +66,50 @@ def gather_segments(buffer: torch.Tensor, sizes: Sequence[int], ranks: Sequence[
     return Exchange(tuple(ranks), works)
 
 
-def sum_segments(
-    buffer: torch.Tensor, sizes: Sequence[int], ranks: Sequence[int], givers: Sequence[int]
-) -> Exchange:
-    """Sum this rank's segment over what `givers`, a part of `ranks`, have there, in the order of `givers`.
+def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tag: int = 0) -> Exchange:
+    """Sum every rank's segment over what all `ranks` have there, in their order. Collective over `ranks`.
 
-    The sum stands in this rank's segment after wait(); the other segments are this rank's summands and stay.
+    The sum stands in this rank's own segment after wait(); the other segments are its summands and stay.
+    Exchanges of different tags may be under way together.
     """
     if len(ranks) == 1:
         return Exchange()
     table = active()
-    return _sum_by_messages(table, segments(buffer, sizes), ranks, givers)
-
-
-def _sum_by_messages(
-    table: GroupTable, parts: Sequence[torch.Tensor], ranks: Sequence[int], givers: Sequence[int]
-) -> Exchange:
-    group, here = table.group(tuple(ranks)), list(ranks).index(table.rank)
+    group, parts, here = table.group(ranks), segments(buffer, sizes), table.position(ranks)
     mine = parts[here]
-    received = {giver: torch.empty_like(mine) for giver in givers if giver != table.rank and mine.numel()}
-    works: list[Any] = [
-        dist.irecv(part, src=table.to_global(giver), group=group) for giver, part in received.items()
-    ]
+    others = [rank for rank in ranks if rank != table.rank]
+    received = {rank: torch.empty_like(mine) for rank in others if mine.numel()}
+    receives = [(dist.irecv, part, rank) for rank, part in received.items()]
     # Each rank starts with the one after it, so that no rank is sent to by all at once.
-    for step in range(1, len(ranks)):
-        to = (here + step) % len(ranks)
-        if table.rank in givers and parts[to].numel():
-            works.append(dist.isend(parts[to], dst=table.to_global(ranks[to]), group=group))
+    turned = [(here + step) % len(ranks) for step in range(1, len(ranks))]
+    sends = [(dist.isend, parts[to], ranks[to]) for to in turned if parts[to].numel()]
+    works = _post([*receives, *sends], group, table, tag)
 
     def finish() -> None:
         if received:
-            summands = [mine.clone() if giver == table.rank else received[giver] for giver in givers]
-            torch.add(*summands[:2], out=mine) if len(summands) > 1 else mine.copy_(summands[0])
-            for summand in summands[2:]:
-                mine.add_(summand)
+            _sum_in_order(mine, [mine if rank == table.rank else received[rank] for rank in ranks])
 
     return Exchange(tuple(ranks), works, finish)
 
 
-def sum_all(buffer: torch.Tensor, ranks: Sequence[int]) -> Exchange:
+def _post(messages: Sequence[Any], group: dist.ProcessGroup, table: GroupTable, tag: int) -> list[Any]:
+    peers = [(op, part, table.to_global(rank)) for op, part, rank in messages]
+    if any(part.device.type != "cpu" for _, part, _ in peers):
+        # NCCL needs one group call, or sends and receives of a pair wait for each other.
+        return list(dist.batch_isend_irecv([dist.P2POp(op, part, peer, group) for op, part, peer in peers]))
+    return [op(part, peer, group=group, tag=_TAG + tag) for op, part, peer in peers]
+
+
+def _sum_in_order(result: Tensor, summands: Sequence[Tensor]) -> None:
+    """Sum into `result`, which is one of `summands`; the first summand is written to."""
+    total, *rest = summands
+    for summand in rest:
+        total.add_(summand)
+    if total is not result:
+        result.copy_(total)
+
+
+def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     """Sum a buffer over `ranks`, in place."""
     if len(ranks) == 1:
         return Exchange()
@@ -108,7 +117,7 @@ def sum_all(buffer: torch.Tensor, ranks: Sequence[int]) -> Exchange:
     return Exchange(tuple(ranks), [work])
 
 
-def reduce_world(value: torch.Tensor, world: int, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType) -> Tensor:
     """Reduce a small tensor over all ranks of the world, in place, and give it back."""
     if world > 1:
         with guarded("all-reduce", range(world)):

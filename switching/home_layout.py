@@ -143,7 +143,7 @@ def _counted(annotation: Annotation, shape: tuple[int, ...], world: int) -> tupl
     disjoint = sum(math.prod(region.local_shape) for region in sharers) == math.prod(shape)
     for region, ranks in sharers.items():
         fresh = region.boxes if disjoint else _minus(region.boxes, seen)
-        local = tuple(_to_local(box, region) for box in fresh)
+        local = tuple(to_local(box, region) for box in fresh)
         if len(fresh) == len(region.boxes) and len(ranks) > 1:
             local_whole = Box(tuple((0, size) for size in region.local_shape))
             for rank, box in zip(ranks, _even_parts(local_whole, len(ranks)), strict=True):
@@ -207,7 +207,8 @@ def _overlap(first: Interval, second: Interval) -> Interval:
     return max(first[0], second[0]), min(first[1], second[1])
 
 
-def _to_local(box: Box, region: Region) -> Box:
+def to_local(box: Box, region: Region) -> Box:
+    """Give the place of a global box, inside one of a region's boxes, in the region's dense tensor."""
     return Box(tuple(map(_local_bounds, box.bounds, region.dims)))
 
 

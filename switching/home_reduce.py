@@ -108,13 +108,12 @@ def _local_norm(home: HomeTensor, order: float, dtype: torch.dtype) -> torch.Ten
     """Give this rank's part of a norm: that of the elements it counts, in float32 at least."""
     if home.dtype in (torch.float16, torch.bfloat16):
         dtype = torch.promote_types(dtype, torch.float32)
-    pieces = home.home_layout.counted_pieces(home.local)
-    if len(pieces) == 1 and pieces[0].numel():
-        return torch.linalg.vector_norm(pieces[0], order, dtype=dtype)
-    counted = [piece.reshape(-1) for piece in pieces if piece.numel()]
-    if counted:
-        return torch.linalg.vector_norm(torch.cat(counted), order, dtype=dtype)
-    return torch.zeros((), dtype=dtype, device=home.device)
+    counted = [piece for piece in home.home_layout.counted_pieces(home.local) if piece.numel()]
+    if not counted:
+        return torch.zeros((), dtype=dtype, device=home.device)
+    values = counted[0] if len(counted) == 1 else torch.cat([piece.reshape(-1) for piece in counted])
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
+    return norm
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

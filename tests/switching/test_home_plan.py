@@ -84,9 +84,8 @@ def test_sharing_out_is_exact_and_fair(size: int, weights: list[float]) -> None:
     shares = shared_out(size, weights)
     assert sum(shares) == size
     total = sum(weights)
-    assert all(
-        abs(s - (size * w / total if total else size / len(weights))) <= 1 for s, w in zip(shares, weights)
-    )
+    ideals = [size * w / total if total else size / len(weights) for w in weights]
+    assert all(abs(share - ideal) <= 1 for share, ideal in zip(shares, ideals, strict=True))
 
 
 @given(st.sampled_from([REPLICAS, TP_IN_DP, UNEQUAL]), st.integers(1, 9), st.integers(1, 300))

@@ -1,0 +1,194 @@
+"""The bridge on four gloo ranks against a reference: uneven replicas, mixed degrees, zero 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
+from hetu_fx.annotations.annotation import State as AxisState
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.switching.bridge import Bridge, BridgeEntry, Reduction
+from hetu_fx.switching.home_layout import home_layout
+from hetu_fx.switching.home_plan import make_home_layouts
+
+WORLD = 4
+SHAPES = {"w": (12, 40), "v": (40, 12), "fused": (36, 32), "bias": (12,), "scale": (), "big": (48, 50)}
+
+
+def stages(*groups: tuple[tuple[int, ...], tuple[AxisState, ...]]) -> tuple[Annotation, Annotation]:
+    """Make (compute, gradient) of replicas with their own shardings."""
+    device_groups = tuple(DeviceGroup(ranks) for ranks, _ in groups)
+    shardings = tuple(Sharding(axes) for _, axes in groups)
+    tops = (None, None) if len(groups) == 1 else (Duplicate(len(groups)), Partial(len(groups)))
+    return tuple(Annotation(device_groups, shardings, top) for top in tops)  # type: ignore[return-value]
+
+
+def settings() -> Iterator[tuple[str, dict[str, tuple[Annotation, Annotation]]]]:
+    """Yield (name, {parameter: (compute, gradient)})."""
+    one = stages(*(((rank,), ()) for rank in range(WORLD)))
+    yield "replicas", dict.fromkeys(SHAPES, one)
+    yield "some replicas", dict.fromkeys(SHAPES, stages(((3,), ()), ((1,), ())))
+    cuts = {"w": (0, 1, 1), "v": (1, 1, 1), "fused": (0, 3, 2), "big": (0, 1, 1)}
+    for title, groups in {
+        "tensor parallel pairs": ((0, 1), (2, 3)),
+        "degrees 2 and 1": ((0, 2), (3,)),
+        "degrees 3 and 1": ((0, 1, 2), (3,)),
+    }.items():
+        table = {}
+        for name in SHAPES:
+            axes: list[tuple[AxisState, ...]] = []
+            for ranks in groups:
+                ways = len(ranks)
+                if name in cuts and ways > 1:
+                    dim, outer, inner = cuts[name]
+                    units = (1, 1) if ways == 2 else (2, 1, 1) if name == "big" else (1, 1, 1)
+                    axes.append((Split(dim, units, outer, inner),))
+                else:
+                    axes.append((Duplicate(ways),))
+            table[name] = stages(*zip(groups, axes, strict=True))
+        if "pairs" in title:
+            both = (Duplicate(2),)
+            # A gradient that tensor parallelism leaves as summands too, and one that every replica has whole.
+            summed = stages(((0, 1), (Partial(2),)), ((2, 3), (Partial(2),)))[1]
+            table["bias"] = (stages(((0, 1), both), ((2, 3), both))[0], summed)
+            table["scale"] = (table["bias"][0], stages(((0, 1), (Partial(2),)), ((2, 3), (Partial(2),)))[0])
+        yield title, table
+    yield "one stage each", {name: stages(((i % WORLD,), ())) for i, name in enumerate(SHAPES)}
+
+
+def value(name: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 100 + list(SHAPES).index(name))
+    return torch.randint(-50, 50, SHAPES[name], generator=generator).to(torch.float64)
+
+
+def cut(annotation: Annotation, name: str, full: Tensor, rank: int) -> Tensor:
+    plain = Annotation(
+        annotation.groups,
+        tuple(Sharding(tuple(map(whole_of, s.axes))) for s in annotation.shardings),
+        whole_of(annotation.top) if annotation.top else None,
+    )
+    return home_layout(plain, SHAPES[name], rank, WORLD).take(full).contiguous().clone()
+
+
+def whole_of(state: AxisState) -> AxisState:
+    return Duplicate(state.ways) if isinstance(state, Partial) else state
+
+
+def summand(annotation: Annotation, name: str, rank: int) -> Tensor:
+    """Give this rank's gradient: its summand's own values (equal on all that hold the same summand)."""
+    number = annotation.region(rank, SHAPES[name]).summand or 0
+    return cut(annotation, name, value(name, 7 + number), rank)
+
+
+def expected_sum(annotation: Annotation, name: str, home: Annotation, rank: int) -> Tensor:
+    numbers = {annotation.region(r, SHAPES[name]).summand or 0 for r in annotation.ranks}
+    return cut(home, name, sum(value(name, 7 + n) for n in numbers), rank)  # type: ignore[arg-type]
+
+
+def bridges(table: GroupTable, dtype: torch.dtype = torch.float64) -> Iterator[tuple[str, Bridge]]:
+    for title, parameters in settings():
+        compute = {name: pair[0] for name, pair in parameters.items()}
+        homes = {
+            "zero 0": make_home_layouts(SHAPES, range(WORLD), compute, zero=0),
+            "zero 1": make_home_layouts(SHAPES, range(WORLD), compute, [3.0, 1.0, 2.0, 1.0]),
+            "elsewhere": {
+                name: Annotation.on((2, 0), Split(0, (1, 3))) if shape else Annotation.on((1,))
+                for name, shape in SHAPES.items()
+            },
+        }
+        for where, home in homes.items():
+            entries = [
+                BridgeEntry(name, SHAPES[name], dtype, home[name], *parameters[name]) for name in SHAPES
+            ]
+            yield f"{title}, {where}", Bridge(entries, table, bucket_bytes=10000)
+
+
+def check_values_reach_their_readers(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable()):
+        entries = bridge.plan.entries
+        pieces = {e.name: cut(e.home, e.name, value(e.name, 1), rank) for e in entries}
+        found = bridge.gather(pieces)
+        assert set(found) == {e.name for e in entries if e.compute.holds(rank)}, title
+        for e in entries:
+            if e.compute.holds(rank):
+                assert torch.equal(found[e.name], cut(e.compute, e.name, value(e.name, 1), rank)), (title, e)
+
+
+def gradients(bridge: Bridge, rank: int) -> dict[str, Tensor | None]:
+    return {e.name: summand(e.gradient, e.name, rank) for e in bridge.plan.entries if e.gradient.holds(rank)}
+
+
+def check_sums_of_gradients_reach_home(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable()):
+        found = bridge.reduce(gradients(bridge, rank))
+        assert set(found) == set(SHAPES)
+        for e in bridge.plan.entries:
+            expected = expected_sum(e.gradient, e.name, e.home, rank)
+            assert torch.equal(found[e.name], expected), (title, e, found[e.name], expected)
+
+
+def check_unused_parameters_get_zeros(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable()):
+        given = gradients(bridge, rank)
+        if rank % 2:
+            given = {name: None for name in given}
+        found = bridge.reduce(given)
+        for e in bridge.plan.entries:
+            assert found[e.name].shape == home_layout(e.home, e.shape, rank, WORLD).local_shape, title
+        zeros = bridge.reduce({})
+        assert not any(zero.any() for zero in zeros.values()), title
+
+
+def check_gradients_may_come_one_by_one(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable()):
+        reduction = Reduction(bridge)
+        given = gradients(bridge, rank)
+        for name in reversed(SHAPES):
+            if name != "v":
+                reduction.ready(name, given.get(name))
+        found = reduction.finish()
+        for e in bridge.plan.entries:
+            expected = expected_sum(e.gradient, e.name, e.home, rank) * (e.name != "v")
+            assert torch.equal(found[e.name], expected), (title, e)
+
+
+def check_values_are_cast_on_the_way(rank: int, world: int, folder: Path) -> None:
+    for title, bridge in bridges(GroupTable(), torch.bfloat16):
+        pieces = {e.name: cut(e.home, e.name, value(e.name, 1), rank).float() for e in bridge.plan.entries}
+        for name, tensor in bridge.gather(pieces).items():
+            assert tensor.dtype == torch.bfloat16, (title, name)
+
+
+def check_the_bridge_works_inside_a_smaller_world(rank: int, world: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    group = dist.new_group([1, 3])
+    if rank in (1, 3):
+        table = GroupTable(group)
+        both = Annotation.on((0, 1), Duplicate(2))
+        e = BridgeEntry(
+            "w",
+            (6,),
+            torch.float64,
+            Annotation.on((0, 1), Split(0, (1, 2))),
+            both,
+            Annotation.on((0, 1), Partial(2)),
+        )
+        bridge = Bridge([e], table)
+        found = bridge.reduce({"w": torch.arange(6.0).double() * (rank + 1)})["w"]
+        assert torch.equal(found, torch.arange(6.0).double()[[slice(0, 2), slice(2, 6)][table.rank]] * 6)
+        assert torch.equal(bridge.gather({"w": found})["w"], torch.arange(6.0).double() * 6)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_four_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD)[name] if report]
+    assert not failures, "\n".join(failures)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from hetu_fx.graph.assemble import Assembly
-from hetu_fx.graph.capture_failure import explain_failure, line_that_fixes
+from hetu_fx.graph.capture_failure import explain_failure, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import Graph
@@ -139,23 +139,18 @@ def _export(
 
 
 def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
-    shapes = example.dynamic_shapes(batch_is_dynamic=batch, rest_is_dynamic=rest)
+    shapes = example.dynamic_shapes(Dim("batch", min=1) if batch else Dim.STATIC, rest_is_dynamic=rest)
     inputs = tuple(example.tensors.values())
     return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
 
 
 def _static_notes(program: _Program, example: Example, error: Exception, *, rest: bool) -> tuple[str, ...]:
-    """Say that the batch is static, and which line made it so (found by letting export specialise it)."""
-    line = None
-    with contextlib.suppress(Exception):
-        free = example.dynamic_shapes(batch_is_dynamic=False, rest_is_dynamic=True)
-        free = tuple(
-            {**dims, 0: Dim.AUTO} if name in example.batch_inputs else dims
-            for name, dims in zip(example.tensors, free, strict=True)
-        )
+    """Say that the batch is static, and which line made it so (found by letting export fix it)."""
+    with contextlib.suppress(Exception), watch_fixed_sizes() as lines:
         inputs = tuple(example.tensors.values())
-        exported = torch.export.export(program, inputs, dynamic_shapes={"tensors": free}, strict=False)
-        line = line_that_fixes(exported)
-    where = f" ({line})" if line else ""
-    notes = [f"the batch size is fixed by the model{where}: {str(error).strip().splitlines()[0]}"]
-    return tuple(notes if rest else [*notes, "all other sizes are fixed, too"])
+        shapes = example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False)
+        torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
+    where = f" at {lines[0]}" if lines else ""
+    reason = str(error).strip().splitlines()[0]
+    note = f"the batch size is fixed by the model{where} (len(x) and comparisons fix a size): {reason}"
+    return (note,) if rest else (note, "all other sizes are fixed, too")

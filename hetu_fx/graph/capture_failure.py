@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
+from unittest import mock
 
-import torch
-from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hetu_fx.errors import CaptureError
@@ -29,22 +31,27 @@ def explain_failure(error: Exception) -> CaptureError:
     return CaptureError(f"cannot capture the model at {line}: {_reason(error)}; {WAY_OUT}")
 
 
-def line_that_fixes(exported: ExportedProgram) -> str | None:
-    """Return "file.py:41" of the line that fixed a size which could have been dynamic, if one is known."""
-    for node in exported.graph.nodes:
-        example = node.meta.get("val")
-        if isinstance(example, torch._subclasses.FakeTensor) and example.fake_mode.shape_env is not None:
-            return _first_equality(example.fake_mode.shape_env)
-    return None
+@contextlib.contextmanager
+def watch_fixed_sizes() -> Iterator[list[str]]:
+    """Collect "file.py:41" of every line at which a trace inside the context fixes a dynamic size.
 
+    torch.export says which size was fixed, and not where; so this looks at the stack when it happens. If
+    torch changes this inner function, the lines are left out and nothing else changes.
+    """
+    lines: list[str] = []
+    fix = getattr(ShapeEnv, "_set_replacement", None)
+    if fix is None:
+        yield lines
+        return
 
-def _first_equality(shape_env: ShapeEnv) -> str | None:
-    for guard in shape_env.guards:
-        if guard.expr.func.__name__ == "Equality" and guard.expr.rhs.is_number:
-            frame = guard.sloc.framework_loc
-            if isinstance(frame, traceback.FrameSummary):
-                return _short(frame.filename, frame.lineno or 0)
-    return None
+    def watched(shape_env: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        line = _line_in_frames(traceback.extract_stack())
+        if value.is_number and line is not None:
+            lines.append(line)
+        return fix(shape_env, symbol, value, *rest, **more)
+
+    with mock.patch.object(ShapeEnv, "_set_replacement", watched):
+        yield lines
 
 
 def _reason(error: Exception) -> str:
@@ -58,9 +65,13 @@ def _line_in_message(message: str) -> str | None:
 
 
 def _line_in_traceback(trace: TracebackType | None) -> str | None:
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(trace)]
-    outside = [frame for frame in frames if not frame[0].startswith((meta.TORCH_FOLDER, OWN_FOLDER))]
-    return _short(*outside[-1]) if outside else None
+    return _line_in_frames(traceback.extract_tb(trace))
+
+
+def _line_in_frames(frames: traceback.StackSummary) -> str | None:
+    hidden = (meta.TORCH_FOLDER, OWN_FOLDER, os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+    outside = [frame for frame in frames if not frame.filename.startswith(hidden)]
+    return _short(outside[-1].filename, outside[-1].lineno or 0) if outside else None
 
 
 def _short(path: str, line: int) -> str:

@@ -30,9 +30,8 @@ class Example:
     batch_inputs: tuple[str, ...]
     others: tuple[str, ...]
 
-    def dynamic_shapes(self, *, batch_is_dynamic: bool, rest_is_dynamic: bool) -> tuple[dict[int, Any], ...]:
-        """Return what torch.export takes: for each tensor, its dynamic dims."""
-        batch = Dim("batch", min=1) if batch_is_dynamic else Dim.STATIC
+    def dynamic_shapes(self, batch: Any, *, rest_is_dynamic: bool) -> tuple[dict[int, Any], ...]:
+        """Return what torch.export takes: for each tensor, its dynamic dims, the batch dim being `batch`."""
         return tuple(
             self._dims(name, tensor, batch, rest_is_dynamic) for name, tensor in self.tensors.items()
         )

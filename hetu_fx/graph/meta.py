@@ -91,7 +91,7 @@ def is_symbolic(size: object) -> bool:
 
 def expression(size: Size) -> Any:
     """Return the sympy expression of a symbolic size, or the int itself."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 def same_shape(first: fx.Node, second: fx.Node) -> bool:

@@ -1,0 +1,118 @@
+"""Small steps that passes are made of: insert an op, add a leaf, add an output.
+
+The fx graph is changed in place, so work on a clone; leaves and outputs come back in a new `Graph`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+
+aten = torch.ops.aten
+
+
+def insert(here: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert an op before `here`, with its source line, its modules and a computed example value."""
+    with here.graph.inserting_before(here):
+        node: fx.Node = here.graph.call_function(target, args, kwargs)
+    meta.copy_meta(here, node)
+    meta.infer(node)
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let all users of `old` use `new`, and erase `old`."""
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def end_of_leaves(graph: fx.Graph) -> fx.Node:
+    """Return the first node that is not a placeholder."""
+    first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return first
+
+
+def add_leaf(
+    graph: Graph, kind: LeafKind, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Graph, fx.Node]:
+    """Add a placeholder after the others; return the new Graph and the placeholder."""
+    with graph.graph.inserting_before(end_of_leaves(graph.graph)):
+        node = graph.graph.placeholder(name)
+    meta.set_value(node, meta.fresh_placeholder_value(graph.graph, tuple(shape), dtype))
+    leaf = Leaf(kind, name, node, persistent=False)
+    return graph.evolve(leaves=(*graph.leaves, leaf)), node
+
+
+def add_output(graph: Graph, kind: OutputKind, name: str, node: fx.Node) -> Graph:
+    """Add a value to the outputs."""
+    graph.output_node.args = ((*graph.output_values, node),)
+    return graph.evolve(outputs=(*graph.outputs, OutputLeaf(name, kind)))
+
+
+class Sizes:
+    """Gives sizes as ints, or as nodes at the start of the graph that compute them from the inputs' sizes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph.graph
+        self.symbols = _sizes_of_inputs(graph)
+        self.made: dict[Any, fx.Node] = {}
+        self.last: fx.Node | None = None
+
+    def of(self, size: meta.Size) -> int | fx.Node | None:
+        """Return a size of the graph; None if the inputs' sizes do not tell it."""
+        return self.of_expression(meta.expression(size))
+
+    def of_expression(self, expression: Any) -> int | fx.Node | None:
+        """Return the value of a sum or product of sizes of inputs; None for any other expression."""
+        if isinstance(expression, int) or expression.is_Integer:
+            return int(expression)
+        if expression not in self.made:
+            node = self._make(expression)
+            if node is None:
+                return None
+            self.made[expression] = node
+        return self.made[expression]
+
+    def _make(self, expression: Any) -> fx.Node | None:
+        if expression in self.symbols:
+            return self._insert(aten.sym_size.int, *self.symbols[expression])
+        target = SIZE_OPS.get(type(expression))
+        if target is None:
+            return None
+        parts = [self.of_expression(part) for part in expression.args]
+        if any(part is None for part in parts):
+            return None
+        result = parts[0]
+        for part in parts[1:]:
+            result = self._insert(target, result, part)
+        return result if isinstance(result, fx.Node) else None
+
+    def _insert(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        with self.graph.inserting_after(self.last or self._last_leaf()):
+            self.last = self.graph.call_function(target, args)
+        meta.infer(self.last)
+        return self.last
+
+    def _last_leaf(self) -> fx.Node:
+        placeholders: list[fx.Node] = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return placeholders[-1]
+
+
+SIZE_OPS: dict[Any, Callable[..., Any]] = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+
+
+def _sizes_of_inputs(graph: Graph) -> Mapping[Any, tuple[fx.Node, int]]:
+    found: dict[Any, tuple[fx.Node, int]] = {}
+    for leaf in graph.leaves_of(LeafKind.INPUT):
+        for dim, size in enumerate(meta.shape(leaf.node)):
+            if meta.is_symbolic(size):
+                found.setdefault(meta.expression(size), (leaf.node, dim))
+    return found

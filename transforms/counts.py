@@ -1,0 +1,89 @@
+"""Global counts: numbers of rows or tokens that the whole batch decides, fed to the graph from outside.
+
+A count is hoisted: its local value becomes an output of kind COUNT, computed from inputs alone, and the graph
+reads a new leaf of kind COUNT instead. The runtime sums the local values over micro-batches and replicas (see
+`hetu_fx.transforms.global_mean.extract_prologue`) and feeds the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.edit import Sizes, add_leaf, add_output, insert
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+
+aten = torch.ops.aten
+
+ROWS = "count_rows"
+
+
+class Counts:
+    """Hoists counts of one graph, each once. Work on a clone; `graph` is the result."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.sizes = Sizes(graph)
+        self.leaves: dict[fx.Node, fx.Node] = {}
+        self.input_only = input_only_nodes(graph)
+
+    def hoist(self, local: fx.Node) -> fx.Node:
+        """Return the leaf of the global sum of `local`, a 0-d value computed from inputs alone."""
+        if local not in self.leaves:
+            taken = len(self.graph.leaves_of(LeafKind.COUNT))
+            self.leaves[local] = self._add(f"count_{taken}", local)
+        return self.leaves[local]
+
+    def _add(self, name: str, local: fx.Node) -> fx.Node:
+        self.graph, leaf = add_leaf(self.graph, LeafKind.COUNT, name, (), meta.dtype(local))
+        self.graph = add_output(self.graph, OutputKind.COUNT, name, local)
+        return leaf
+
+    def rows(self) -> fx.Node:
+        """Return the leaf of the number of rows in the global batch, int64."""
+        known = next((leaf.node for leaf in self.graph.leaves_of(LeafKind.COUNT) if leaf.name == ROWS), None)
+        if known is not None:
+            return known
+        size = self.sizes.of_expression(self.graph.batch_symbol)
+        assert isinstance(size, fx.Node), "the batch symbol is the size of an input"
+        local = insert(size.next, aten.scalar_tensor.default, size, dtype=torch.int64)
+        self.sizes.last = local
+        return self._add(ROWS, local)
+
+    def of_size(self, here: fx.Node, expression: Any) -> fx.Node | None:
+        """Return the global value of a size as a 0-d tensor at `here`; None if it is not linear in the rows.
+
+        Args:
+            here: where the value is used.
+            expression: a sympy expression, such as batch * sequence.
+        """
+        per_row = linear_factor(expression, self.graph.batch_symbol)
+        factor = None if per_row is None else self.sizes.of_expression(per_row)
+        if factor is None:
+            return None
+        rows = self.rows()
+        return rows if factor == 1 else insert(here, aten.mul.Tensor, rows, factor)
+
+
+def linear_factor(expression: Any, symbol: sympy.Symbol | None) -> Any:
+    """Return expression / symbol if it does not contain the symbol any more; else None."""
+    if symbol is None or isinstance(expression, int):
+        return None
+    plain = expression.replace(lambda part: part.func.__name__ == "ToFloat", lambda part: part.args[0])
+    factor = sympy.cancel(plain / symbol)
+    return None if symbol in factor.free_symbols else factor
+
+
+def input_only_nodes(graph: Graph) -> set[fx.Node]:
+    """Return the nodes that are computed from inputs and constants alone, sizes included."""
+    kinds = (LeafKind.INPUT, LeafKind.CONSTANT)
+    found = {leaf.node for leaf in graph.leaves if leaf.kind in kinds}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and all(arg in found for arg in node.all_input_nodes):
+            if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+                found.add(node)
+    return found

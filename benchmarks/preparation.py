@@ -52,7 +52,7 @@ def main() -> int:
 def prepare() -> dict[str, float]:
     """Make the graphs of all devices from a new model; give the seconds of each step."""
     model = gpt2(width=768, layers=12)
-    example = batch(rows=3, tokens=64, vocabulary=50257)
+    example = batch(rows=5, tokens=64, vocabulary=50257)
     graph, capture_seconds = timed(lambda: capture(model, example, training=True))
     program, passes_seconds = timed(lambda: make_program(graph, frozenset()))
     deduced, deduce_seconds = timed(lambda: deduce_program(program, PLAN, wants_values=False))

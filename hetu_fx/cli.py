@@ -6,7 +6,9 @@ Whatever needs torch is imported by the command that needs it, so that --help an
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -92,6 +94,15 @@ def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx passes`: the graph passes in their order, as their docstrings tell them."""
+    from hetu_fx.transforms.passes import GRAPH_PASSES
+
+    for graph_pass in GRAPH_PASSES:
+        print(f"{graph_pass.name}\n{textwrap.indent(inspect.getdoc(graph_pass) or '', '    ')}\n")
+    return 0
+
+
 def call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx env`: what a bug report should say about the machine."""
     from hetu_fx.environment import environment_lines
@@ -109,6 +120,7 @@ COMMANDS = {
         "run a command on unequal emulated devices of this machine", add_emulate, call_emulate
     ),
     "plan": Command("check a plan file, and show it", add_plan, call_plan),
+    "passes": Command("list the graph passes in their order", add_nothing, call_passes),
     "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),
 }
 

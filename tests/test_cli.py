@@ -12,6 +12,7 @@ import pytest
 
 from hetu_fx.cli import COMMANDS, main
 from hetu_fx.plan import Plan
+from hetu_fx.transforms.passes import GRAPH_PASSES
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +76,12 @@ def test_a_plan_file_is_shown_and_compared(capsys: pytest.CaptureFixture[str], t
     assert "1f1b" in capsys.readouterr().out
     assert main(["plan", str(two), "--against", str(one)]) == 0
     assert "+ pipelines[1]: 1 row: [1]" in capsys.readouterr().out
+
+
+def test_passes_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")]
+    assert shown == [graph_pass.name for graph_pass in GRAPH_PASSES]
 
 
 def test_a_broken_plan_file_is_refused_in_one_line(

@@ -19,7 +19,7 @@ from hetu_fx.errors import CommError
 
 @lru_cache(maxsize=4096)
 def _plan(change: Change, itemsize: int) -> BsrPlan:
-    return plan_moves([Move(change.source, change.target, change.shape, itemsize)])
+    return plan_moves([Move(change.source, change.target, change.shape, itemsize)], relays=True)
 
 
 def _eager(x: Tensor, change: str, adjoint: str) -> Tensor:

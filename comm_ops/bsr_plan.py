@@ -2,18 +2,24 @@
 
 Every receiver gets every slice it lacks from one owner: itself, else the owner on its node that has sent
 least within nodes so far, else the owner that has sent least between nodes. Of a partial source every summand
-is sent to the receiver, which adds them in the order of their numbers; nothing is reduced on the way. In a
-partial target the first summand takes the value and the others are zero. All moves of a plan share the load
-counters and travel in one message per ordered pair of ranks. Plans depend on nothing but their arguments.
+is sent to the receiver, which adds them in the order of their numbers. In a partial target the first summand
+takes the value and the others are zero. All moves of a plan share the load counters and travel in one message
+per ordered pair of ranks. Plans depend on nothing but their arguments.
+
+With relays a slice that several receivers would all get from afar (none of them owns it, nor anyone on their
+node: H2's slice-send then gather), or all get as summands, is cut in as many chunks as there are receivers:
+each gets and sums its own chunk, and passes it on in a second round.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.annotations.annotation import Annotation, Shape
+from hetu_fx.annotations.region import length, merge, select
 from hetu_fx.comm_ops.change import Change
 from hetu_fx.comm_ops.slices import Dims, Slice, finest_slices
 from hetu_fx.errors import AnnotationError, ResolveError
@@ -49,11 +55,12 @@ class BsrPlan:
     """Holds all transfers of some moves, in the order in which receivers put them together.
 
     Pure data, the same on every rank. `outgoing` and `incoming` list a rank's transfers; those of a pair, in
-    order, make up its one message.
+    order, make up its one message. `relay` is the second round: it fills the results of the first in place.
     """
 
     moves: tuple[Move, ...]
     transfers: tuple[Transfer, ...]
+    relay: BsrPlan | None = None
     outgoing: Mapping[int, Mapping[int, Sequence[Transfer]]] = field(init=False, repr=False, compare=False)
     incoming: Mapping[int, Sequence[Transfer]] = field(init=False, repr=False, compare=False)
 
@@ -69,8 +76,13 @@ class BsrPlan:
         object.__setattr__(self, "incoming", incoming)
 
     @property
+    def rounds(self) -> tuple[BsrPlan, ...]:
+        """The rounds, one after the other."""
+        return (self,) if self.relay is None else (self, self.relay)
+
+    @property
     def messages(self) -> list[tuple[int, int, int]]:
-        """List (sender, receiver, bytes), by sender and receiver; symbolic dims count as one entry."""
+        """List (sender, receiver, bytes) of this round; symbolic dims count as one entry."""
         return [
             (sender, receiver, sum(t.numel * self.moves[t.move].itemsize for t in transfers))
             for sender, peers in sorted(self.outgoing.items())
@@ -78,8 +90,9 @@ class BsrPlan:
         ]
 
     def bytes_sent(self, rank: int) -> int:
-        """Count the bytes that `rank` sends."""
-        return sum(num_bytes for sender, _, num_bytes in self.messages if sender == rank)
+        """Count the bytes that `rank` sends, in all rounds."""
+        messages = [message for plan in self.rounds for message in plan.messages]
+        return sum(num_bytes for sender, _, num_bytes in messages if sender == rank)
 
 
 class _Loads:
@@ -120,21 +133,77 @@ class _Loads:
         return self._neighbours[key]
 
 
-def plan_moves(moves: Sequence[Move], *, node_of: Callable[[int], int] = lambda rank: 0) -> BsrPlan:
+def plan_moves(
+    moves: Sequence[Move], *, node_of: Callable[[int], int] = lambda rank: 0, relays: bool = False
+) -> BsrPlan:
     """Plan moves together, so that their messages are fused and their load is shared.
 
     `node_of` gives the node of a rank. Raises ResolveError where an annotation does not fit its shape.
     """
     loads = _Loads(node_of)
     transfers: list[Transfer] = []
+    passed_on: list[Transfer] = []
     for number, move in enumerate(moves):
         for part in _slices(move):
+            teams = relay_teams(part, node_of) if relays and not move.target.has_partial else []
+            for team in teams:
+                for chunk, first in zip(_chunks(part, len(team)), team, strict=False):
+                    transfers += _transfers(number, move, chunk, first, loads)
+                    passed_on += _pass_on(number, move, chunk, first, team, loads)
+            relayed = {rank for team in teams for rank in team}
             for receiver in part.receivers:
-                transfers += _transfers(number, move, part, receiver, loads)
-    return BsrPlan(tuple(moves), tuple(transfers))
+                if receiver not in relayed:
+                    transfers += _transfers(number, move, part, receiver, loads)
+    relay = BsrPlan(tuple(map(_in_place, moves)), tuple(passed_on)) if passed_on else None
+    return BsrPlan(tuple(moves), tuple(transfers), relay)
+
+
+def relay_teams(part: Slice, node_of: Callable[[int], int]) -> list[tuple[int, ...]]:
+    """List the receivers of a slice that had better share what they get, team by team."""
+    summands, receivers = min(map(len, part.owners)), len(part.receivers)
+    if summands > 1:
+        # Per receiver: all other summands whole, against a share of them and the shares of the others.
+        saves = (summands - 1) * receivers > summands - 1 + receivers - 1
+        return [part.receivers] if saves and receivers > 1 else []
+    owners = {owner for copy in part.owners for ranks in copy for owner in ranks}
+    near = {node_of(owner) for owner in owners}
+    afar: dict[int, list[int]] = {}
+    for receiver in part.receivers:
+        if node_of(receiver) not in near:
+            afar.setdefault(node_of(receiver), []).append(receiver)
+    return [tuple(team) for team in afar.values() if len(team) > 1]
+
+
+def _chunks(part: Slice, count: int) -> list[Slice]:
+    """Cut a slice in at most `count` chunks of about equal size, along its longest dim."""
+    if not part.dims:
+        return [part]
+    dim = max(range(len(part.dims)), key=lambda d: length(part.dims[d]))
+    size = length(part.dims[dim])
+    bounds = [size * index // count for index in range(count + 1)]
+    return [
+        replace(part, dims=(*part.dims[:dim], merge(select(part.dims[dim], a, b)), *part.dims[dim + 1 :]))
+        for a, b in itertools.pairwise(bounds)
+        if a < b
+    ]
+
+
+def _pass_on(
+    number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: _Loads
+) -> list[Transfer]:
+    others = [rank for rank in team if rank != first]
+    for rank in others:
+        loads.add(first, rank, chunk.numel * move.itemsize)
+    return [Transfer(number, chunk.dims, chunk.numel, first, rank, adds=False) for rank in others]
+
+
+def _in_place(move: Move) -> Move:
+    return replace(move, source=move.target)
 
 
 def _slices(move: Move) -> tuple[Slice, ...]:
+    if move.source == move.target:
+        return ()
     change = Change(move.source, move.target, move.shape)
     try:
         return finest_slices(change)

@@ -46,8 +46,11 @@ def run_moves(
     where a peer is dead or late, or a tensor has another shape than the plan says.
     """
     examples = _examples(plan, tensors, like, table.rank)
-    messages = exchange(plan, table, examples, tensors)
-    return unpack(plan, table.rank, tensors, examples, messages)
+    results = list(tensors)
+    for part in plan.rounds:
+        messages = exchange(part, table, examples, results)
+        results = unpack(part, table.rank, results, examples, messages)
+    return results
 
 
 def pack(
@@ -70,7 +73,10 @@ def unpack(
     examples: Sequence[Tensor],
     messages: Mapping[int, Tensor],
 ) -> list[Tensor | None]:
-    """Put this rank's results together from its own slices and the messages by sender."""
+    """Put one round's results together from this rank's own slices and the messages by sender.
+
+    Where this rank's part stays as it is, the result is the tensor itself.
+    """
     results = [
         tensor if _stays(plan.moves[number], rank) else _allocate(plan.moves[number], rank, example)
         for number, (tensor, example) in enumerate(zip(tensors, examples, strict=True))
@@ -81,9 +87,9 @@ def unpack(
         for sender, message in messages.items()
     }
     for transfer in incoming:
-        if results[transfer.move] is tensors[transfer.move]:
-            continue
         local = transfer.sender == rank
+        if local and results[transfer.move] is tensors[transfer.move]:
+            continue
         value = _read(plan, rank, transfer, tensors) if local else next(places[transfer.sender])[1]
         _write(plan, rank, transfer, results, value)
     return results
@@ -208,6 +214,8 @@ def _write(
 def _stays(move: Move, rank: int) -> bool:
     if not (move.source.holds(rank) and move.target.holds(rank)):
         return False
+    if move.source == move.target:
+        return True
     region = move.source.region(rank, move.shape)
     return region.summand is None and region == move.target.region(rank, move.shape)
 

@@ -106,10 +106,11 @@ class MoveStep:
         back = Change(self.target_cotangent, cotangent(self.source), self.shape)
         return Call(self.op, (str(Change(self.source, self.target, self.shape)), str(back)))
 
-    def messages(self, itemsize: int) -> list[tuple[int, int, int]]:
-        """List the (sender, receiver, bytes) of the forward."""
+    def rounds(self, itemsize: int) -> list[list[tuple[int, int, int]]]:
+        """List the (sender, receiver, bytes) of the forward, round by round."""
         _numel(self.shape)
-        return plan_moves([Move(self.source, self.target, self.shape, itemsize)]).messages
+        plan = plan_moves([Move(self.source, self.target, self.shape, itemsize)], relays=True)
+        return [part.messages for part in plan.rounds]
 
 
 CommStep = AxisStep | TopStep | MoveStep
@@ -136,7 +137,7 @@ class Resolution:
         total = 0
         for step in self.steps:
             if isinstance(step, MoveStep):
-                total += sum(message[2] for message in step.messages(itemsize))
+                total += sum(message[2] for messages in step.rounds(itemsize) for message in messages)
             elif _TURNS.get(step.op, 1):
                 traffic = sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
                 total += _TURNS.get(step.op, 1) * traffic * itemsize
@@ -164,7 +165,7 @@ def _takes_part(step: CommStep, rank: int) -> bool:
 
 def _step_seconds(step: CommStep, itemsize: int, topology: Topology) -> float:
     if isinstance(step, MoveStep):
-        return messages_cost(step.messages(itemsize), topology)
+        return sum(messages_cost(messages, topology) for messages in step.rounds(itemsize))
     cost = COMM_OPS[step.op].cost
     return max((cost(numel * itemsize, ranks, topology) for ranks, numel in step.collectives()), default=0.0)
 

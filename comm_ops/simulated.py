@@ -41,14 +41,17 @@ def simulate_moves(
     plan: BsrPlan, tensors: Mapping[int, Sequence[Tensor | None]], like: Sequence[Tensor]
 ) -> dict[int, list[Tensor | None]]:
     """Carry out a plan with the lists of tensors of all ranks."""
-    messages = {
-        (sender, receiver): pack(plan, sender, receiver, tensors[sender], like)
-        for sender, receiver, _ in plan.messages
-    }
-    return {
-        rank: unpack(plan, rank, held, like, {s: m for (s, r), m in messages.items() if r == rank})
-        for rank, held in tensors.items()
-    }
+    results = {rank: list(held) for rank, held in tensors.items()}
+    for part in plan.rounds:
+        messages = {
+            (sender, receiver): pack(part, sender, receiver, results[sender], like)
+            for sender, receiver, _ in part.messages
+        }
+        results = {
+            rank: unpack(part, rank, held, like, {s: m for (s, r), m in messages.items() if r == rank})
+            for rank, held in results.items()
+        }
+    return results
 
 
 def _along_axis(step: AxisStep, values: Locals) -> Locals:
@@ -94,7 +97,7 @@ def _across_groups(step: TopStep, values: Locals) -> Locals:
 
 def _moved(step: MoveStep, values: Locals) -> Locals:
     like = next(iter(values.values()))
-    plan = plan_moves([Move(step.source, step.target, step.shape, like.element_size())])
+    plan = plan_moves([Move(step.source, step.target, step.shape, like.element_size())], relays=True)
     ranks = {*step.source.ranks, *step.target.ranks}
     held = {rank: [values[rank] if step.source.holds(rank) else None] for rank in ranks}
     return {

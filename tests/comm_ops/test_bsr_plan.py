@@ -51,6 +51,20 @@ def test_a_reduced_shard_costs_what_a_reduce_scatter_costs():
     assert sum(num_bytes for *_, num_bytes in found.messages) == 3 * 8 * 8 * 4
 
 
+def test_receivers_on_a_far_node_share_what_they_get():
+    found = plan("[0,1] D(2)", "[2,3] D(2)", node_of=lambda rank: rank // 2, relays=True)
+    assert found.messages == [(0, 2, 128), (1, 3, 128)]
+    assert found.relay.messages == [(2, 3, 128), (3, 2, 128)]
+    assert plan("[0,1] D(2)", "[2,3] D(2)", node_of=lambda rank: rank // 2).bytes_sent(0) == 256
+
+
+def test_many_receivers_of_a_sum_share_the_summing():
+    direct, shared = (plan("[0-3] P(4)", "[0-3] D(4)", relays=relays) for relays in (False, True))
+    assert [direct.bytes_sent(rank) for rank in range(4)] == [3 * 256] * 4
+    assert [shared.bytes_sent(rank) for rank in range(4)] == [3 * 64 + 3 * 64] * 4
+    assert plan("[0,1] P(2)", "[0,1] D(2)", relays=True).relay is None
+
+
 def test_many_moves_between_two_ranks_make_one_message():
     a, b = parse_annotation("[0]"), parse_annotation("[1]")
     found = plan_moves([Move(a, b, (size,), 2) for size in range(1, 100)])

@@ -11,11 +11,12 @@ import pytest
 def run_world(script: str, size: int, path: Path, seconds: float) -> list[tuple[int | None, str]]:
     """Run a worker script as `size` ranks; give exit codes and outputs, and leave nothing running."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     worker = str(Path(__file__).with_name(script))
     processes = [
         subprocess.Popen(
             [sys.executable, worker, str(rank), str(size), str(path / "init")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+            **pipes, text=True, env=environment,
         )
         for rank in range(size)
     ]  # fmt: skip
@@ -33,3 +34,10 @@ def run_world(script: str, size: int, path: Path, seconds: float) -> list[tuple[
 def test_values_and_gradients_of_many_changes_on_four_ranks(tmp_path):
     results = run_world("worker_changes.py", 4, tmp_path, 150)
     assert [code for code, _ in results] == [0] * 4, "\n".join(output[-3000:] for _, output in results)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(90)
+def test_a_dead_or_silent_peer_is_a_comm_error_and_no_hang(tmp_path):
+    (code, output), *_ = run_world("worker_silence.py", 3, tmp_path, 60)
+    assert code == 0, output[-3000:]

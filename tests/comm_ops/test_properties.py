@@ -54,7 +54,8 @@ def test_resolutions_mean_what_the_annotations_say(seed):
 def test_several_moves_share_their_messages(seed):
     random = Random(seed)
     pairs = [[random_annotation(random, range(6), SHAPE) for _ in range(2)] for _ in range(3)]
-    plan = plan_moves([Move(source, target, SHAPE, 8) for source, target in pairs], node_of=lambda r: r // 2)
+    moves = [Move(source, target, SHAPE, 8) for source, target in pairs]
+    plan = plan_moves(moves, node_of=lambda rank: rank // 2, relays=random.random() < 0.5)
     before = [locals_of(source) for source, _ in pairs]
     tensors = {rank: [held.get(rank) for held in before] for rank in range(6)}
     after = simulate_moves(plan, tensors, [torch.empty(0, 0, dtype=torch.float64)] * 3)

@@ -85,13 +85,14 @@ def assert_close(found, expected, what: str) -> None:
     torch.testing.assert_close(found, torch.from_numpy(expected), msg=lambda text: f"{what}: {text}")
 
 
-def check_moves(rank: int) -> None:
+def check_moves(rank: int, relays: bool) -> None:
     """Several tensors of several dtypes in one plan."""
     random, generator = Random(5), np.random.default_rng(5)
     pairs = [[random_annotation(random, range(4), SHAPE, partial=False) for _ in range(2)] for _ in range(8)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool] * 2
     values = [torch.from_numpy(generator.integers(0, 9, SHAPE)).to(dtype).float() for dtype in dtypes]
-    plan = plan_moves([Move(s, t, SHAPE, d.itemsize) for (s, t), d in zip(pairs, dtypes, strict=True)])
+    moves = [Move(s, t, SHAPE, d.itemsize) for (s, t), d in zip(pairs, dtypes, strict=True)]
+    plan = plan_moves(moves, node_of=lambda rank: rank // 2, relays=relays)
     like = [torch.empty(0, dtype=dtype) for dtype in dtypes]
     tensors = [
         torch.from_numpy(shard(v.numpy(), s)[rank]).to(d) if s.holds(rank) else None
@@ -116,7 +117,8 @@ def main(rank: int, size: int, path: str) -> int:
         except Exception:
             print(f"rank {rank}: {' | '.join(map(str, edge))}", flush=True)
             raise
-    check_moves(rank)
+    check_moves(rank, relays=False)
+    check_moves(rank, relays=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -1,0 +1,44 @@
+"""Rank 0 waits for a rank that never comes, then for one that has died; both must end in a CommError.
+
+Run as `python worker_silence.py rank size init_file`.
+"""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.comm_ops.resolve import resolve
+from hetu_fx.errors import CommError
+
+
+def expect_error(source: str, target: str) -> None:
+    (call,) = resolve(parse_annotation(source), parse_annotation(target), (4,)).calls(0)
+    try:
+        getattr(torch.ops.hetu, call.op)(torch.ones(4), *call.args)
+    except CommError as error:
+        print(error, flush=True)
+    else:
+        raise AssertionError(f"{call} should have failed")
+
+
+def main(rank: int, size: int, path: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=2)
+    )
+    dist.barrier()
+    if rank == 2:
+        os._exit(0)
+    if rank == 1:
+        sys.stdin.read()  # stays silent until the test closes the pipe or kills it
+        return
+    expect_error("[0,1] P(2)", "[0,1] D(2)")
+    expect_error("[0-2] P(3)", "[0-2] D(3)")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

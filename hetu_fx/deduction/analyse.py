@@ -1,8 +1,9 @@
 """Work out the factor classes of a graph: the model's own list of parallel dimensions.
 
-Every dim of every tensor consists of factors. Each op's rule relates factors of its operands and results; all of them
-are unified over the graph, and a factor is refined into sub-factors wherever a dim meets a product (a reshape, grouped
-heads, a fused projection that is cut later). Near-linear in the number of nodes.
+Every dim of every tensor consists of factors. Each op's rule relates factors of its operands and results;
+all of them are unified over the graph, and a factor is refined into sub-factors wherever a dim meets a
+product (a reshape, grouped heads, a fused projection that is cut later). Near-linear in the number of
+nodes.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ class _Extraction:
         return self._classes_of(factors[name] for name in names)
 
     def _whole(self, node: fx.Node, step: _Step) -> frozenset[FactorClass]:
-        """Return the classes that the rule keeps whole, that do not refine alike, or that play two parts in the op."""
+        """Return the classes that the rule keeps whole, that misfit, or that play two parts in the op."""
         factoring, bound = step.factoring, self._analysis.bound[node]
         read = [dims for i, dims in enumerate(factoring.operands) if i not in factoring.unread]
         used = names_in((*read, *factoring.results))

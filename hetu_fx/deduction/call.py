@@ -1,4 +1,4 @@
-"""One call of an op as a rule sees it: shapes of the tensor operands and results, and the other arguments by name."""
+"""One call of an op as a rule sees it: shapes of its tensors, and its other arguments by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Operand:
 
     Fields:
         argument: name of the op's argument it is passed for.
-        path: where it stands in the call: (2,), (0, 1) inside a list, ("weight",) or ("tensors", 1) by keyword.
+        path: where it stands in the call: (2,), (0, 1) inside a list, ("weight",) or ("tensors", 1) by
+            keyword.
         shape: its sizes.
         source: what was passed: the fx node in a graph.
         is_bool: whether its elements are booleans.
@@ -50,7 +51,8 @@ class Call:
         paths: where each given argument stands.
         tensor_names: the arguments that take tensors, in order.
         where: the user's source line, for messages.
-        routed: whether the row analysis found that rows are permuted, or counted, inside a shard (see `row_order`).
+        routed: whether the row analysis found that rows are permuted, or counted, inside a shard (see
+            `row_order`).
         pointers: operands whose values are positions of rows inside the shard.
         result_float: whether the (first) result is a float tensor.
     """
@@ -120,7 +122,7 @@ def make_call(
     tensor_of: Callable[[Any], torch.Tensor | None],
     where: str = "unknown line",
 ) -> Call:
-    """Return the call of `target`; `tensor_of` gives the example tensor of what was passed, None for non-tensors."""
+    """Return the call of `target`; `tensor_of` gives the tensor that was passed, None for others."""
     arguments, paths = _bind(target, args, kwargs)
     operands: list[Operand] = []
     for name, passed in arguments.items():
@@ -180,7 +182,7 @@ def _signature(target: Any) -> tuple[tuple[str, Any, bool], ...] | None:
 def _bind(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return arguments and paths by name; positional ones of an op without a schema are named "0", "1", ..."""
+    """Return arguments and paths by name; without a schema, positional ones are "0", "1", ..."""
     signature = _signature(target) or tuple((str(i), None, True) for i in range(len(args)))
     arguments: dict[str, Any] = {name: default for name, default, _ in signature}
     paths: dict[str, Path] = {}

@@ -53,7 +53,8 @@ class SizeArg:
     """An argument that holds a literal size: to be replaced by the product of the local sizes of the classes.
 
     Fields:
-        path: where it stands in the call: (1,) or ("size", 2). It may also hold -1 or a symbolic size, which stay.
+        path: where it stands in the call: (1,) or ("size", 2). It may also hold -1 or a symbolic size, which
+            stay.
         classes: the classes whose product it is.
     """
 
@@ -70,12 +71,13 @@ class OpFactors:
         results: classes of the dims of each tensor result.
         reduced: classes that are summed away: where one is cut, results are partial.
         whole: classes that must be whole in this op.
-        linear: sets of operand positions in which the op is jointly linear, the others duplicated: partial values of
-            all operands of a set give partial results.
-        additive: operands (a bias) that are added after the summation: where a reduced class that they lack is cut,
-            only one shard may add them, the others zero.
+        linear: sets of operand positions in which the op is jointly linear, the others duplicated: partial
+            values of all operands of a set give partial results.
+        additive: operands (a bias) that are added after the summation: where a reduced class that they lack
+            is cut, only one shard may add them, the others zero.
         averaged: those of `reduced` over which the op takes a mean: a shard's result weighs as its count.
-        counted: operands that hold counts of the shard's rows: partial where the rows are cut, and meant to be.
+        counted: operands that hold counts of the shard's rows: partial where the rows are cut, and meant to
+            be.
         unread: operands of which only dtype and device are read.
         size_args: arguments that hold literal sizes.
         random: whether the op draws random numbers.
@@ -104,8 +106,8 @@ class FactorMap:
         classes: all classes, by id.
         repeated: classes that occur twice in one tensor: they cannot be split.
         pinned: classes that an op needs whole wherever they occur: they cannot be split.
-        shard_ordered: nodes whose rows stand in an order of the shard's own (see `rules.routing`): cut rows of such a
-            value must not be moved between shards.
+        shard_ordered: nodes whose rows stand in an order of the shard's own (see `rules.routing`): cut rows
+            of such a value must not be moved between shards.
     """
 
     classes: tuple[FactorClass, ...]

@@ -4,9 +4,9 @@
     "n c [h w], [o] c -> n [o]"       brackets: these factors stay whole
     "(g a) b, g -> g a b"             parentheses: a dim that is a product, outermost first
 
-Operands stand for the tensor arguments of the op in order. `...` are leading dims, shared by all that have it and
-broadcast from the right; `1` is a dim of size 1; `?` after an operand: may be absent; `+` before it: added after the
-summation. A factor that no result has is summed away.
+Operands stand for the tensor arguments of the op in order. `...` are leading dims, shared by all that have
+it and broadcast from the right; `1` is a dim of size 1; `?` after an operand: may be absent; `+` before it:
+added after the summation. A factor that no result has is summed away.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Line:
         )
 
     def _present(self, call: Call) -> list[Pattern]:
-        """Return the patterns of the operands that the call has, by the order of the op's tensor arguments."""
+        """Return the patterns of the operands that the call has, in the order of its arguments."""
         given = [operand.argument for operand in call.operands]
         pairs = list(zip(self.operands, call.tensor_names, strict=False))
         present = [pattern for pattern, name in pairs if name in given]
@@ -69,8 +69,8 @@ class Line:
         misfit = len(present) != len(given) or not all(pattern.optional for pattern in absent)
         if misfit or len(call.tensor_names) < len(self.operands) or len(call.results) != len(self.results):
             raise RuleError(
-                f"{call.op} is called with tensors for {given} and gives {len(call.results)} results, which does "
-                f"not fit its rule {self.text!r} ({call.where})"
+                f"{call.op} is called with tensors for {given} and gives {len(call.results)} results, which "
+                f"does not fit its rule {self.text!r} ({call.where})"
             )
         return present
 
@@ -141,7 +141,7 @@ def _toggled(is_open: bool, opens: bool, text: str) -> bool:
 
 
 def _bind(pattern: Pattern, shape: Shape, sizes: Mapping[str, Size], text: str) -> Dims:
-    """Return the factor names of each dim; a dim of size 1 beside a bigger factor is broadcast and has none."""
+    """Return the factor names of each dim; a dim of size 1 is broadcast and has none."""
     named = [dim for dim in pattern.dims if dim != ELLIPSIS]
     leading = len(shape) - len(named)
     if leading < 0 or (leading and ELLIPSIS not in pattern.dims):

@@ -1,8 +1,9 @@
 """Union-find over factors with refinement: what the whole graph says about which dims are the same.
 
-A factor is a number. It is either an atom, or was refined into an ordered product of other factors; `atoms` gives
-what it stands for now. Two lists of factors that describe the same dim are unified from both ends, which is exact for
-mixed radices: the outermost digit of the finer list is the outermost part of the coarser one's first digit.
+A factor is a number. It is either an atom, or was refined into an ordered product of other factors; `atoms`
+gives what it stands for now. Two lists of factors that describe the same dim are unified from both ends,
+which is exact for mixed radices: the outermost digit of the finer list is the outermost part of the coarser
+one's first digit.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Partition:
         return tuple(result)
 
     def unify(self, left: Sequence[int], right: Sequence[int]) -> Conflict | None:
-        """Make two lists of factors of one dim the same, outermost first; return what could not be unified."""
+        """Make two lists of factors of one dim the same, outermost first; return what does not unify."""
         if len(left) == len(right) == 1 and self._unify_atoms(left[0], right[0]):
             return None
         a, b = deque(self.atoms(left)), deque(self.atoms(right))
@@ -87,8 +88,8 @@ class Partition:
         self._parent[second] = first
 
     def _unify_hints(self, a: int, b: int) -> bool:
-        # Two symbols that an op requires to be equal (labels and logits, say) have the same hint; a fixed size
-        # beside a symbol stays the size.
+        # Two symbols that an op requires to be equal (labels and logits, say) have the same hint; a fixed
+        # size beside a symbol stays the size.
         sizes = (self._sizes[a], self._sizes[b])
         if sizes[0].hint != sizes[1].hint or not sizes[0].hint:
             return False
@@ -116,7 +117,7 @@ class Partition:
         return queue[0] if from_left else queue[-1]
 
     def _agree(self, x: int, y: int, from_left: bool) -> bool:
-        """Union two atoms of equal size, or refine the bigger by the smaller; tell whether either was possible."""
+        """Union atoms of equal size, or refine the bigger by the smaller; tell whether it worked."""
         if self._sizes[x] == self._sizes[y]:
             self._union(x, y)
             return True

@@ -25,10 +25,10 @@ def register_rule(
 
     Args:
         op: the op, e.g. `torch.ops.mylib.myop.default`, or its name "mylib.myop.default" (`*` allowed).
-        rule: a rule line such as "... k, o k -> ... o" (see `hetu_fx.deduction.line`), or a function from `Call` to
-            `Factoring`.
-        linear: for a line: in which operands the op is linear: "none", "each" (one at a time), "all" (jointly), or
-            sets of operand positions.
+        rule: a rule line such as "... k, o k -> ... o" (see `hetu_fx.deduction.line`), or a function from
+            `Call` to `Factoring`.
+        linear: for a line: in which operands the op is linear: "none", "each" (one at a time), "all"
+            (jointly), or sets of operand positions.
 
     Raises:
         RuleError: the line or the op's name is malformed.

@@ -1,74 +1,37 @@
 """Prove, use by use, that a shard may order, index and count its own rows (see `rules.routing`).
 
-Followed through the graph, per tensor: in which order the rows of each dim stand (natural, or made by one sort), whether
-the values are positions of rows and in which order those rows stand, and whether the values are a sort's keys or counts
-of them. A value that is used in any other way (as a number, across rows, as an output) spoils the sorts and the
-counting sequences it comes from: their ops keep the general rule. What is left may be done shard by shard, because
-positions made in a shard are used to index rows of that shard only, and every row that is moved is put back.
+Followed through the graph, per tensor: in which order the rows of each dim stand (natural, or made by one
+sort), whether the values are positions of rows and in which order those rows stand, and whether the values
+are a sort's keys or counts of them. A value that is used in any other way (as a number, across rows, as an
+output) spoils the sorts and the counting sequences it comes from: their ops keep the general rule. What is
+left may be done shard by shard, because positions made in a shard are used to index rows of that shard
+only, and every row that is moved is put back.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.registry import rule_for
-from hetu_fx.deduction.rule import Dim, Factoring
+from hetu_fx.deduction.rows import NATURAL, PLAIN, SELF, Misuse, OpStep, Rows
+from hetu_fx.deduction.rule import Factoring
 from hetu_fx.deduction.rules.routing import ROLES, Role
-from hetu_fx.deduction.size import Size
-
-NATURAL = 0  # the order of the single device's program
-SELF = -1  # of positions: in the order that the dim of the positions itself stands in
-Place = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What is known of a tensor's rows and values; a tensor without it is natural and holds plain numbers.
-
-    Fields:
-        orders: per dim the order of its rows, where it is not natural.
-        points: if the values are positions of rows: the order that those rows stand in.
-        size: the number of rows that the positions are among.
-        keys: the order that sorted these values.
-        counts: the order whose keys these values count.
-        origins: the sorts and counting sequences all this comes from.
-    """
-
-    orders: Mapping[int, int] = field(default_factory=dict)
-    points: int | None = None
-    size: Size | None = None
-    keys: int | None = None
-    counts: int | None = None
-    origins: frozenset[int] = frozenset()
-
-    @property
-    def is_local(self) -> bool:
-        """Tell whether the tensor differs from the single device's, shard by shard."""
-        return bool(self.orders) or self.points is not None
-
-
-PLAIN = Rows()
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What was proved: the calls that may be made shard by shard, and the nodes in an order of the shard's own."""
+    """What was proved: calls that may be made shard by shard, and nodes in an order of the shard's own."""
 
     calls: Mapping[fx.Node, Call]
     shard_ordered: frozenset[fx.Node]
 
 
-class _Misuse(Exception):
-    """A value is used in a way that would give the shards away; caught by the tracker."""
-
-
 def find_routing(graph: fx.Graph, steps: Mapping[fx.Node, tuple[Call, Factoring]]) -> Routing:
-    """Return what may be done shard by shard in a graph, given each op node's call and its general factors."""
+    """Return what may be done shard by shard, given each op node's call and its general factors."""
     tracker = _Tracker()
     for node in graph.nodes:
         if node in steps:
@@ -126,18 +89,19 @@ class _Tracker:
         role = ROLES.get(call.op)
         if not origins and role not in (Role.SORT, Role.COUNT_UP):
             return
-        step = _OpStep(node, call, factoring, tuple(given))
+        step = OpStep(node, call, factoring, tuple(given))
         try:
             results = self._follow(step, role)
-        except _Misuse:
+        except Misuse:
             self._spoiled |= origins
             return
         origins = origins.union(*(rows.origins for rows in results))
         self._links.append(origins)
         self._origins[node] = origins
-        self._rows[node] = tuple(replace(rows, origins=origins) for rows in results)
+        known = (replace(rows, origins=origins) if rows.is_known else PLAIN for rows in results)
+        self._rows[node] = tuple(known)
 
-    def _follow(self, step: _OpStep, role: Role | None) -> Sequence[Rows]:
+    def _follow(self, step: OpStep, role: Role | None) -> Sequence[Rows]:
         match role:
             case Role.SORT:
                 return self._sort(step)
@@ -170,7 +134,7 @@ class _Tracker:
         self._count += 1
         return self._count
 
-    def _sort(self, step: _OpStep) -> Sequence[Rows]:
+    def _sort(self, step: OpStep) -> Sequence[Rows]:
         rows, shape = step.given[0], step.call.operands[0].shape
         if len(shape) != 1 or rows.counts is not None:
             return step.moved()
@@ -178,22 +142,22 @@ class _Tracker:
         if rows.points is not None:
             return self._sort_positions(step, rows)
         if rows.is_local:
-            raise _Misuse
+            raise Misuse
         origin = self._new_origin()
         self._sorted[origin] = step.call.operands[0].source
         known = Rows(orders={0: origin}, origins=frozenset({origin}))
         positions = replace(known, points=NATURAL, size=shape[0])
         return [replace(known, keys=origin), positions] if len(step.call.results) == 2 else [positions]
 
-    def _sort_positions(self, step: _OpStep, rows: Rows) -> Sequence[Rows]:
+    def _sort_positions(self, step: OpStep, rows: Rows) -> Sequence[Rows]:
         """Sorting the positions that a sort took rows from gives the positions they went to."""
         size = step.call.operands[0].shape[0]
         if rows.points != NATURAL or not rows.orders or rows.size != size:
-            raise _Misuse
+            raise Misuse
         back = Rows(points=rows.orders[0], size=size)
         return [Rows(points=SELF, size=size), back] if len(step.call.results) == 2 else [back]
 
-    def _count_up(self, step: _OpStep) -> Sequence[Rows]:
+    def _count_up(self, step: OpStep) -> Sequence[Rows]:
         arguments, size = step.call.arguments, step.call.results[0][0]
         from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
         if not from_zero or size.number == 1:
@@ -201,7 +165,7 @@ class _Tracker:
         self._calls[step.node] = replace(step.call, routed=True)
         return [Rows(points=SELF, size=size, origins=frozenset({self._new_origin()}))]
 
-    def _index(self, step: _OpStep) -> Sequence[Rows]:
+    def _index(self, step: OpStep) -> Sequence[Rows]:
         source = step.call.operands[0]
         dims = [i for i, index in enumerate(step.call.arguments["indices"]) if index is not None]
         pointers = {}
@@ -209,151 +173,51 @@ class _Tracker:
             if step.given[position].points is not None:
                 target = step.target(position)
                 if source.shape[dim] != step.given[position].size or step.order(0, dim) != target:
-                    raise _Misuse
+                    raise Misuse
                 pointers[position] = dim
         if not pointers:
             return step.carried()
         call = replace(step.call, pointers=frozenset(pointers))
         self._calls[step.node] = call
-        found = step.with_call(call).moved(consumed=frozenset((0, dim) for dim in pointers.values()), positions=pointers)
+        consumed = frozenset((0, dim) for dim in pointers.values())
+        found = step.with_call(call).moved(consumed, pointers)
         first, keys = step.given[0], self._keys(step)
         return [replace(rows, points=first.points, size=first.size, keys=keys) for rows in found]
 
-    def _keys(self, step: _OpStep) -> int | None:
+    def _keys(self, step: OpStep) -> int | None:
         """Return the order whose keys these are: what it sorted, taken from where it took them."""
         index = step.given[1]
         order = index.orders.get(0) if index.points == NATURAL and len(step.given) == 2 else None
         return order if order and self._sorted[order] is step.call.operands[0].source else None
 
-    def _put(self, step: _OpStep) -> Sequence[Rows]:
+    def _put(self, step: OpStep) -> Sequence[Rows]:
         if len(step.given) != 3 or step.call.arguments.get("accumulate"):
-            raise _Misuse
+            raise Misuse
         _, index, values = step.given
         target, shapes = step.call.operands[0].shape, {operand.shape for operand in step.call.operands}
         if len(target) != 1 or len(shapes) != 1 or index.points != NATURAL or index.size != target[0]:
-            raise _Misuse
+            raise Misuse
         self._calls[step.node] = replace(step.call, pointers=frozenset({1}))
         if values.points == SELF and not values.orders:
             return [Rows(points=step.order(1, 0), size=target[0])]
         if values.points is not None or step.order(2, 0) != step.order(1, 0):
-            raise _Misuse
+            raise Misuse
         return [PLAIN]
 
-    def _add_rows(self, step: _OpStep) -> Sequence[Rows]:
+    def _add_rows(self, step: OpStep) -> Sequence[Rows]:
         target, index, added = step.given
         shape = step.call.operands[0].shape
         dim = step.call.dim("dim", len(shape))
         elsewhere = [order for place, order in added.orders.items() if place != dim]
         misfit = index.points != NATURAL or index.size != shape[dim] or step.order(2, dim) != step.order(1, 0)
         if misfit or target.is_local or added.points is not None or elsewhere:
-            raise _Misuse
+            raise Misuse
         self._calls[step.node] = replace(step.call, pointers=frozenset({1}))
         return [PLAIN]
 
-    def _grouped(self, step: _OpStep) -> Sequence[Rows]:
+    def _grouped(self, step: OpStep) -> Sequence[Rows]:
         order = step.order(0, 0)
         if order == NATURAL or step.given[-1].counts != order or step.given[1].is_local:
-            raise _Misuse
+            raise Misuse
         self._calls[step.node] = replace(step.call, routed=True)
         return [Rows(orders={0: order})]
-
-
-@dataclass(frozen=True, slots=True)
-class _OpStep:
-    """An op node with what is known of its operands' rows."""
-
-    node: fx.Node
-    call: Call
-    factoring: Factoring
-    given: tuple[Rows, ...]
-
-    def with_call(self, call: Call) -> _OpStep:
-        """Return the step with another call, factored anew."""
-        rule = rule_for(self.node.target)
-        assert rule is not None, "an op with a role has a rule"
-        return replace(self, call=call, factoring=rule.factor(call))
-
-    def order(self, operand: int, dim: int) -> int:
-        """Return the order of the rows of an operand's dim."""
-        return self.given[operand].orders.get(dim, NATURAL)
-
-    def target(self, operand: int) -> int:
-        """Return the order of the rows that an operand's positions are among."""
-        shape, rows = self.call.operands[operand].shape, self.given[operand]
-        own = [dim for dim, size in enumerate(shape) if size.number != 1]
-        if len(own) != 1 or rows.points is None:
-            raise _Misuse
-        return self.order(operand, own[0]) if rows.points == SELF else rows.points
-
-    def moved(
-        self, consumed: Collection[Place] = frozenset(), positions: Collection[int] = frozenset()
-    ) -> Sequence[Rows]:
-        """Return the results of an op that passes rows on, in their order, and computes with their values.
-
-        Args:
-            consumed: (operand, dim) whose order ends here.
-            positions: operands whose values are read as positions.
-        """
-        if any(rows.points is not None for i, rows in enumerate(self.given) if i not in {*positions, 0}):
-            raise _Misuse
-        if self.given and self.given[0].points is not None and not positions:
-            raise _Misuse
-        orders = self._orders(consumed)
-        return [
-            Rows(orders={dim: orders[names] for dim, names in enumerate(dims) if orders.get(names, NATURAL)})
-            for dims in self.factoring.results
-        ]
-
-    def carried(self) -> Sequence[Rows]:
-        """Return the results of an op that moves or casts values: they stay what they are."""
-        first = self.given[0]
-        plain = replace(self, given=(replace(first, points=None), *self.given[1:]))
-        if first.points is not None and not self._keeps_all():
-            raise _Misuse
-        return [replace(first, orders=rows.orders) for rows in plain.moved()]
-
-    def _keeps_all(self) -> bool:
-        """Tell whether every factor of the first operand passes through."""
-        factors = frozenset(name for dim in self.factoring.operands[0] for name in dim)
-        return not factors & (self.factoring.whole | self.factoring.reduced)
-
-    def counted(self) -> Sequence[Rows]:
-        """Return the result of counting values: which order's keys are counted."""
-        return [replace(rows, counts=self.given[0].keys) for rows in self.moved()]
-
-    def divided(self) -> Sequence[Rows]:
-        """Return positions of slots, divided by the number of slots of a row: positions of rows."""
-        rows, slots = self.given[0], self.call.arguments.get("other")
-        mode = self.call.arguments.get("rounding_mode", "floor")
-        whole = rows.size is not None and isinstance(slots, int) and rows.points == NATURAL and mode is not None
-        size = rows.size.over(_slots(slots)) if whole and rows.size is not None else None
-        if size is None:
-            raise _Misuse
-        return [replace(rows, size=size)]
-
-    def _orders(self, consumed: Collection[Place]) -> dict[Dim, int]:
-        """Return the order of each dim by its factors; rows in two orders, cut up or looked across are a misuse."""
-        orders: dict[Dim, int] = {}
-        by_name: dict[str, int] = {}
-        for operand, dims in enumerate(self.factoring.operands):
-            for dim, names in enumerate(dims):
-                if operand in self.factoring.unread or (operand, dim) in consumed:
-                    continue
-                order = self.order(operand, dim)
-                if any(by_name.setdefault(name, order) != order for name in names):
-                    raise _Misuse
-                orders[names] = order
-                if order != NATURAL and not self._passes(names):
-                    raise _Misuse
-        return orders
-
-    def _passes(self, names: Dim) -> bool:
-        """Tell whether an ordered dim reaches the results as it is, or is summed away."""
-        across = self.factoring.whole - self.factoring.pinned
-        results = [dim for dims in self.factoring.results for dim in dims if set(dim) & set(names)]
-        return not across & set(names) and all(dim == names for dim in results)
-
-
-def _slots(count: object) -> Size:
-    assert isinstance(count, int)
-    return Size(count, (), count)

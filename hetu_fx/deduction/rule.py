@@ -1,8 +1,8 @@
-"""What a rule says about one call: which factors the dims of its operands and results consist of, and what they are.
+"""What a rule says about one call: the factors of the dims of its operands and results.
 
-A factor name stands for one index of the op's definition. A factor that no result has is summed away, one that stands
-in `whole` cannot be cut (the op looks across it), every other one passes through: each shard of it is computed from
-the same shard of the operands that have it.
+A factor name stands for one index of the op's definition. A factor that no result has is summed away, one
+that stands in `whole` cannot be cut (the op looks across it), every other one passes through: each shard of
+it is computed from the same shard of the operands that have it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Factoring:
         sizes: sizes of factors that are not alone in any dim.
         whole: factors that must not be cut in this op.
         linear: sets of operand positions the op is jointly linear in, the others held fixed.
-        additive: operands that are added after the summation over the factors they lack (a bias): if such a factor
-            is cut, only one shard may add them.
+        additive: operands that are added after the summation over the factors they lack (a bias): if such a
+            factor is cut, only one shard may add them.
         averaged: summed factors that the op divides by the count of: a shard's result weighs as its count.
         counted: operands that hold counts of the rows of the shard, so they are partial where rows are cut.
-        unread: operands of which only dtype and device are read: neither their factors nor their values matter.
+        unread: operands of which only dtype and device are read: neither their factors nor their values
+            matter.
         literals: arguments that hold literal sizes.
         pinned: factors that must not be cut anywhere in the graph.
         random: whether the op draws random numbers.
@@ -72,7 +73,7 @@ Builder = Callable[[Call], Factoring]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is known of one op: its name ("namespace.op.overload", `*` allowed) and how a call of it factors."""
+    """What is known of one op: "namespace.op.overload" (`*` allowed) and how a call of it factors."""
 
     op: str
     build: Builder
@@ -101,6 +102,6 @@ def _check_fits(rule: Rule, call: Call, factoring: Factoring) -> None:
     ruled = [len(dims) for dims in factoring.operands], [len(dims) for dims in factoring.results]
     if given != ruled:
         raise RuleError(
-            f"rule of {rule.op} has operands and results of ranks {ruled}, the call has {given} ({call.where}); "
-            f"rule: {rule.text}"
+            f"the rule of {rule.op} has operands and results of ranks {ruled}, the call has {given} "
+            f"({call.where}); rule: {rule.text}"
         )

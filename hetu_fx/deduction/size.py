@@ -1,7 +1,7 @@
 """Sizes of factors: products of an integer and of symbols, compared symbolically.
 
-A size is `coefficient * atom ** power * ...`. An atom is a symbol of the captured graph, or a sum such as `s3 + 1`
-taken as one opaque unit, so multiplying and dividing sizes never needs computer algebra.
+A size is `coefficient * atom ** power * ...`. An atom is a symbol of the captured graph, or a sum such as
+`s3 + 1` taken as one opaque unit, so multiplying and dividing sizes never needs computer algebra.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Size:
         return Size(self.coefficient * other.coefficient, _sorted(powers), self.hint * other.hint)
 
     def over(self, other: Size) -> Size | None:
-        """Return the exact quotient, or None if `other` does not divide this size for every value of the symbols."""
+        """Return the exact quotient, or None if `other` does not divide this size for every value of the
+        symbols."""
         if not other.coefficient or self.coefficient % other.coefficient:
             return None
         powers = dict(self.atoms)

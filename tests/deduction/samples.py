@@ -58,7 +58,9 @@ def unary(name: str) -> list[Sample]:
         return [Sample((x(3, 4), 0.7), fixed=(0,))]
     else:
         arguments = (x(3, 4),)
-    required = [a for a in find_op(name)._schema.arguments[1:] if not a.has_default_value() and not a.kwarg_only]
+    required = [
+        a for a in find_op(name)._schema.arguments[1:] if not a.has_default_value() and not a.kwarg_only
+    ]
     extra = EXTRA.get(name, tuple(1 if "bitwise" in name or "__" in name else 0.7 for _ in required))
     return [sample(*arguments, *extra)]
 
@@ -81,13 +83,21 @@ def pointwise_samples() -> dict[str, list[Sample]]:
 
 
 ARITHMETIC = {
-    "add.Tensor": [sample(x(3, 4), x(4)), sample(x(3, 4), 2.0), sample(x(3, 4), 0), sample(x(3, 4), x(3, 1), alpha=2)],
+    "add.Tensor": [
+        sample(x(3, 4), x(4)),
+        sample(x(3, 4), 2.0),
+        sample(x(3, 4), 0),
+        sample(x(3, 4), x(3, 1), alpha=2),
+    ],
     "sub.Tensor": [sample(x(3, 4), x(3, 4)), sample(x(3, 4), 1.0)],
     "mul.Tensor": [sample(x(3, 4), x(6, 1, 4)), sample(x(3, 4), 2.0)],
     "mul.Scalar": [sample(x(3, 4), 2.0)],
     "div.Tensor": [sample(x(3, 4), x(4)), sample(x(3, 4), 2.0)],
     "div.Scalar": [sample(x(3, 4), 2.0)],
-    "div.Tensor_mode": [sample(x(3, 4), x(4), rounding_mode="floor"), sample(x(3, 4), x(4), rounding_mode=None)],
+    "div.Tensor_mode": [
+        sample(x(3, 4), x(4), rounding_mode="floor"),
+        sample(x(3, 4), x(4), rounding_mode=None),
+    ],
     "true_divide.Tensor": [sample(x(3, 4), x(4))],
     "where.self": [sample(flags(3, 4), x(3, 1), x(4))],
     "where.ScalarOther": [sample(flags(3, 4), x(3, 4), 0.0), sample(flags(3, 4), x(3, 4), 1.0)],
@@ -135,7 +145,10 @@ REDUCTION = {
     **{op: [sample(x(3, 4))] for op in ("max", "min", "median", "prod", "std", "var")},
     **{op: [sample(flags(3, 4))] for op in ("any", "all")},
     **{op: [sample(x(3, 4), [1]), sample(x(3, 4), [0], True)] for op in ("amax", "amin", "logsumexp")},
-    **{op: [sample(x(3, 4), 1), sample(x(3, 4), 0, True)] for op in ("max.dim", "min.dim", "median.dim", "mode")},
+    **{
+        op: [sample(x(3, 4), 1), sample(x(3, 4), 0, True)]
+        for op in ("max.dim", "min.dim", "median.dim", "mode")
+    },
     **{op: [sample(x(3, 4), 1), sample(x(3, 4))] for op in ("argmax", "argmin")},
     **{op: [sample(flags(3, 4), 1), sample(flags(3, 4), 0, True)] for op in ("any.dim", "all.dim")},
     **{op: [sample(flags(3, 4), [1])] for op in ("any.dims", "all.dims")},
@@ -170,6 +183,7 @@ VIEW = {
     "broadcast_to": [sample(x(3, 1), [3, 4])],
     **{op: [sample(x(3, 4, 6), 0, -1)] for op in ("transpose.int", "swapaxes", "swapdims")},
     "t": [sample(x(3, 4)), sample(x(3))],
+    "numpy_T": [sample(x(3, 4, 6))],
     "mT": [sample(x(3, 4, 6))],
     "adjoint": [sample(x(3, 4, 6))],
     "permute": [sample(x(3, 4, 6), [2, 0, -2])],
@@ -199,7 +213,7 @@ VIEW = {
     **{op: [sample(x(3, 4, 4))] for op in ("tril", "triu")},
     "unfold": [sample(x(3, 8), 1, 4, 2)],
     "diagonal": [sample(x(3, 4, 4), 0, 1, 2)],
-    "slice_scatter": [sample(x(6, 4), x(3, 4), 0, 1, 4)],
+    "slice_scatter": [sample(x(6, 4), x(3, 4), 0, 1, 4), sample(x(6, 4), x(6, 4), 0)],
     "select_scatter": [sample(x(6, 4), x(6), 1, 2)],
     "view_as_complex": [sample(x(3, 4, 2))],
     "view_as_real": [sample(torch.complex(x(3, 4), x(3, 4)))],
@@ -211,15 +225,23 @@ NORMALIZATION = {
     "native_layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6), 1e-5)],
     "rms_norm": [sample(x(3, 4, 6), [6], x(6))],
     "_fused_rms_norm": [sample(x(3, 4, 6), [6], x(6), 1e-5)],
-    "group_norm": [sample(x(3, 12, 5), 4, x(12), x(12)), sample(x(3, 4, 5), 1, x(4), x(4)), sample(x(3, 4, 5), 4)],
+    "group_norm": [
+        sample(x(3, 12, 5), 4, x(12), x(12)),
+        sample(x(3, 4, 5), 1, x(4), x(4)),
+        sample(x(3, 4, 5), 4),
+    ],
     "batch_norm": [
         Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), False, 0.1, 1e-5, False), fixed=(3, 4)),
         sample(x(3, 4, 5), x(4), x(4), None, None, True, 0.1, 1e-5, False),
     ],
     "native_batch_norm": [sample(x(3, 4, 5), x(4), x(4), None, None, True, 0.1, 1e-5)],
     "_native_batch_norm_legit": [Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), True, 0.1, 1e-5), fixed=(3, 4))],
-    "_native_batch_norm_legit_functional": [Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), True, 0.1, 1e-5), fixed=(3, 4))],
-    "_batch_norm_with_update_functional": [Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), 0.1, 1e-5), fixed=(3, 4))],
+    "_native_batch_norm_legit_functional": [
+        Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), True, 0.1, 1e-5), fixed=(3, 4))
+    ],
+    "_batch_norm_with_update_functional": [
+        Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), 0.1, 1e-5), fixed=(3, 4))
+    ],
     "instance_norm": [sample(x(3, 4, 5), x(4), x(4), None, None, True, 0.1, 1e-5, False)],
 }
 ATTENTION = {
@@ -253,7 +275,11 @@ SCORES = [x(6, 4), x(3, 4, 5)]
 LOSS = {
     "cross_entropy_loss": [
         *(sample(x(6, 4), ids(4, 6), None, reduction) for reduction in (0, 1, 2)),
-        *(sample(x(3, 4, 5), ids(4, 3, 5)), Sample((x(6, 4), ids(4, 6), x(4), 2), fixed=(2,)), sample(x(6, 4), x(6, 4))),
+        *(
+            sample(x(3, 4, 5), ids(4, 3, 5)),
+            Sample((x(6, 4), ids(4, 6), x(4), 2), fixed=(2,)),
+            sample(x(6, 4), x(6, 4)),
+        ),
         sample(x(6, 4), ids(4, 6), label_smoothing=0.1),
     ],
     "nll_loss": [*(sample(x(6, 4), ids(4, 6), None, reduction) for reduction in (0, 1, 2))],
@@ -273,8 +299,14 @@ LOSS = {
 CONVOLUTION = {
     "conv1d": [sample(x(3, 4, 7), x(6, 4, 3), x(6))],
     "conv2d": [
-        *(sample(x(3, 4, 7, 7), x(6, 4, 3, 3), x(6), [2, 2], [1, 1]), sample(x(4, 7, 7), x(6, 4, 3, 3), x(6))),
-        *(sample(x(3, 6, 7, 7), x(6, 1, 3, 3), x(6), [1, 1], [1, 1], [1, 1], 6), sample(x(3, 4, 5, 5), x(6, 4, 1, 1))),
+        *(
+            sample(x(3, 4, 7, 7), x(6, 4, 3, 3), x(6), [2, 2], [1, 1]),
+            sample(x(4, 7, 7), x(6, 4, 3, 3), x(6)),
+        ),
+        *(
+            sample(x(3, 6, 7, 7), x(6, 1, 3, 3), x(6), [1, 1], [1, 1], [1, 1], 6),
+            sample(x(3, 4, 5, 5), x(6, 4, 1, 1)),
+        ),
         sample(x(3, 12, 7, 7), x(6, 4, 3, 3), x(6), [1, 1], [0, 0], [1, 1], 3),
     ],
     "conv3d": [sample(x(2, 4, 3, 3, 3), x(6, 4, 2, 2, 2), x(6))],
@@ -314,7 +346,10 @@ CONVOLUTION = {
 RANDOM = {
     "dropout": [sample(x(3, 4), 0.5, False), Sample((x(3, 4), 0.5, True), values=False)],
     "native_dropout": [sample(x(3, 4), 0.5, False)],
-    **{op: [sample(x(3, 4), 0.5, False)] for op in ("alpha_dropout", "feature_dropout", "feature_alpha_dropout")},
+    **{
+        op: [sample(x(3, 4), 0.5, False)]
+        for op in ("alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+    },
     **{op: [Sample((x(3, 4),), values=False)] for op in ("rand_like", "randn_like", "bernoulli")},
     "bernoulli.p": [Sample((x(3, 4), 0.5), values=False)],
     **{op: [Sample(([3, 4],), values=False)] for op in ("rand", "randn")},
@@ -348,7 +383,19 @@ CREATION = {
     "eye": [sample(4)],
     "scalar_tensor": [sample(2.0)],
 }
-FAMILIES = (ARITHMETIC, MATMUL, REDUCTION, VIEW, NORMALIZATION, ATTENTION, LOOKUP, LOSS, CONVOLUTION, RANDOM, ROUTING)
+FAMILIES = (
+    ARITHMETIC,
+    MATMUL,
+    REDUCTION,
+    VIEW,
+    NORMALIZATION,
+    ATTENTION,
+    LOOKUP,
+    LOSS,
+    CONVOLUTION,
+    RANDOM,
+    ROUTING,
+)
 SAMPLES: dict[str, list[Sample]] = pointwise_samples() | {
     full_name(op): calls for family in (*FAMILIES, CREATION) for op, calls in family.items()
 }

@@ -63,7 +63,9 @@ class Simulation:
         """Compute sizes from what each rank holds."""
         parts = []
         for rank in range(len(self.cuts)):
-            args = tree_map(lambda i, r=rank: self.local[i].parts[r] if isinstance(i, fx.Node) else i, node.args)
+            args = tree_map(
+                lambda i, r=rank: self.local[i].parts[r] if isinstance(i, fx.Node) else i, node.args
+            )
             parts.append(node.target(*args))
         return Local("copy", tuple(parts))
 
@@ -155,7 +157,12 @@ class Simulation:
         assert found.shape == expected.shape, f"{what}: {tuple(found.shape)} for {tuple(expected.shape)}"
         tolerance = 1e-10 if expected.dtype == torch.float64 else 2e-5
         torch.testing.assert_close(
-            found.to(expected.dtype), expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}"
+            found.to(expected.dtype),
+            expected,
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m: f"{what}: {m}",
         )
 
 

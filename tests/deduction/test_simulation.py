@@ -29,12 +29,17 @@ LENGTH = 13
 def prepared(name: str) -> tuple[Graph, FactorMap, list[torch.Tensor]]:
     torch.manual_seed(0)
     sample = SAMPLES[name]
-    model, batch = sample.model(**NO_DROPOUT.get(name, {})).train(), sample.batch(5 if name == "vit" else 7, LENGTH)
+    model, batch = (
+        sample.model(**NO_DROPOUT.get(name, {})).train(),
+        sample.batch(5 if name == "vit" else 7, LENGTH),
+    )
     if name != "mixtral":  # grouped matmuls know no float64
         model, batch = model.double(), to_double(batch)
     graph = capture(model, batch)
     inputs = [leaf for leaf in graph.leaves if leaf.name in batch]
-    assert all(meta.hints(leaf.node) == tuple(batch[leaf.name].shape) for leaf in inputs), "the sizes that run are the hints"
+    assert all(meta.hints(leaf.node) == tuple(batch[leaf.name].shape) for leaf in inputs), (
+        "the sizes that run are the hints"
+    )
     return graph, analyse(graph), [value.detach() for value in leaf_values(graph, model, batch)]
 
 

@@ -17,6 +17,7 @@ from hetu_fx.deduction.rules import (
     random,
     reduction,
     routing,
+    slicing,
     view,
 )
 
@@ -25,6 +26,7 @@ FAMILIES = (
     matmul,
     reduction,
     view,
+    slicing,
     normalization,
     attention,
     embedding,

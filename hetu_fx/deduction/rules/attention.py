@@ -1,4 +1,4 @@
-"""Attention: batch, heads, queries and value channels pass through; keys and the contracted channels stay whole."""
+"""Attention: batch, heads, queries and value channels pass through; keys and their channels stay whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetu_fx.deduction.size import ONE, Size
 
 
 def scaled_dot_product(call: Call) -> Factoring:
-    """Attend: linear in the values; queries stay whole too under a causal mask, which depends on their position."""
+    """Attend: linear in the values; under a causal mask, which depends on position, queries stay whole."""
     query, key, value = (operand.shape for operand in call.operands[:3])
     result = call.results[0]
     leading = list(dims_of(result[:-2], "b"))

@@ -1,4 +1,4 @@
-"""Ops that create tensors: constants of a given size can be made shard by shard, counting sequences cannot."""
+"""Ops that create tensors: constants can be made shard by shard, counting sequences cannot."""
 
 from __future__ import annotations
 

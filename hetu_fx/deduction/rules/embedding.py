@@ -1,7 +1,7 @@
 """Look-ups: the dim that is looked into stays whole, the dims of the indices and all others pass through.
 
-An index operand whose values are positions of rows inside the shard (`Call.pointers`) looks into its own rows: then
-the rows pass through too, see `routing`.
+An index operand whose values are positions of rows inside the shard (`Call.pointers`) looks into its own
+rows: then the rows pass through too, see `routing`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def indexed(call: Call) -> Factoring:
 
 
 class _Rows:
-    """The factors of index dims that are positions of rows: (row, slot) where several slots point at each row."""
+    """The factors of index dims that are positions of rows: (row, slot) if several point at each row."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -91,7 +91,7 @@ def _broadcast(shapes: list[Shape]) -> Shape:
 
 
 def put(call: Call) -> Factoring:
-    """Write values at indexed positions; everything that is indexed stays whole, unless rows are only permuted."""
+    """Write values at positions; all that is indexed stays whole, unless rows are only permuted."""
     dims = dims_of(call.operands[0].shape)
     given = [i for i, index in enumerate(call.arguments["indices"]) if index is not None]
     if call.pointers and len(dims) == 1:
@@ -115,7 +115,7 @@ def put(call: Call) -> Factoring:
 
 
 def gathered(call: Call) -> Factoring:
-    """Pick along one dim, which stays whole in the tensor; other dims pass through where they are taken in full."""
+    """Pick along one dim, whole in the tensor; other dims pass through where they are taken in full."""
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim("dim", len(shape))
     dims = dims_of(index)
@@ -147,7 +147,7 @@ def scattered(call: Call) -> Factoring:
 
 
 def picked_rows(call: Call) -> Factoring:
-    """Pick along one dim by a list of positions; the dim stays whole in the tensor, the list passes through."""
+    """Pick along one dim, whole in the tensor, by a list of positions, which passes through."""
     dims = dims_of(call.operands[0].shape)
     dim = call.dim("dim", len(dims))
     index = dims_of(call.operands[1].shape, "i")

@@ -40,12 +40,12 @@ def over_groups(call: Call) -> Factoring:
 
 
 def over_batch(call: Call) -> Factoring:
-    """Normalize over batch and space (batch norm): channels pass through; when it uses running statistics all do."""
+    """Normalize over batch and space (batch norm): channels pass; with running statistics all do."""
     return _per_channel(call, over_rows=_uses_batch_statistics(call))
 
 
 def over_instance(call: Call) -> Factoring:
-    """Normalize over space (instance norm): batch and channels pass through, the batch not if statistics run."""
+    """Normalize over space (instance norm): channels pass, the batch too unless statistics run."""
     return _per_channel(call, over_rows=call.position("running_mean") is not None, over_space=True)
 
 

@@ -1,7 +1,7 @@
 """Pointwise ops: every factor passes through, operands are broadcast from the right.
 
-They differ in what they are linear in: sums jointly in all operands, products in each, quotients in the dividend,
-casts between floats and copies in their operand.
+They differ in what they are linear in: sums jointly in all operands, products in each, quotients in the
+dividend, casts between floats and copies in their operand.
 """
 
 from __future__ import annotations
@@ -69,31 +69,27 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-COPIES = (
-    "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "neg", "positive", "to.dtype",
-    "to.device", "to.dtype_layout", "_to_copy", "deg2rad", "rad2deg",
-)  # fmt: skip
-UNARY = (
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bitwise_not", "ceil", "celu", "cos", "cosh", "digamma",
-    "elu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "gelu", "hardshrink", "hardsigmoid",
-    "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "leaky_relu", "lgamma", "log", "log10", "log1p", "log2",
-    "log_sigmoid", "logical_not", "logit", "mish", "nan_to_num", "reciprocal", "relu", "relu6", "round", "rsqrt",
-    "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sqrt",
-    "square", "tan", "tanh", "threshold", "trunc", "fix", "i0",
-    "add.Scalar", "sub.Scalar", "rsub.Scalar", "pow.Tensor_Scalar", "pow.Scalar", "remainder.Scalar", "fmod.Scalar",
-    "floor_divide.Scalar", "clamp", "clamp_min", "clamp_max", "clip",
-    "eq.Scalar", "ne.Scalar", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar",
-    "__and__.Scalar", "__or__.Scalar", "__xor__.Scalar", "bitwise_and.Scalar", "bitwise_or.Scalar",
-    "zeros_like", "ones_like", "empty_like", "full_like",
-)  # fmt: skip
-BINARY = (
-    "rsub.Tensor", "pow.Tensor_Tensor", "remainder.Tensor", "fmod.Tensor", "floor_divide", "atan2",
-    "maximum", "minimum", "fmax", "fmin", "max.other", "min.other", "hypot", "logaddexp", "xlogy.Tensor",
-    "eq.Tensor", "ne.Tensor", "lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor", "isclose",
-    "logical_and", "logical_or", "logical_xor", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor",
-    "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor", "clamp.Tensor",
-    "addcdiv", "addcmul", "lerp.Scalar", "lerp.Tensor", "copysign.Tensor", "heaviside",
-)  # fmt: skip
+COPIES = """
+    clone contiguous detach alias lift_fresh_copy lift_fresh neg positive to.dtype to.device to.dtype_layout
+    _to_copy deg2rad rad2deg
+""".split()
+UNARY = """
+    abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh digamma elu erf erfc erfinv exp exp2
+    expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma
+    log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt
+    selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold
+    trunc fix i0 add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar remainder.Scalar fmod.Scalar
+    floor_divide.Scalar clamp clamp_min clamp_max clip eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar
+    ge.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar bitwise_and.Scalar bitwise_or.Scalar zeros_like
+    ones_like empty_like full_like
+""".split()
+BINARY = """
+    rsub.Tensor pow.Tensor_Tensor remainder.Tensor fmod.Tensor floor_divide atan2 maximum minimum fmax fmin
+    max.other min.other hypot logaddexp xlogy.Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor
+    ge.Tensor isclose logical_and logical_or logical_xor __and__.Tensor __or__.Tensor __xor__.Tensor
+    bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor clamp.Tensor addcdiv addcmul lerp.Scalar
+    lerp.Tensor copysign.Tensor polar complex heaviside
+""".split()
 
 RULES: tuple[Rule, ...] = (
     *built(copied, *COPIES),

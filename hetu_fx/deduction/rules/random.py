@@ -1,5 +1,7 @@
-"""Ops that draw random numbers: every factor passes through. What makes masks equal under every plan is another matter
-(transforms): here it is only said which calls draw."""
+"""Ops that draw random numbers: every factor passes through.
+
+What makes masks equal under every plan is another matter (transforms): here it is only said which calls draw.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions: sums make partial results, means too (weighed by the count), everything else keeps its dims whole."""
+"""Reductions: sums and (weighed by the count) means are partial, everything else keeps its dims whole."""
 
 from __future__ import annotations
 

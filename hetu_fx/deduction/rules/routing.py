@@ -1,11 +1,11 @@
 """Ops of mixture-of-experts routing: sort rows by expert, count them, multiply group by group, put them back.
 
-Sorting looks across rows, so in general its dim stays whole. Routing is different: each token is sent to its experts
-on its own, rows are only put in an order that groups them by expert, and are put back at the end. There a shard may
-sort its own rows: the order differs from the single device's, the results after putting back do not. The order inside
-a shard is consistent in itself if indices of rows are used only to index those rows, and if what counts the rows of
-each expert counts the shard's own (`counted`). `row_order` proves this use by use over the graph; where it cannot,
-`Call.routed` is False and the rows stay whole.
+Sorting looks across rows, so in general its dim stays whole. Routing is different: each token is sent to
+its experts on its own, rows are only put in an order that groups them by expert, and are put back at the
+end. There a shard may sort its own rows: the order differs from the single device's, the results after
+putting back do not. The order inside a shard is consistent in itself if indices of rows are used only to
+index those rows, and if what counts the rows of each expert counts the shard's own (`counted`). `row_order`
+proves this use by use over the graph; where it cannot, `Call.routed` is False and the rows stay whole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def histogram(call: Call) -> Factoring:
 
 
 def grouped_product(call: Call) -> Factoring:
-    """Multiply groups of rows by a matrix each; rows pass only with the shard's own counts, groups stay whole."""
+    """Multiply groups of rows by a matrix each; rows pass with the shard's own counts, groups do not."""
     ranks = [len(operand.shape) for operand in call.operands]
     if ranks == [3, 3]:
         return _batched(call)
@@ -92,25 +92,21 @@ class Role(Enum):
     MAKE_LIKE = "make_like"  # reads a shape only
 
 
-ROLES: Mapping[str, Role] = {
-    full_name(op): role
-    for role, ops in {
-        Role.SORT: ("sort", "sort.stable", "argsort", "argsort.stable"),
-        Role.COUNT_UP: ("arange", "arange.start", "arange.start_step"),
-        Role.COUNT: ("histc",),
-        Role.GROUPED: ("_grouped_mm", "transformers.grouped_mm_fallback.default"),
-        Role.INDEX: ("index.Tensor", "_unsafe_index.Tensor"),
-        Role.PUT: ("index_put", "_unsafe_index_put"),
-        Role.ADD_ROWS: ("index_add",),
-        Role.DIVIDE: ("floor_divide", "floor_divide.Scalar", "div.Tensor_mode"),
-        Role.ADD: ("add.Tensor", "add.Scalar", "sub.Tensor"),
-        Role.MAKE_LIKE: ("empty_like", "zeros_like", "ones_like", "full_like"),
-        Role.CARRY: (
-            *("clone", "contiguous", "detach", "alias", "to.dtype", "to.device", "to.dtype_layout", "_to_copy"),
-            *("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze.dim", "expand", "transpose.int", "permute"),
-            "slice.Tensor",
-        ),
-        Role.ADD_UP: ("cumsum",),
-    }.items()
-    for op in ops
+OPS_BY_ROLE = {
+    Role.SORT: "sort sort.stable argsort argsort.stable",
+    Role.COUNT_UP: "arange arange.start arange.start_step",
+    Role.COUNT: "histc",
+    Role.ADD_UP: "cumsum",
+    Role.GROUPED: "_grouped_mm transformers.grouped_mm_fallback.default",
+    Role.INDEX: "index.Tensor _unsafe_index.Tensor",
+    Role.PUT: "index_put _unsafe_index_put",
+    Role.ADD_ROWS: "index_add",
+    Role.DIVIDE: "floor_divide floor_divide.Scalar div.Tensor_mode",
+    Role.ADD: "add.Tensor add.Scalar sub.Tensor",
+    Role.MAKE_LIKE: "empty_like zeros_like ones_like full_like",
+    Role.CARRY: """
+        clone contiguous detach alias to.dtype to.device to.dtype_layout _to_copy view reshape _unsafe_view
+        unsqueeze squeeze.dim expand transpose.int permute slice.Tensor
+    """,
 }
+ROLES: Mapping[str, Role] = {full_name(op): role for role, ops in OPS_BY_ROLE.items() for op in ops.split()}

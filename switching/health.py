@@ -26,7 +26,7 @@ HEALTHY = 1.0
 
 @dataclass(slots=True)
 class _Device:
-    """One rank's recent seconds per unit of work, its normal, its reported rate, and how long a shift lasts."""
+    """One rank's recent seconds per unit of work, its normal, its reported rate, how long a shift lasts."""
 
     recent: deque[float]
     normal: float | None
@@ -59,8 +59,7 @@ class HealthTracker:
             raise StateError(f"window {self.window}, patience {self.patience}; give 1 or more of each")
         if not 0 <= self.hysteresis <= self.threshold:
             raise StateError(
-                f"hysteresis is {self.hysteresis}, threshold {self.threshold}; "
-                f"give 0 <= hysteresis <= threshold"
+                f"hysteresis is {self.hysteresis}, threshold {self.threshold}; give 0 <= hysteresis <= threshold"
             )
 
     @property

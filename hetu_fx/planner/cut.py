@@ -1,0 +1,101 @@
+"""What a tensor parallel group would cut in a graph, for the costs of a program.
+
+Which factor classes are cut is decided where plans are put on graphs; here it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from hetu_fx.deduction.factors import FactorClass, FactorMap
+
+
+class Cut(Protocol):
+    """What the costs need to know of a cut."""
+
+    @property
+    def units(self) -> int:
+        """Return how many parts can be made at most; 1 if nothing is cut."""
+        ...
+
+    def shares_work(self, node: fx.Node) -> bool:
+        """Tell whether the devices of a group do a part of this op each."""
+        ...
+
+    def splits(self, node: fx.Node) -> bool:
+        """Tell whether the devices of a group hold a part of this value each."""
+        ...
+
+    def sums(self, node: fx.Node) -> bool:
+        """Tell whether the parts of this value must be summed over the group."""
+        ...
+
+    def contracted(self, node: fx.Node) -> int:
+        """Return the size over which the op sums products of two operands; 0 if it is not known to do so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoCut:
+    """Nothing is cut: every device of a group would do everything."""
+
+    units: int = 1
+
+    def shares_work(self, node: fx.Node) -> bool:
+        """Tell that no work is shared."""
+        return False
+
+    def splits(self, node: fx.Node) -> bool:
+        """Tell that no value is split."""
+        return False
+
+    def sums(self, node: fx.Node) -> bool:
+        """Tell that no sum is needed."""
+        return False
+
+    def contracted(self, node: fx.Node) -> int:
+        """Return that nothing is known."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class FactorCut:
+    """Factor classes are cut."""
+
+    factors: FactorMap
+    classes: frozenset[FactorClass]
+
+    @property
+    def units(self) -> int:
+        """Return the size of the smallest class: no device of a group may be left without a part."""
+        return min((factor.size or 1 for factor in self.classes), default=1)
+
+    def shares_work(self, node: fx.Node) -> bool:
+        """Tell whether a cut class stands in an operand or a result of the op, and may be cut there."""
+        if not self.factors.is_op(node):
+            return False
+        op = self.factors.op(node)
+        tensors = (*op.results, *(operand.dims for operand in op.operands))
+        present = {factor for dims in tensors for dim in dims for factor in dim}
+        return not self.classes.isdisjoint(present - op.whole)
+
+    def splits(self, node: fx.Node) -> bool:
+        """Tell whether a cut class stands in a dim of the value."""
+        return any(not self.classes.isdisjoint(dim) for dim in self.factors.dims(node))
+
+    def sums(self, node: fx.Node) -> bool:
+        """Tell whether the op sums over a cut class."""
+        return self.factors.is_op(node) and not self.classes.isdisjoint(self.factors.op(node).reduced)
+
+    def contracted(self, node: fx.Node) -> int:
+        """Return the size of the classes that are summed away and stand in two operands at least."""
+        if not self.factors.is_op(node):
+            return 0
+        op = self.factors.op(node)
+        operands = [{factor for dim in operand.dims for factor in dim} for operand in op.operands]
+        shared = [c for c in op.reduced if c.size and sum(c in operand for operand in operands) > 1]
+        return math.prod(factor.size or 1 for factor in shared) if shared else 0

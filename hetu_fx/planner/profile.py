@@ -1,0 +1,240 @@
+"""What a captured program costs, from its graph: FLOPs, memory traffic, parameters, activations, boundaries.
+
+FLOPs are counted by torch's own formulas, by running each distinct op on meta tensors of the example's
+sizes. Activations are what products read and make (and views of it share it), which is what min-cut
+rematerialisation keeps, near enough. A value that batch and parameters reach belongs to one part; masks and
+tables that only one of them reaches are computed wherever they are read, and cross no boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.planner.cut import Cut, NoCut
+from hetu_fx.planner.program import PartCosts, ProgramCosts
+
+
+def program_costs(graph: Graph, *, rows: int | None = None, cut: Cut | None = None) -> ProgramCosts:
+    """Return the costs of a step of a captured program.
+
+    Args:
+        graph: its example batch gives the sequence length that the costs are for.
+        rows: rows of a step over all replicas; None: as many as the example has.
+        cut: what a tensor parallel group would cut; None: nothing, so that no plan makes such groups.
+    """
+    profile = _Profile(graph, cut or NoCut())
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            profile.add_op(node)
+    for leaf in graph.leaves_of(LeafKind.PARAMETER):
+        profile.add_parameter(leaf.node)
+    count = graph.num_blocks
+    parts = [part.costs() for part in profile.parts]
+    return ProgramCosts(
+        rows=rows or profile.example_rows,
+        before=parts[0],
+        blocks=tuple(parts[1 : count + 1]),
+        after=parts[-1],
+        boundary_bytes=tuple(profile.boundary_bytes(block) for block in range(count - 1)),
+        units=profile.cut.units,
+    )
+
+
+def example_rows(graph: Graph) -> int:
+    """Return the number of rows of the example batch."""
+    sizes = [size for leaf in graph.leaves_of(LeafKind.INPUT) for size in _sizes(leaf.node)]
+    of_batch = [size for size in sizes if meta.depends_on_batch(size, graph)]
+    return meta.hint((of_batch or sizes or [1])[0])
+
+
+def _sizes(node: fx.Node) -> list[meta.Size]:
+    return list(meta.shape(node)) if meta.is_tensor(node) else []
+
+
+@dataclass(slots=True)
+class _Part:
+    """Running totals of one part, under the names of `PartCosts`."""
+
+    totals: dict[str, float] = field(default_factory=lambda: {f.name: 0.0 for f in fields(PartCosts)})
+
+    def add(self, name: str, amount: float, is_cut: bool = False) -> None:
+        """Add to a total, and to its share that is cut."""
+        self.totals[name] += amount
+        if is_cut:
+            self.totals[f"split_{name}"] += amount
+
+    def costs(self) -> PartCosts:
+        """Return the totals as costs."""
+        counts = {name: int(self.totals[name]) for name in ("num_reductions", "num_ops")}
+        return PartCosts(**{**self.totals, **counts})  # type: ignore[arg-type]
+
+
+class _Profile:
+    """The totals of all parts while the graph is walked: before, each block, after."""
+
+    def __init__(self, graph: Graph, cut: Cut) -> None:
+        self.cut, self.example_rows = cut, example_rows(graph)
+        self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
+        self._graph, self._counter = graph, _FlopCounter()
+        inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
+        self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+        by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
+        self._of_batch, self._mixed = by_batch, by_batch & by_weights
+        self._kept: set[fx.Node] = set()
+
+    def part_of(self, node: fx.Node) -> int:
+        """Return the index of a node's part: 0 before the blocks, k + 1 in block k, the last after them."""
+        position, count = self._graph.position(node), self._graph.num_blocks
+        is_after = position == count - 1 and self._graph.block_of(node) is None
+        return count + 1 if is_after and count else position + 1
+
+    def add_op(self, node: fx.Node) -> None:
+        """Count an op."""
+        if not meta.has_tensor(node) or not isinstance(node.target, torch._ops.OpOverload):
+            return  # getitem and arithmetic of sizes
+        part = self.parts[self.part_of(node)]
+        part.add("num_ops", 1)
+        if node not in self._of_batch:
+            return
+        flops, shares = self._flops(node), self.cut.shares_work(node)
+        part.add("flops", flops / self.example_rows, shares)
+        if flops:
+            self._keep([node, *node.all_input_nodes])
+        elif not _is_view(node):
+            moved = sum(_bytes(other) for other in (node, *node.all_input_nodes))
+            part.add("traffic_bytes", moved / self.example_rows, shares)
+        if self.cut.sums(node):
+            part.add("reduced_bytes", _bytes(node) / self.example_rows)
+            part.add("num_reductions", 1)
+
+    def _flops(self, node: fx.Node) -> int:
+        """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
+        return self._counter.flops(node) or 2 * self.cut.contracted(node) * _num_elements(node)
+
+    def _keep(self, nodes: Iterable[fx.Node]) -> None:
+        """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""
+        for node in nodes:
+            base = _base(node)
+            if base not in self._kept and base in self._of_batch and _is_float(base):
+                self._kept.add(base)
+                part = self.parts[self.part_of(base)]
+                is_cut = meta.is_tensor(base) and self.cut.splits(base)
+                part.add("activation_bytes", _bytes(base) / self.example_rows, is_cut)
+
+    def add_parameter(self, node: fx.Node) -> None:
+        """Count a parameter where it is used first; that later users hold a tied one too is left out."""
+        users = [self.part_of(user) for user in node.users if user.op == "call_function"]
+        self.parts[min(users, default=0)].add("parameter_bytes", _bytes(node), self.cut.splits(node))
+
+    def boundary_bytes(self, block: int) -> float:
+        """Return the bytes per row that cross from a block (and all before it) to the next ones."""
+        crossing = (n for n in self._mixed if self.part_of(n) <= block + 1 and self._last_use(n) > block + 1)
+        return sum(_bytes(node) for node in crossing) / self.example_rows
+
+    def _last_use(self, node: fx.Node) -> int:
+        return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)
+
+
+def _reached(graph: Graph, start: set[fx.Node]) -> set[fx.Node]:
+    reached = set(start)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Tell whether the op returns (a part of) its argument: by its schema, without asking which op it is."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node whose storage the value shares."""
+    while node.op == "call_function" and _is_view(node):
+        sources = [source for source in node.all_input_nodes if meta.has_tensor(source)]
+        if not sources:
+            break
+        node = sources[0]
+    return node
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    if not meta.has_value(node):
+        return []
+    return [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() for tensor in _tensors(node))
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(_numel(tensor) * tensor.element_size() for tensor in _tensors(node))
+
+
+def _num_elements(node: fx.Node) -> int:
+    return sum(map(_numel, _tensors(node)))
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= meta.hint(size)
+    return count
+
+
+class _FlopCounter:
+    """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def flops(self, node: fx.Node) -> int:
+        """Return the FLOPs of an op node at the example's sizes; 0 for one that cannot run without data."""
+        args, kwargs = tree_map(_meta_argument, (node.args, node.kwargs))
+        key = f"{node.target} {tree_map(_description, (args, kwargs))}"
+        if key not in self._known:
+            self._known[key] = _count(node.target, args, kwargs)
+        return self._known[key]
+
+
+def _meta_argument(argument: Any) -> Any:
+    return tree_map(_without_symbols, meta.value(argument)) if isinstance(argument, fx.Node) else argument
+
+
+def _without_symbols(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            sizes = [meta.hint(size) for size in value.shape]
+            return torch.empty(sizes, dtype=value.dtype, device="meta")
+        case torch.SymInt():
+            return meta.hint(value)
+        case _:
+            return value
+
+
+def _description(argument: Any) -> Any:
+    return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+
+def _count(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    placed = {**kwargs, "device": "meta"} if "device" in kwargs else dict(kwargs)
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            target(*args, **placed)
+    except (RuntimeError, NotImplementedError):
+        return 0  # an op whose result depends on data, or without a meta kernel, is no product
+    return int(counter.get_total_flops())

@@ -192,9 +192,7 @@ class BucketRun:
         told = {slot.name for message in self.messages for slot in message.unpacked}
         still = [c for c in crossings if c.name not in bucket.moved]
         self.kept = {c.name for c in still if c.name not in told and self._stays(c.name)}
-        self.copied = [
-            (c.name, *cuts) for c in still if c.name not in self.kept for cuts in self._own(c, rank)
-        ]
+        self.copied = [(c.name, *cuts) for c in still if c.name not in self.kept for cuts in self._own(c, rank)]
 
     def _stays(self, name: str) -> bool:
         source, target = self.sources[name], self.targets[name]
@@ -227,9 +225,7 @@ class BucketRun:
                 raise StateError(f"rank {self.table.rank} has a home piece of {name!r}, but none was given")
             return None
         if tuple(tensor.shape) != place.shape:
-            raise StateError(
-                f"rank {self.table.rank} holds {name!r} in shape {place.shape}, got {tuple(tensor.shape)}"
-            )
+            raise StateError(f"rank {self.table.rank} holds {name!r} in shape {place.shape}, got {tuple(tensor.shape)}")
         return tensor.detach().to(self.dtype)
 
     def take_own(self, values: Mapping[str, Tensor | None], arrivals: Arrivals) -> None:

@@ -11,9 +11,7 @@ from hetu_fx.comm_ops.op import CommOp, call
 from hetu_fx.comm_ops.wire import fresh, gather_parts
 
 
-def _eager(
-    x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str
-) -> Tensor:
+def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str) -> Tensor:
     table = active()
     check_size(x, dim, sizes[table.position(ranks)], outer, inner, "all_gather")
     shapes = [part_shape(x, dim, size, outer, inner) for size in sizes]
@@ -21,9 +19,7 @@ def _eager(
     return fresh(parts[0]) if len(parts) == 1 else join_parts(parts, dim, outer)
 
 
-def _fake(
-    x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str
-) -> Tensor:
+def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, cotangent: str) -> Tensor:
     return x.new_empty(part_shape(x, dim, sum(sizes), outer, inner))
 
 

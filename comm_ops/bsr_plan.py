@@ -188,9 +188,7 @@ def _chunks(part: Slice, count: int) -> list[Slice]:
     ]
 
 
-def _pass_on(
-    number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: _Loads
-) -> list[Transfer]:
+def _pass_on(number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: _Loads) -> list[Transfer]:
     others = [rank for rank in team if rank != first]
     for rank in others:
         loads.add(first, rank, chunk.numel * move.itemsize)

@@ -58,9 +58,7 @@ def pack(
 ) -> Tensor:
     """Make the message (flat bytes) from `rank` to `receiver`."""
     transfers = plan.outgoing[rank][receiver]
-    message = examples[transfers[0].move].new_empty(
-        message_bytes(plan, transfers, examples), dtype=torch.uint8
-    )
+    message = examples[transfers[0].move].new_empty(message_bytes(plan, transfers, examples), dtype=torch.uint8)
     for transfer, place in _places(plan, transfers, examples, message):
         place.copy_(_read(plan, rank, transfer, tensors))
     return message
@@ -177,8 +175,7 @@ def _examples(
 def message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor]) -> int:
     """Count the bytes of one message, padding between its slices included."""
     return sum(
-        packed_bytes(_shape(plan, transfer, examples), examples[transfer.move].element_size())
-        for transfer in transfers
+        packed_bytes(_shape(plan, transfer, examples), examples[transfer.move].element_size()) for transfer in transfers
     )
 
 
@@ -203,9 +200,7 @@ def _read(plan: BsrPlan, rank: int, transfer: Transfer, tensors: Sequence[Tensor
     return read(tensor.detach(), local_dims(move.source, rank, move.shape, transfer.dims))
 
 
-def _write(
-    plan: BsrPlan, rank: int, transfer: Transfer, results: Sequence[Tensor | None], value: Tensor
-) -> None:
+def _write(plan: BsrPlan, rank: int, transfer: Transfer, results: Sequence[Tensor | None], value: Tensor) -> None:
     move, result = plan.moves[transfer.move], results[transfer.move]
     if result is not None:
         write(result, local_dims(move.target, rank, move.shape, transfer.dims), value, adds=transfer.adds)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.errors import AnnotationError
+
+_CHANGE = re.compile(r"(.*) -> (.*) of (scalar|(?:\d+|\?)(?:x(?:\d+|\?))*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,10 @@ def format_shape(shape: Shape) -> str:
 @lru_cache(maxsize=4096)
 def parse_change(text: str) -> Change:
     """Read what `str(change)` wrote; raise AnnotationError on anything else."""
-    annotations, _, sizes = text.rpartition(" of ")
-    source, arrow, target = annotations.partition(" -> ")
-    if not arrow:
+    match = _CHANGE.fullmatch(text)
+    if match is None:
         raise AnnotationError(f"cannot read {text!r}; write it like '[0,1] S(0, 2) -> [0,1] D(2) of 8x4'")
     shape: list[int | None] = []
-    for size in sizes.split("x") if sizes != "scalar" else ():
+    for size in match[3].split("x") if match[3] != "scalar" else ():
         shape.append(None if size == "?" else int(size))
-    return Change(parse_annotation(source), parse_annotation(target), tuple(shape))
+    return Change(parse_annotation(match[1]), parse_annotation(match[2]), tuple(shape))

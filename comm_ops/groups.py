@@ -5,12 +5,12 @@ Communication ops name ranks by value; when they run they look up the runtime's 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,21 +19,26 @@ from torch.distributed.distributed_c10d import _get_default_group, _new_process_
 
 from hetu_fx.errors import CommError
 
-# How many tables each base group has seen: with the base's name it makes group names that all ranks agree
-# on and that are new after the world changed.
-_tables_over: Counter[str] = Counter()
+# How many tables each base group has seen: with the base's name it makes group names that are new and that
+# all ranks agree on. Counted per group object, so that a rank that joins a new world counts as the others.
+_tables_over: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 class GroupTable:
     """Maps sorted tuples of logical ranks to process groups.
 
     Logical rank i is the i-th rank of `process_group` (the whole world if None). Without torch.distributed it
-    is a world of one. Tables over one group are made in the same order by all of its ranks. Every wait of a
-    group of the table is bounded by `timeout` (that of `process_group` if None).
+    is a world of one. All its ranks give a table the same `name`, or, if None, make their tables over it in
+    the same order. Every wait of a group that the table makes is bounded by `timeout` (that of
+    `process_group` if None).
     """
 
     def __init__(
-        self, process_group: ProcessGroup | None = None, *, timeout: timedelta | None = None
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+        name: str | None = None,
     ) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._staged: dict[torch.device, bool] = {}
@@ -43,7 +48,7 @@ class GroupTable:
         self._name = "alone"
         self.rank, self.size, self.timeout = 0, 1, timeout or _timeout_of(self._base)
         if self._base is not None:
-            self._bind(self._base)
+            self._bind(self._base, name)
 
     @classmethod
     def dry(cls, rank: int, size: int) -> GroupTable:
@@ -54,11 +59,13 @@ class GroupTable:
         table.rank, table.size, table.timeout = rank, size, timedelta(0)
         return table
 
-    def _bind(self, base: ProcessGroup) -> None:
+    def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._globals = tuple(dist.get_process_group_ranks(base))
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
-        self._name = f"hetu_fx/{base.group_name}/{_tables_over[base.group_name]}"
-        _tables_over[base.group_name] += 1
+        if name is None:
+            name = str(_tables_over.get(base, 0))
+            _tables_over[base] = _tables_over.get(base, 0) + 1
+        self._name = f"hetu_fx/{base.group_name}/{name}"
 
     @property
     def base(self) -> ProcessGroup:
@@ -77,9 +84,7 @@ class GroupTable:
     def position(self, ranks: Sequence[int]) -> int:
         """Give this rank's position among `ranks`; raise CommError where it is not one of them."""
         if self.rank not in ranks:
-            raise CommError(
-                f"rank {self.rank} runs a communication of ranks {list(ranks)}, which leave it out"
-            )
+            raise CommError(f"rank {self.rank} runs a communication of ranks {list(ranks)}, which leave it out")
         return list(ranks).index(self.rank)
 
     def group(self, ranks: Sequence[int]) -> ProcessGroup:
@@ -187,7 +192,8 @@ def active() -> GroupTable:
         return _active
     world = _world_group()
     if _default is None or _default[0] is not world:
-        _default = (world, GroupTable())
+        # Named, as ranks may come here at different times, or some not at all.
+        _default = (world, GroupTable(name="default"))
     return _default[1]
 
 

@@ -47,9 +47,7 @@ def write(x: Tensor, where: Sequence[Intervals | None], value: Tensor, *, adds: 
         x.copy_(value)
 
 
-def _write_pieces(
-    x: Tensor, where: Sequence[Intervals | None], dim: int, value: Tensor, *, adds: bool
-) -> None:
+def _write_pieces(x: Tensor, where: Sequence[Intervals | None], dim: int, value: Tensor, *, adds: bool) -> None:
     done = 0
     rest = [None] * (dim + 1) + list(where[dim + 1 :])
     for start, stop in where[dim] or ():
@@ -76,9 +74,7 @@ def check_local(x: Tensor, annotation: Annotation, rank: int, shape: Shape, what
     """Raise CommError where `x` has not the shape of `rank`'s local tensor."""
     expected = annotation.local_shape(rank, shape)
     if len(expected) != x.dim() or any(e not in (None, s) for e, s in zip(expected, x.shape, strict=True)):
-        raise CommError(
-            f"{what} expects rank {rank}'s part of {annotation} in shape {expected}, got {tuple(x.shape)}"
-        )
+        raise CommError(f"{what} expects rank {rank}'s part of {annotation} in shape {expected}, got {tuple(x.shape)}")
 
 
 def packed_bytes(shape: Sequence[int], itemsize: int) -> int:

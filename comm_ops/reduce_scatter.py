@@ -21,9 +21,7 @@ def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, i
     return x.new_empty(part_shape(x, dim, sizes[active().position(ranks)], outer, inner))
 
 
-def _adjoint(
-    gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int
-) -> Tensor:
+def _adjoint(gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
     return call("all_gather", gradient, ranks, dim, sizes, outer, inner, "duplicate")
 
 

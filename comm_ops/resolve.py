@@ -116,9 +116,7 @@ def _inside(group: DeviceGroup, before: Sharding, after: Sharding, back: Shardin
     return (MoveStep(source, target, gradient, shape),)
 
 
-def _along_axes(
-    group: DeviceGroup, before: Sharding, after: Sharding, back: Sharding, shape: Shape
-) -> _Steps | None:
+def _along_axes(group: DeviceGroup, before: Sharding, after: Sharding, back: Sharding, shape: Shape) -> _Steps | None:
     refined = refine((before, after, back))
     if refined is None:
         return None
@@ -214,9 +212,7 @@ def _top_op(before: State | None, after: State | None) -> str | None:
     return None
 
 
-def _bottom_then_top(
-    source: Annotation, target: Annotation, gradient: Annotation, shape: Shape
-) -> _Steps | None:
+def _bottom_then_top(source: Annotation, target: Annotation, gradient: Annotation, shape: Shape) -> _Steps | None:
     """Give every group its target sharding first, then change the top."""
     if source.groups != target.groups or source.top == target.top:
         return None

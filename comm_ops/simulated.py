@@ -56,9 +56,7 @@ def simulate_moves(
 
 def _along_axis(step: AxisStep, values: Locals) -> Locals:
     return {
-        rank: _play(
-            step.call(rank), step.peers(rank).index(rank), [values[peer] for peer in step.peers(rank)]
-        )
+        rank: _play(step.call(rank), step.peers(rank).index(rank), [values[peer] for peer in step.peers(rank)])
         for rank in step.source.ranks
     }
 
@@ -100,6 +98,4 @@ def _moved(step: MoveStep, values: Locals) -> Locals:
     plan = plan_moves([Move(step.source, step.target, step.shape, like.element_size())], relays=True)
     ranks = {*step.source.ranks, *step.target.ranks}
     held = {rank: [values[rank] if step.source.holds(rank) else None] for rank in ranks}
-    return {
-        rank: result for rank, (result,) in simulate_moves(plan, held, [like]).items() if result is not None
-    }
+    return {rank: result for rank, (result,) in simulate_moves(plan, held, [like]).items() if result is not None}

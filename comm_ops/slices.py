@@ -50,9 +50,7 @@ def finest_slices(change: Change) -> tuple[Slice, ...]:
     slices = []
     for index in itertools.product(*map(range, map(len, classes))):
         dims = tuple(classes[dim][number] for dim, number in enumerate(index))
-        slices.append(
-            Slice(dims, _owners(change, owners.get(index, ())), _receivers(change, receivers.get(index, ())))
-        )
+        slices.append(Slice(dims, _owners(change, owners.get(index, ())), _receivers(change, receivers.get(index, ()))))
     return tuple(slices)
 
 

@@ -67,9 +67,7 @@ def take(x: Tensor, annotation: Annotation, change: Change, part: Sequence[Dims]
     return torch.cat(flats) if flats else x.new_empty(0)
 
 
-def put(
-    x: Tensor, annotation: Annotation, change: Change, part: Sequence[Dims], rank: int, flat: Tensor
-) -> None:
+def put(x: Tensor, annotation: Annotation, change: Change, part: Sequence[Dims], rank: int, flat: Tensor) -> None:
     """Write slices that lie end to end into a local tensor."""
     offset = 0
     for dims in part:

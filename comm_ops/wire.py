@@ -45,9 +45,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     return result.to(x.device)
 
 
-def gather_parts(
-    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable
-) -> list[Tensor]:
+def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
     """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order; this rank's is `x` itself."""
     here = table.position(ranks)
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]

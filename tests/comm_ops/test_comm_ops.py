@@ -107,9 +107,7 @@ class Program(torch.nn.Module):
 
 
 def test_ops_go_through_export_and_a_saved_file(tmp_path):
-    program = torch.export.export(
-        Program(), (torch.randn(4, 6),), dynamic_shapes=({0: torch.export.Dim("n")},)
-    )
+    program = torch.export.export(Program(), (torch.randn(4, 6),), dynamic_shapes=({0: torch.export.Dim("n")},))
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()
     x = torch.randn(7, 6)

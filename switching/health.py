@@ -1,9 +1,10 @@
 """How slow each device is: straggling rates from measured compute seconds, calm under noise.
 
 A rank that did work w (a share of the model's work, or FLOPs) in t seconds of its own compute takes t / w
-per unit. Its normal is the median of its first `window` steps, or given. Its rate now is the median of its
-last `window` steps over its normal (Malleus' x: 1 healthy, 2 twice as slow). A rate is reported when, for
-`patience` steps,
+per unit. Its normal is the median of its first `window` steps, or given. In one step, a rank is t / w over
+its normal, over the least such number of all ranks: what slows everybody (longer sequences, a busy host) is
+no straggler. Its rate now is the median of that over its last `window` steps (Malleus' x: 1 healthy, 2
+twice as slow). A rate is reported when, for `patience` steps,
 
     a healthy device's rate is at least 1 + threshold                                              (1)
     a slow device's rate is below 1 + threshold - hysteresis: it is healthy again, rate 1          (2)
@@ -26,7 +27,7 @@ HEALTHY = 1.0
 
 @dataclass(slots=True)
 class _Device:
-    """One rank's recent seconds per unit of work, its normal, its reported rate, how long a shift lasts."""
+    """One rank's recent slowness (costs until its normal is known), reported rate, age of a shift."""
 
     recent: deque[float]
     normal: float | None
@@ -36,10 +37,10 @@ class _Device:
 
 @dataclass(slots=True)
 class HealthTracker:
-    """Follows the rates of all devices; feed it the same numbers on every rank and it says the same.
+    """Follows the rates of all devices; fed the same numbers, it says the same on every rank.
 
     Attributes:
-        window: steps of the median. A shift shows after half of them.
+        window: steps of the median, at least so many before anything is judged. A shift shows after half.
         threshold: how much slower than normal counts as slow.
         hysteresis: how far below the threshold a slow device must come to count as healthy again.
         patience: steps that a shift must last before it is reported.
@@ -47,7 +48,7 @@ class HealthTracker:
     """
 
     window: int = 5
-    threshold: float = 0.2
+    threshold: float = 0.25
     hysteresis: float = 0.1
     patience: int = 2
     normal: Mapping[int, float] = field(default_factory=dict)
@@ -72,9 +73,12 @@ class HealthTracker:
 
         Ranks without work or without a measurement (0 or left out) are skipped: nothing is known of them.
         """
-        for rank in sorted(work):
-            if work[rank] > 0 and seconds.get(rank, 0.0) > 0:
-                self._observe_one(rank, seconds[rank] / work[rank])
+        known = [rank for rank in sorted(work) if work[rank] > 0 and seconds.get(rank, 0.0) > 0]
+        costs = {rank: seconds[rank] / work[rank] for rank in known}
+        slowness = {rank: x for rank, cost in costs.items() if (x := self._slowness(rank, cost)) is not None}
+        least = min(slowness.values()) if len(slowness) > 1 else 1.0
+        for rank, x in slowness.items():
+            self._judge(self._devices[rank], x / least)
 
     def changed(self) -> dict[int, float] | None:
         """Return all rates if one of them was newly reported since the last call, else None."""
@@ -89,20 +93,25 @@ class HealthTracker:
             device.recent.clear()
             device.waiting = 0
 
-    def _observe_one(self, rank: int, cost: float) -> None:
+    def _slowness(self, rank: int, cost: float) -> float | None:
+        """Return a rank's cost over its normal, or None while the normal is being measured."""
         if rank not in self._devices:
             self._devices[rank] = _Device(deque(maxlen=self.window), self.normal.get(rank))
         device = self._devices[rank]
+        if device.normal is not None:
+            return cost / device.normal
         device.recent.append(cost)
+        if len(device.recent) == self.window:
+            device.normal = median(device.recent)
+            device.recent.clear()
+        return None
+
+    def _judge(self, device: _Device, slowness: float) -> None:
+        """Take in one step's slowness; report a shift of the median once it has lasted."""
+        device.recent.append(slowness)
         if len(device.recent) < self.window:
             return
-        if device.normal is None:
-            device.normal = median(device.recent)
-        self._judge(device, median(device.recent) / device.normal)
-
-    def _judge(self, device: _Device, rate: float) -> None:
-        """Count the steps of a shift and report it once it has lasted."""
-        target = self._target(device.rate, rate)
+        target = self._target(device.rate, median(device.recent))
         device.waiting = 0 if target == device.rate else device.waiting + 1
         if device.waiting >= self.patience:
             device.rate, device.waiting, self._is_new = target, 0, True

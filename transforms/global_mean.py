@@ -133,11 +133,12 @@ class _Rewrite:
         assert isinstance(target, fx.Node)
         if node.target in ELEMENTWISE or meta.dtype(target).is_floating_point:
             count = self.counts.of_size(node, _product(meta.shape(each)))
-            return (
-                count if count is not None else self._note(node, "its count is not proportional to the rows")
-            )
+            if count is None:
+                self._note(node, "its count is not proportional to the rows")
+            return count
         if target not in self.counts.input_only:
-            return self._note(node, "its labels are not computed from inputs alone")
+            self._note(node, "its labels are not computed from inputs alone")
+            return None
         weight = argument(node, "weight")
         if weight is None:
             return self.counts.hoist(self._valid_labels(node, target))
@@ -274,9 +275,7 @@ def _same_call(first: fx.Node, second: fx.Node) -> bool:
     if not alike or first.kwargs != second.kwargs or len(first.args) != len(second.args):
         return False
     pairs = zip(first.args, second.args, strict=True)
-    return all(
-        _same_call(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b for a, b in pairs
-    )
+    return all(_same_call(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b for a, b in pairs)
 
 
 @dataclass(frozen=True, eq=False)

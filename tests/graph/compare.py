@@ -25,9 +25,7 @@ def call(model: nn.Module, batch: Batch) -> object:
     return model(**batch) if isinstance(batch, dict) else model(*batch)
 
 
-def assert_close(
-    given: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: float, what: str
-) -> None:
+def assert_close(given: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: float, what: str) -> None:
     if given is None or wanted is None:
         assert given is None or not given.any(), what
         assert wanted is None or not wanted.any(), what

@@ -215,9 +215,7 @@ def test_fixed_batch_falls_back_with_the_line_that_fixes_it() -> None:
     graph = capture(Contrastive(), (torch.randn(5, 6),))
     assert graph.batch_symbol is None
     line = next(number for number, text in enumerate(open(__file__), 1) if "x.shape[0] == 5" in text)
-    assert any(
-        f"the batch size is fixed by the model at test_capture.py:{line}" in note for note in graph.notes
-    )
+    assert any(f"the batch size is fixed by the model at test_capture.py:{line}" in note for note in graph.notes)
 
 
 def test_a_batch_fixed_by_len_is_noted_with_its_line() -> None:

@@ -94,10 +94,7 @@ WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25, 3.0], dtype=torch.float64)
 
 
 def divided_by_sizes(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (
-        F.cross_entropy(scores, labels, reduction="sum") / (labels.shape[0] * 2)
-        + scores.sum() / scores.shape[0]
-    )
+    return F.cross_entropy(scores, labels, reduction="sum") / (labels.shape[0] * 2) + scores.sum() / scores.shape[0]
 
 
 def divided_by_a_mask(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.comm_ops.slices import finest_slices
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge_plan import Bucket, Kind, Message, Part, boxes_of
-from hetu_fx.switching.exchange import Exchange, gather_segments, sum_all, sum_segments
+from hetu_fx.switching.exchange import Exchange, gather_segments, segments, sum_all, sum_segments
 from hetu_fx.switching.home_layout import to_local
 
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
@@ -57,30 +57,20 @@ def narrowed(tensor: Tensor, cuts: Cuts) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a part is: at `start` of the flat buffer, and at `cuts` of its tensor (none: all of it)."""
+    """Where a part is: number `position` of the flat buffer's parts, `cuts` of its tensor (none: all of it)."""
 
     name: str
-    start: int
+    position: int
     numel: int
-    shape: tuple[int, ...]
     cuts: Cuts
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """View the part in the flat buffer."""
-        return buffer.narrow(0, self.start, self.numel).view(self.shape)
-
-
-def _slots(start: int, parts: Iterable[Part], places: Mapping[str, Place]) -> list[Slot]:
-    slots = []
-    for part in parts:
-        shape = tuple(stop - first for first, stop in part.box.bounds)
-        slots.append(Slot(part.name, start, part.numel, shape, places[part.name].cuts(part.box)))
-        start += part.numel
-    return slots
 
 
 class MessageRun:
-    """One rank's side of one message."""
+    """One rank's side of one message.
+
+    Packing and unpacking are single calls over all parts (`cat`, `unflatten_dense_tensors`, `_foreach_copy_`):
+    part by part they cost 9 microseconds each, which for 150 small parameters is a fifth of the message.
+    """
 
     def __init__(
         self,
@@ -93,39 +83,41 @@ class MessageRun:
         self.lane, self.sizes, self.tag = message.lane, message.sizes, tag
         self.gives = not self.lane.givers or rank in self.lane.givers
         every = range(len(self.sizes))
-        mine = [self.lane.ranks.index(rank)]
+        self.here = 0 if self.lane.kind is Kind.SUM else self.lane.ranks.index(rank)
         match self.lane.kind:
             case Kind.SUM:
                 packed, unpacked = list(every), list(every)
             case Kind.SCATTER:
-                packed, unpacked = list(every), mine
+                packed, unpacked = list(every), [self.here]
             case Kind.GATHER:
-                packed, unpacked = mine, [i for i in every if i not in mine]
-        starts = [sum(self.sizes[:i]) for i in every]
+                packed, unpacked = [self.here], [i for i in every if i != self.here]
+        starts = [sum(map(len, message.segments[:i])) for i in every]
         self.packed = [s for i in packed for s in _slots(starts[i], message.segments[i], sources)]
         self.unpacked = [s for i in unpacked for s in _slots(starts[i], message.segments[i], targets)]
+        # Only their shapes are read.
+        self.templates = [
+            torch.empty([stop - start for start, stop in part.box.bounds], device="meta")
+            for segment in message.segments
+            for part in segment
+        ]
 
     def pack(self, values: Mapping[str, Tensor | None], empty: Tensor) -> Tensor:
-        """Make the flat buffer, of the kind of `empty`; a missing gradient is zeros."""
-        alone = values.get(self.packed[0].name) if len(self.packed) == 1 and self.gives else None
-        if alone is not None and self.lane.kind is Kind.SUM and self._fits(alone, empty):
-            return alone.view(-1)
+        """Make the flat buffer, of the kind of `empty`; a missing gradient is zeros.
+
+        The gradient of a message of its own, if it is contiguous, is its own buffer.
+        """
+        pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
+        if self.lane.kind is not Kind.GATHER:
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         buffer = empty.new_empty(sum(self.sizes))
-        sources, targets = [], []
-        for slot in self.packed:
-            value = values.get(slot.name)
-            if value is None or not self.gives:
-                slot.of(buffer).zero_()
-            else:
-                sources.append(narrowed(value, slot.cuts))
-                targets.append(slot.of(buffer))
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        if pieces:
+            torch.cat(pieces, out=segments(buffer, self.sizes)[self.here])
         return buffer
 
-    def _fits(self, value: Tensor, empty: Tensor) -> bool:
-        whole = not self.packed[0].cuts and value.is_contiguous()
-        return whole and value.dtype == empty.dtype and value.device == empty.device
+    def _piece(self, slot: Slot, value: Tensor | None, empty: Tensor) -> Tensor:
+        if value is None or not self.gives:
+            return empty.new_zeros(slot.numel)
+        return narrowed(value, slot.cuts).reshape(-1).to(empty.device)
 
     def start(self, buffer: Tensor) -> Exchange:
         """Start the message."""
@@ -142,15 +134,23 @@ class MessageRun:
 
         A sum of a whole tensor is given as a view of the buffer, which holds nothing but such sums.
         """
+        parts = torch._C._nn.unflatten_dense_tensors(buffer, self.templates)
         sources, targets = [], []
         for slot in self.unpacked:
             if not slot.cuts and self.lane.kind is Kind.SUM:
-                arrivals.tensors[slot.name] = slot.of(buffer).to(arrivals.device)
+                arrivals.tensors[slot.name] = parts[slot.position].to(arrivals.device)
             else:
-                sources.append(slot.of(buffer))
+                sources.append(parts[slot.position])
                 targets.append(narrowed(arrivals.make(slot.name), slot.cuts))
         if sources:
             torch._foreach_copy_(targets, sources)
+
+
+def _slots(start: int, parts: Iterable[Part], places: Mapping[str, Place]) -> list[Slot]:
+    return [
+        Slot(part.name, start + number, part.numel, places[part.name].cuts(part.box))
+        for number, part in enumerate(parts)
+    ]
 
 
 class Arrivals:
@@ -209,6 +209,7 @@ class BucketRun:
         ]
         return [(source.cuts(box), target.cuts(box)) for box in boxes]
 
+    @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> UnderWay:
         """Pack this rank's tensors and start the messages. Raises StateError for a missing or misfit tensor."""
         values = {name: self._value(name, tensors.get(name)) for name in self.sources}
@@ -224,9 +225,11 @@ class BucketRun:
             if place.held and self.required:
                 raise StateError(f"rank {self.table.rank} has a home piece of {name!r}, but none was given")
             return None
-        if tuple(tensor.shape) != place.shape:
+        if tensor.shape != place.shape:
             raise StateError(f"rank {self.table.rank} holds {name!r} in shape {place.shape}, got {tuple(tensor.shape)}")
-        return tensor.detach().to(self.dtype)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return tensor if tensor.dtype is self.dtype else tensor.to(self.dtype)
 
     def take_own(self, values: Mapping[str, Tensor | None], arrivals: Arrivals) -> None:
         """Put in what this rank has itself."""
@@ -265,6 +268,7 @@ class UnderWay:
     exchanges: list[Exchange]
     device: torch.device
 
+    @torch.no_grad()
     def wait(self) -> dict[str, Tensor]:
         """Wait for the bucket's messages and give its tensors by name. Call once, in bucket order."""
         arrivals = Arrivals(self.run.targets, self.run.dtype, self.device)

@@ -159,9 +159,7 @@ class _Analysis:
         sizes = _sizes(step)
         factors = {name: self.partition.new(size) for name, size in sizes.items()}
         bound = _Bound(factors, [])
-        for position, (operand, dims) in enumerate(
-            zip(step.call.operands, step.factoring.operands, strict=True)
-        ):
+        for position, (operand, dims) in enumerate(zip(step.call.operands, step.factoring.operands, strict=True)):
             if position not in step.factoring.unread:
                 self._relate(operand.source, dims, bound)
         self.dims[node] = tuple(
@@ -204,12 +202,8 @@ class _Extraction:
         ops.update({node: _item_op(node, dims) for node in dims if node.target is operator.getitem})
         return FactorMap(
             classes=tuple(self._classes.values()),
-            repeated=frozenset(
-                cls for tensors in dims.values() for tensor in tensors for cls in _twice(tensor)
-            ),
-            pinned=frozenset(
-                cls for node, step in self._ops.steps.items() for cls in self._pinned(node, step)
-            ),
+            repeated=frozenset(cls for tensors in dims.values() for tensor in tensors for cls in _twice(tensor)),
+            pinned=frozenset(cls for node, step in self._ops.steps.items() for cls in self._pinned(node, step)),
             shard_ordered=self._ops.routing.shard_ordered,
             leaves=self._graph.leaves,
             _dims=dims,
@@ -243,9 +237,7 @@ class _Extraction:
         results = frozenset(cls for tensor in dims[node] for dim in tensor for cls in dim)
         reduced = self._named(node, factoring.reduced) - whole - results
         return OpFactors(
-            operands=tuple(
-                OperandFactors(op.source, op.path, dims[op.source][0]) for op in step.call.operands
-            ),
+            operands=tuple(OperandFactors(op.source, op.path, dims[op.source][0]) for op in step.call.operands),
             results=dims[node],
             reduced=reduced,
             whole=whole,

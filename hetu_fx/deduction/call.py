@@ -162,9 +162,7 @@ def _flat(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def _tensors_in(
-    passed: Any, path: Path, tensor_of: Callable[[Any], torch.Tensor | None]
-) -> list[tuple[Path, Any]]:
+def _tensors_in(passed: Any, path: Path, tensor_of: Callable[[Any], torch.Tensor | None]) -> list[tuple[Path, Any]]:
     if isinstance(passed, tuple | list):
         return [pair for i, item in enumerate(passed) for pair in _tensors_in(item, (*path, i), tensor_of)]
     return [] if tensor_of(passed) is None else [(path, passed)]
@@ -179,9 +177,7 @@ def _signature(target: Any) -> tuple[tuple[str, Any, bool], ...] | None:
     return tuple((arg.name, arg.default_value, "Tensor" in str(arg.type)) for arg in schema.arguments)
 
 
-def _bind(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Path]]:
+def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return arguments and paths by name; without a schema, positional ones are "0", "1", ..."""
     signature = _signature(target) or tuple((str(i), None, True) for i in range(len(args)))
     arguments: dict[str, Any] = {name: default for name, default, _ in signature}

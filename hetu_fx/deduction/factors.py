@@ -126,9 +126,7 @@ class FactorMap:
         """
         found = self._dims.get(node, ())
         if len(found) != 1:
-            raise DeductionError(
-                f"node '{node}' has {len(found)} tensor values; ask for one of its getitem nodes"
-            )
+            raise DeductionError(f"node '{node}' has {len(found)} tensor values; ask for one of its getitem nodes")
         return found[0]
 
     def op(self, node: fx.Node) -> OpFactors:
@@ -161,9 +159,7 @@ class FactorMap:
         """
         factors = self.dims(node)[dim]
         if factors.count(cls) != 1:
-            raise DeductionError(
-                f"class {cls} does not occur once in dim {dim} of '{node}': {_text(factors)}"
-            )
+            raise DeductionError(f"class {cls} does not occur once in dim {dim} of '{node}': {_text(factors)}")
         at = factors.index(cls)
         return _product(factors[:at]), _product(factors[at + 1 :])
 

@@ -51,9 +51,7 @@ class Line:
         additive = frozenset(i for i, pattern in enumerate(patterns) if pattern.additive)
         return Factoring(
             operands=tuple(_bind(p, s, sizes, self.text) for p, s in zip(patterns, shapes, strict=True)),
-            results=tuple(
-                _bind(p, s, sizes, self.text) for p, s in zip(self.results, call.results, strict=True)
-            ),
+            results=tuple(_bind(p, s, sizes, self.text) for p, s in zip(self.results, call.results, strict=True)),
             sizes=sizes,
             whole=frozenset().union(*(pattern.whole for pattern in (*patterns, *self.results))),
             linear=_linear_sets(linear, len(patterns), additive),
@@ -87,9 +85,7 @@ def _linear_sets(
             factors = [i for i in range(count) if i not in additive]
             return tuple(frozenset({i, *additive}) for i in factors)
         case str():
-            raise RuleError(
-                f"linear must be 'none', 'all', 'each' or sets of operand positions, not {linear!r}"
-            )
+            raise RuleError(f"linear must be 'none', 'all', 'each' or sets of operand positions, not {linear!r}")
         case _:
             return tuple(frozenset(group) for group in linear if all(i < count for i in group))
 

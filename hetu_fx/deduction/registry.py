@@ -18,9 +18,7 @@ _registered: dict[str, Rule] = {}
 _found: dict[str, Rule | None] = {}
 
 
-def register_rule(
-    op: str | Any, rule: str | Builder, *, linear: str | Collection[Collection[int]] = "none"
-) -> Rule:
+def register_rule(op: str | Any, rule: str | Builder, *, linear: str | Collection[Collection[int]] = "none") -> Rule:
     """Register how an op's dims relate, over any rule there is for it; return the record.
 
     Args:

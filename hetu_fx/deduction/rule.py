@@ -81,9 +81,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.op.count(".") != 2:
-            raise RuleError(
-                f"op {self.op!r} is not of the form 'namespace.name.overload', e.g. 'aten.mm.default'"
-            )
+            raise RuleError(f"op {self.op!r} is not of the form 'namespace.name.overload', e.g. 'aten.mm.default'")
 
     def factor(self, call: Call) -> Factoring:
         """Return the factors of a call; RuleError if the rule does not fit the call's operands."""

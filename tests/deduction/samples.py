@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from hetu_fx.deduction.rules.pointwise import BINARY, COPIES, UNARY
 from hetu_fx.deduction.rules.build import full_name
+from hetu_fx.deduction.rules.pointwise import BINARY, COPIES, UNARY
 from tests.deduction.shards import Sample, find_op, sample
 
 F64 = torch.float64
@@ -58,9 +58,7 @@ def unary(name: str) -> list[Sample]:
         return [Sample((x(3, 4), 0.7), fixed=(0,))]
     else:
         arguments = (x(3, 4),)
-    required = [
-        a for a in find_op(name)._schema.arguments[1:] if not a.has_default_value() and not a.kwarg_only
-    ]
+    required = [a for a in find_op(name)._schema.arguments[1:] if not a.has_default_value() and not a.kwarg_only]
     extra = EXTRA.get(name, tuple(1 if "bitwise" in name or "__" in name else 0.7 for _ in required))
     return [sample(*arguments, *extra)]
 
@@ -145,10 +143,7 @@ REDUCTION = {
     **{op: [sample(x(3, 4))] for op in ("max", "min", "median", "prod", "std", "var")},
     **{op: [sample(flags(3, 4))] for op in ("any", "all")},
     **{op: [sample(x(3, 4), [1]), sample(x(3, 4), [0], True)] for op in ("amax", "amin", "logsumexp")},
-    **{
-        op: [sample(x(3, 4), 1), sample(x(3, 4), 0, True)]
-        for op in ("max.dim", "min.dim", "median.dim", "mode")
-    },
+    **{op: [sample(x(3, 4), 1), sample(x(3, 4), 0, True)] for op in ("max.dim", "min.dim", "median.dim", "mode")},
     **{op: [sample(x(3, 4), 1), sample(x(3, 4))] for op in ("argmax", "argmin")},
     **{op: [sample(flags(3, 4), 1), sample(flags(3, 4), 0, True)] for op in ("any.dim", "all.dim")},
     **{op: [sample(flags(3, 4), [1])] for op in ("any.dims", "all.dims")},
@@ -239,9 +234,7 @@ NORMALIZATION = {
     "_native_batch_norm_legit_functional": [
         Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), True, 0.1, 1e-5), fixed=(3, 4))
     ],
-    "_batch_norm_with_update_functional": [
-        Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), 0.1, 1e-5), fixed=(3, 4))
-    ],
+    "_batch_norm_with_update_functional": [Sample((x(3, 4, 5), x(4), x(4), x(4), x(4), 0.1, 1e-5), fixed=(3, 4))],
     "instance_norm": [sample(x(3, 4, 5), x(4), x(4), None, None, True, 0.1, 1e-5, False)],
 }
 ATTENTION = {
@@ -346,10 +339,7 @@ CONVOLUTION = {
 RANDOM = {
     "dropout": [sample(x(3, 4), 0.5, False), Sample((x(3, 4), 0.5, True), values=False)],
     "native_dropout": [sample(x(3, 4), 0.5, False)],
-    **{
-        op: [sample(x(3, 4), 0.5, False)]
-        for op in ("alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-    },
+    **{op: [sample(x(3, 4), 0.5, False)] for op in ("alpha_dropout", "feature_dropout", "feature_alpha_dropout")},
     **{op: [Sample((x(3, 4),), values=False)] for op in ("rand_like", "randn_like", "bernoulli")},
     "bernoulli.p": [Sample((x(3, 4), 0.5), values=False)],
     **{op: [Sample(([3, 4],), values=False)] for op in ("rand", "randn")},

@@ -143,9 +143,7 @@ def gradients_of(
     pairs = [(result, cot) for result, cot in zip(results, cotangents, strict=True) if result.requires_grad]
     if not pairs:
         return {}
-    found = torch.autograd.grad(
-        [r for r, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True
-    )
+    found = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True)
     return {
         position: torch.zeros_like(leaf) if grad is None else grad
         for (position, leaf), grad in zip(leaves.items(), found, strict=True)
@@ -197,9 +195,7 @@ def run_shard(trial: Trial, name: str, cut: Cut, index: int, full: Sequence[torc
         if index and name in factoring.reduced and not has(factoring.operands[position], name):
             local[position] = torch.zeros_like(local[position])
     own = {**sizes, name: cut[1] - cut[0]}
-    literals = {
-        lit.path: math.prod(own[n] for n in lit.names) for lit in factoring.literals if name in lit.names
-    }
+    literals = {lit.path: math.prod(own[n] for n in lit.names) for lit in factoring.literals if name in lit.names}
     literals = {path: size for path, size in literals.items() if at_path(trial.sample, path) != -1}
     cotangents = [take(c, dims, name, sizes, cut) for c, dims in zip(full, factoring.results, strict=True)]
     scaled = [
@@ -209,9 +205,7 @@ def run_shard(trial: Trial, name: str, cut: Cut, index: int, full: Sequence[torc
     return run(trial, local, literals, lambda results: scaled)
 
 
-def combined_results(
-    trial: Trial, name: str, cuts: list[Cut], shards: Sequence[Shard]
-) -> tuple[torch.Tensor, ...]:
+def combined_results(trial: Trial, name: str, cuts: list[Cut], shards: Sequence[Shard]) -> tuple[torch.Tensor, ...]:
     results = []
     for i, dims in enumerate(trial.factoring.results):
         parts = [shard.results[i] for shard in shards]
@@ -244,10 +238,8 @@ def combined_gradients(trial: Trial, name: str, shards: Sequence[Shard]) -> tupl
 def compare(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape, f"{what}: shapes {tuple(one.shape)} and {tuple(other.shape)}"
-        tolerance = (
-            {"rtol": 1e-5, "atol": 1e-6} if other.dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-12}
-        )
-        torch.testing.assert_close(one, other, equal_nan=True, msg=lambda m: f"{what}: {m}", **tolerance)  # noqa: B023
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if other.dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-12}
+        torch.testing.assert_close(one, other, equal_nan=True, msg=lambda m: f"{what}: {m}", **tolerance)
 
 
 def summands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,9 +63,7 @@ class Simulation:
         """Compute sizes from what each rank holds."""
         parts = []
         for rank in range(len(self.cuts)):
-            args = tree_map(
-                lambda i, r=rank: self.local[i].parts[r] if isinstance(i, fx.Node) else i, node.args
-            )
+            args = tree_map(lambda i, r=rank: self.local[i].parts[r] if isinstance(i, fx.Node) else i, node.args)
             parts.append(node.target(*args))
         return Local("copy", tuple(parts))
 

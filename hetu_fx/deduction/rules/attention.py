@@ -15,9 +15,7 @@ def scaled_dot_product(call: Call) -> Factoring:
     leading = list(dims_of(result[:-2], "b"))
     sizes: dict[str, Size] = {}
     shared = _group_heads(call, leading, sizes)
-    q, k, d, e = (
-        _named(n, s) for n, s in zip("qkde", (query[-2], key[-2], query[-1], value[-1]), strict=True)
-    )
+    q, k, d, e = (_named(n, s) for n, s in zip("qkde", (query[-2], key[-2], query[-1], value[-1]), strict=True))
     operands: list[Dims] = [
         (*_leading(query, leading), q, d),
         (*_leading(key, shared), k, d),

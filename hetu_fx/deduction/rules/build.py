@@ -74,9 +74,7 @@ def literals(call: Call, argument: str, dims: Dims) -> tuple[LiteralSize, ...]:
     count = len(given) if isinstance(given, list | tuple) else 0
     offset = count - len(dims)
     return tuple(
-        LiteralSize(call.at(argument, offset + i), dim)
-        for i, dim in enumerate(dims)
-        if dim and offset + i >= 0
+        LiteralSize(call.at(argument, offset + i), dim) for i, dim in enumerate(dims) if dim and offset + i >= 0
     )
 
 

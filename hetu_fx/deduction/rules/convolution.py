@@ -96,9 +96,7 @@ RULES: tuple[Rule, ...] = (
     *built(convolved, "conv1d", "conv2d", "conv3d", "convolution"),
     *built(convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
     *built(convolved_transposed, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
-    *built(
-        pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"
-    ),
+    *built(pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
     *built(
         pooled_linearly,
         *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),

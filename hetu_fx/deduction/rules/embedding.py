@@ -21,9 +21,7 @@ def indexed(call: Call) -> Factoring:
     shapes = [operand.shape for operand in call.operands[1:]]
     looked = _broadcast(shapes)
     index_dims = tuple(rows.outer(aligned(shape, looked, "i")) for shape in shapes)
-    source = replaced(
-        dims, {dim: rows.pointed_at(i, index_dims[i]) for i, dim in places.items() if rows.points(i)}
-    )
+    source = replaced(dims, {dim: rows.pointed_at(i, index_dims[i]) for i, dim in places.items() if rows.points(i)})
     plain = [dim for i, dim in places.items() if not rows.points(i)]
     at, rest = _result_place(places), tuple(dim for i, dim in enumerate(source) if i not in places.values())
     middle = rows.outer(dims_of(looked, "i"))
@@ -104,9 +102,7 @@ def put(call: Call) -> Factoring:
     written = (*looked, *call.operands[0].shape[len(given) :])
     all_names = (*dims_of(looked, "i"), *rest)
     shape = call.operands[-1].shape
-    values = tuple(
-        () if size.number == 1 else all_names[i + len(written) - len(shape)] for i, size in enumerate(shape)
-    )
+    values = tuple(() if size.number == 1 else all_names[i + len(written) - len(shape)] for i, size in enumerate(shape))
     whole = names(dims, given).union(
         *(names(d, range(len(d))) for d in index_dims), names(values, range(len(values) - len(rest)))
     )
@@ -141,9 +137,7 @@ def scattered(call: Call) -> Factoring:
     last = written if full else dims_of(call.operands[-1].shape, "v")
     whole |= frozenset() if full else names(last, range(len(last)))
     operands = (dims, written, last)[: len(call.operands)]
-    return Factoring(
-        operands, (dims,), whole=whole, linear=(frozenset({0, 2}),) if len(operands) == 3 else ()
-    )
+    return Factoring(operands, (dims,), whole=whole, linear=(frozenset({0, 2}),) if len(operands) == 3 else ())
 
 
 def picked_rows(call: Call) -> Factoring:

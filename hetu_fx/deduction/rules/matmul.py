@@ -20,9 +20,7 @@ def matmul(call: Call) -> Factoring:
     batch = result[: len(result) - rows - columns]
     ends = {"m": rows, "n": columns}
     tail = tuple((name,) for name, present in ends.items() if present)
-    names[len(batch) :] = [
-        () if s.number == 1 else t for s, t in zip(result[len(batch) :], tail, strict=True)
-    ]
+    names[len(batch) :] = [() if s.number == 1 else t for s, t in zip(result[len(batch) :], tail, strict=True)]
     k = () if a[-1].number == 1 else ("k",)
     left = (*aligned(a[:-2], batch, "b"), *names[len(batch) : len(batch) + rows], k)
     right = (*aligned(b[:-2], batch, "b"), k, *names[len(names) - columns :][:columns])

@@ -50,9 +50,7 @@ def grouped_product(call: Call) -> Factoring:
         return _batched(call)
     if ranks != [2, 3, 1]:
         return opaque(call)
-    (m, k), (g, _, n) = (
-        dims_of(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True)
-    )
+    (m, k), (g, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True))
     return Factoring(
         ((m, k), (g, k, n), (g,)),
         ((m, n),),

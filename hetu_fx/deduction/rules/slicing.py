@@ -100,15 +100,9 @@ def concatenated(call: Call) -> Factoring:
         shape = call.operands[i].shape
         own = () if shape[dim].number == 1 else (f"p{i}",)
         operands[i] = target if alone else replaced(target, {dim: own})
-    whole = frozenset().union(
-        *(names(dims, range(len(dims))) for i, dims in enumerate(operands) if i not in filled)
-    )
-    joined = (
-        frozenset() if alone else names(target, [dim]).union(*(names(operands[i], [dim]) for i in filled))
-    )
-    return Factoring(
-        tuple(operands), (target,), whole=whole | joined, linear=(frozenset(range(len(operands))),)
-    )
+    whole = frozenset().union(*(names(dims, range(len(dims))) for i, dims in enumerate(operands) if i not in filled))
+    joined = frozenset() if alone else names(target, [dim]).union(*(names(operands[i], [dim]) for i in filled))
+    return Factoring(tuple(operands), (target,), whole=whole | joined, linear=(frozenset(range(len(operands))),))
 
 
 def _is_legacy_empty(shape: Shape, result: Shape) -> bool:
@@ -134,9 +128,7 @@ def stacked(call: Call) -> Factoring:
     dim = call.dim("dim", len(result))
     operand = result[:dim] + result[dim + 1 :]
     count = len(call.operands)
-    return Factoring(
-        (operand,) * count, (result,), whole=names(result, [dim]), linear=(frozenset(range(count)),)
-    )
+    return Factoring((operand,) * count, (result,), whole=names(result, [dim]), linear=(frozenset(range(count)),))
 
 
 def padded(call: Call) -> Factoring:
@@ -156,9 +148,7 @@ def unfolded(call: Call) -> Factoring:
     dim = call.dim("dimension", len(shape))
     source, new = dims_of(shape), dims_of(result, "o")
     target = (*replaced(source, {dim: new[dim]}), new[-1])
-    return Factoring(
-        (source,), (target,), whole=names(source, [dim]) | names(new, [dim, len(new) - 1]), linear=FIRST
-    )
+    return Factoring((source,), (target,), whole=names(source, [dim]) | names(new, [dim, len(new) - 1]), linear=FIRST)
 
 
 def diagonal(call: Call) -> Factoring:

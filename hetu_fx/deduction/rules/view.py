@@ -150,9 +150,7 @@ def interleaved(call: Call) -> Factoring:
     source = dims_of(shape)
     if times is None:
         target = dims_of(result, "o")
-        return Factoring(
-            (source,), (target,), whole=names(source + target, range(len(source + target))), linear=FIRST
-        )
+        return Factoring((source,), (target,), whole=names(source + target, range(len(source + target))), linear=FIRST)
     known = {"times": times} | {name: shape[dim] for name in source[dim]}
     extra = () if times.number == 1 else ("times",)
     target = replaced(source, {dim: source[dim] + extra})
@@ -161,9 +159,7 @@ def interleaved(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(
-        reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", "ravel", "view_copy"
-    ),
+    *built(reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", "ravel", "view_copy"),
     *built(reshaped_like, "view_as", "reshape_as"),
     *built(squeezed, "squeeze", "squeeze.dim", "squeeze.dims"),
     *built(unflattened, "unflatten.int"),

@@ -28,9 +28,7 @@ class Bridge:
     Made alike on all ranks of `table`; every call is collective over them.
     """
 
-    def __init__(
-        self, entries: Sequence[BridgeEntry], table: GroupTable, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, entries: Sequence[BridgeEntry], table: GroupTable, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.plan = plan_bridge(entries, bucket_bytes)
         self.table = table
         self._device = torch.device("cpu")
@@ -139,6 +137,4 @@ class Reduction:
     def _start_next(self) -> None:
         number = len(self._under_way)
         names = self._bridge.reduce_buckets[number]
-        self._under_way.append(
-            self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names})
-        )
+        self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))

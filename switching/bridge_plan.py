@@ -173,9 +173,7 @@ def reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Route
     return tuple(routes)
 
 
-def _sum_routes(
-    part: Slice, summands: Sequence[tuple[int, ...]], receivers: Sequence[int]
-) -> list[Route] | None:
+def _sum_routes(part: Slice, summands: Sequence[tuple[int, ...]], receivers: Sequence[int]) -> list[Route] | None:
     """Sum one copy's summands for those of its ranks that want them; None where no collective does that."""
     members = sorted(rank for ranks in summands for rank in ranks)
     if len(summands) == 1 or not receivers:
@@ -207,9 +205,7 @@ def _buckets(
         routes = routes_of(entry)
         lanes = None if routes is None else tuple(sorted({lane for lane, _, _ in routes}, key=_lane_key))
         groups.setdefault((entry.dtype, lanes), []).append(entry)
-    return tuple(
-        _bucket(part, routes_of) for group in groups.values() for part in _cut_by_size(group, bucket_bytes)
-    )
+    return tuple(_bucket(part, routes_of) for group in groups.values() for part in _cut_by_size(group, bucket_bytes))
 
 
 def _lane_key(lane: Lane) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

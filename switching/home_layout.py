@@ -76,9 +76,7 @@ class HomeLayout:
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the world owns the whole tensor."""
         ranks, shape = self.annotation.ranks, self.shape
-        return len(ranks) == self.world and all(
-            self.annotation.local_shape(rank, shape) == shape for rank in ranks
-        )
+        return len(ranks) == self.world and all(self.annotation.local_shape(rank, shape) == shape for rank in ranks)
 
     @property
     def others(self) -> tuple[HomeLayout, ...]:

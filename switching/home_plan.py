@@ -42,9 +42,7 @@ def make_home_layouts(
     Raises PlanError for another `zero`, or weights that are negative or of another length.
     """
     if zero not in (0, 1):
-        raise PlanError(
-            f"zero must be 0 (copies as the plan reads them) or 1 (each element once), got {zero}"
-        )
+        raise PlanError(f"zero must be 0 (copies as the plan reads them) or 1 (each element once), got {zero}")
     shares = dict(zip(world, _checked(weights, len(world)), strict=True))
     if zero == 0:
         return {name: compute[name] for name in shapes}
@@ -72,9 +70,7 @@ def _choose_once(
     return {name: homes[name] for name in shapes}
 
 
-def _home_of(
-    shape: Shape, compute: Annotation, shares: Mapping[int, float], loads: Mapping[int, float]
-) -> Annotation:
+def _home_of(shape: Shape, compute: Annotation, shares: Mapping[int, float], loads: Mapping[int, float]) -> Annotation:
     small = math.prod(shape) < SMALL
     cut = _cut_dims(shape, compute)
     readers = [rank for rank in compute.ranks if compute.region(rank, shape).local_shape == shape]
@@ -107,11 +103,7 @@ def _cut_dims(shape: Shape, compute: Annotation) -> list[int]:
 def _factor(compute: Annotation, dim: int) -> tuple[int, int] | None:
     """Give the (outer, inner) that all cuts of a dim share, or None where they differ."""
     axes = [axis for sharding in compute.shardings for axis in sharding.axes]
-    found = {
-        (axis.outer, axis.inner)
-        for axis in (*axes, compute.top)
-        if isinstance(axis, Split) and axis.dim == dim
-    }
+    found = {(axis.outer, axis.inner) for axis in (*axes, compute.top) if isinstance(axis, Split) and axis.dim == dim}
     return found.pop() if len(found) == 1 else None
 
 

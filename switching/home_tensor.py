@@ -99,9 +99,7 @@ class HomeTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
-            raise StateError(
-                "only home tensors that are leaves of autograd can be deep-copied; detach() first"
-            )
+            raise StateError("only home tensors that are leaves of autograd can be deep-copied; detach() first")
         copied = wrap(self.local.clone(), self.home_layout, self.requires_grad)
         memo[id(self)] = copied
         if getattr(self, "_is_param", False):

@@ -111,9 +111,7 @@ def _write_back(home: HomeTensor, whole: torch.Tensor) -> None:
     mark_written([home])
 
 
-def _give_back(
-    func: Any, result: Any, first: HomeTensor, owners: dict[int, tuple[torch.Tensor, HomeTensor]]
-) -> Any:
+def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tuple[torch.Tensor, HomeTensor]]) -> Any:
     """Turn a result into what the caller sees: the written tensor, a view, a cut piece or a plain tensor."""
     if not isinstance(result, torch.Tensor):
         return result

@@ -51,9 +51,7 @@ def run_checks(file: str, world: int, folder: Path) -> Outcome:
             worker.kill()
             worker.wait()
     reports = [_report(folder / f"rank_{rank}.json") for rank in range(world)]
-    return {
-        name: [report.get(name, "did not get that far") for report in reports] for name in checks(load(file))
-    }
+    return {name: [report.get(name, "did not get that far") for report in reports] for name in checks(load(file))}
 
 
 def _report(path: Path) -> dict[str, str | None]:

@@ -16,9 +16,7 @@ SUMMANDS = Annotation.on((0, 1, 2), Partial(3))
 ROWS = Annotation.on((0, 1, 2), Split(0, (2, 1, 1)))
 
 
-def entry(
-    name: str, home: Annotation, compute: Annotation = COPIES, gradient: Annotation = SUMMANDS
-) -> BridgeEntry:
+def entry(name: str, home: Annotation, compute: Annotation = COPIES, gradient: Annotation = SUMMANDS) -> BridgeEntry:
     return BridgeEntry(name, (8, 6), torch.float32, home, compute, gradient)
 
 

@@ -103,9 +103,7 @@ def bridges(table: GroupTable, dtype: torch.dtype = torch.float64) -> Iterator[t
             },
         }
         for where, home in homes.items():
-            entries = [
-                BridgeEntry(name, SHAPES[name], dtype, home[name], *parameters[name]) for name in SHAPES
-            ]
+            entries = [BridgeEntry(name, SHAPES[name], dtype, home[name], *parameters[name]) for name in SHAPES]
             yield f"{title}, {where}", Bridge(entries, table, bucket_bytes=10000)
 
 

@@ -79,11 +79,10 @@ def _check(source: Annotation, target: Annotation, gradient: Annotation, shape: 
             "partial in the gradient"
         )
     for annotation in (source, target):
-        for rank in annotation.ranks:
-            try:
-                annotation.local_shape(rank, shape)
-            except AnnotationError as error:
-                raise ResolveError(f"{source} -> {target} of {format_shape(shape)}: {error}") from error
+        try:
+            annotation.check_shape(shape)
+        except AnnotationError as error:
+            raise ResolveError(f"{source} -> {target} of {format_shape(shape)}: {error}") from error
 
 
 def _same_regions(source: Annotation, target: Annotation, shape: Shape) -> bool:
@@ -217,16 +216,16 @@ def _bottom_then_top(source: Annotation, target: Annotation, gradient: Annotatio
     if source.groups != target.groups or source.top == target.top:
         return None
     middle = Annotation(source.groups, target.shardings, source.top)
-    if any(not _fits_shape(middle, rank, shape) for rank in middle.ranks):
+    if not _fits_shape(middle, shape):
         return None
     first = _bottom(source, middle, cotangent(middle), shape)
     second = _top(middle, target, gradient, shape)
     return None if first is None or second is None else first + second
 
 
-def _fits_shape(annotation: Annotation, rank: int, shape: Shape) -> bool:
+def _fits_shape(annotation: Annotation, shape: Shape) -> bool:
     try:
-        annotation.local_shape(rank, shape)
+        annotation.check_shape(shape)
     except AnnotationError:  # a middle annotation is our own guess, so not fitting only rules it out
         return False
     return True

@@ -5,6 +5,7 @@ Two tiers: `top` first shares the tensor among groups of devices, then each grou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -107,6 +108,15 @@ class Annotation:
             local[split.dim] = split.local_size(_known_size(self, split, local), index)
         return tuple(local)
 
+    def check_shape(self, shape: Sequence[int | None]) -> None:
+        """Raise AnnotationError where a tensor of `shape` cannot be shared so; faster than asking every rank."""
+        for index, sharding in enumerate(self.shardings):
+            sizes = list(shape)
+            if isinstance(self.top, Split):
+                sizes[self.top.dim] = self.top.local_size(_known_size(self, self.top, sizes), index)
+            for split in sharding.splits:
+                split.parts(_known_size(self, split, sizes))
+
     def region(self, rank: int, shape: Sequence[int | None]) -> Region:
         """Give the index space that `rank` holds; a symbolic dim, never split, counts as of size 1."""
         return _region(self, rank, tuple(shape))
@@ -145,9 +155,7 @@ def _check_groups(annotation: Annotation) -> None:
 def _check_top(annotation: Annotation) -> None:
     top, number = annotation.top, len(annotation.groups)
     if (top is None) != (number == 1):
-        raise AnnotationError(
-            f"top must be None for one group and a state for several, got {top} for {number}"
-        )
+        raise AnnotationError(f"top must be None for one group and a state for several, got {top} for {number}")
     if top is not None and top.ways != number:
         raise AnnotationError(f"top {format_state(top)} has {top.ways} ways for {number} groups")
 
@@ -195,8 +203,14 @@ def _region(annotation: Annotation, rank: int, shape: Shape) -> Region:
     return Region(tuple(dims), _summand(annotation, group, position))
 
 
+@lru_cache(maxsize=4096)
+def _summands_before(annotation: Annotation) -> tuple[int, ...]:
+    counts = [sharding.num_summands for sharding in annotation.shardings]
+    return tuple(itertools.accumulate(counts, initial=0))
+
+
 def _summand(annotation: Annotation, group: int, position: int) -> int | None:
     number = annotation.shardings[group].summand(position)
     if isinstance(annotation.top, Partial):
-        return number + sum(sharding.num_summands for sharding in annotation.shardings[:group])
+        return number + _summands_before(annotation)[group]
     return number if annotation.shardings[group].num_summands > 1 else None

@@ -55,9 +55,7 @@ def write_leaf(annotation: Annotation, kind: str) -> dict[str, Any]:
         raise AnnotationError(f"a Hetu leaf is of type {_KINDS}, not {kind!r}")
     number = len(annotation.groups)
     if annotation.top != _top(kind, number):
-        raise AnnotationError(
-            f"a Hetu {kind} over {number} groups has top {_top(kind, number)}: {annotation}"
-        )
+        raise AnnotationError(f"a Hetu {kind} over {number} groups has top {_top(kind, number)}: {annotation}")
     degrees = [_degrees(sharding, kind, annotation) for sharding in annotation.shardings]
     dims = sorted({dim for splits, _ in degrees for dim in splits})
     split_factor, dup_factor = (1, number) if kind == "variable" else (number, 1)
@@ -65,8 +63,7 @@ def write_leaf(annotation: Annotation, kind: str) -> dict[str, Any]:
         dims = [0, *dims]
     return {
         "split": {
-            str(dim): [splits.get(dim, 1) * (split_factor if dim == 0 else 1) for splits, _ in degrees]
-            for dim in dims
+            str(dim): [splits.get(dim, 1) * (split_factor if dim == 0 else 1) for splits, _ in degrees] for dim in dims
         },
         "dup": [duplicate * dup_factor for _, duplicate in degrees],
         "device_group_union": [list(group.ranks) for group in annotation.groups],

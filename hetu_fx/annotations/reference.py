@@ -41,9 +41,7 @@ def cut(array: Array, region: Region) -> Array:
     return local
 
 
-def unshard(
-    locals_: Mapping[int, Array], annotation: Annotation, shape: tuple[int, ...], copy: int = 0
-) -> Array:
+def unshard(locals_: Mapping[int, Array], annotation: Annotation, shape: tuple[int, ...], copy: int = 0) -> Array:
     """Put one copy of the global array together: the sum of its summands, each taken from its first holder.
 
     `copy` numbers `annotation.copy_sets`. Raises AnnotationError where a part is held by nobody.

@@ -28,8 +28,7 @@ def random_annotation(
     while True:
         try:
             annotation = _draw(random, tuple(groups or _groups(random, ranks)), shape, partial)
-            for rank in annotation.ranks:
-                annotation.local_shape(rank, shape)
+            annotation.check_shape(shape)
         except AnnotationError:  # drawn blindly, so drawn again where it does not fit
             continue
         return annotation
@@ -60,9 +59,7 @@ def _groups(random: Random, ranks: Sequence[int]) -> list[DeviceGroup]:
     return [DeviceGroup(tuple(chosen[start:stop])) for start, stop in itertools.pairwise(cuts)]
 
 
-def _draw(
-    random: Random, groups: tuple[DeviceGroup, ...], shape: tuple[int, ...], partial: bool
-) -> Annotation:
+def _draw(random: Random, groups: tuple[DeviceGroup, ...], shape: tuple[int, ...], partial: bool) -> Annotation:
     shardings = tuple(Sharding(_axes(random, len(group), shape, partial)) for group in groups)
     top = _state(random, len(groups), shape, partial) if len(groups) > 1 else None
     return Annotation(groups, shardings, top)

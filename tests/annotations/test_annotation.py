@@ -72,6 +72,15 @@ def test_the_cotangent_of_partial_is_duplicate():
     assert not cotangent(a).has_partial
 
 
+def test_a_shape_is_checked_on_both_tiers():
+    a = union(Split(0, (3, 1)), ((0, 1), Split.even(0, 2)), ((2,),))
+    a.check_shape((8, 3))
+    with pytest.raises(AnnotationError, match="dim 0 of size 9"):
+        a.check_shape((12, 3))
+    with pytest.raises(AnnotationError, match="symbolic"):
+        a.check_shape((None, 3))
+
+
 def test_symbolic_dims_stay_whole():
     a = Annotation.on((0, 1), Split.even(1, 2))
     assert a.local_shape(0, (None, 6)) == (None, 3)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
 from hetu_fx.annotations.annotation import State as AxisState
+from hetu_fx.annotations.reference import shard
+from hetu_fx.annotations.samples import random_annotation, random_cotangent
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.switching.bridge import Bridge, BridgeEntry, Reduction
 from hetu_fx.switching.home_layout import home_layout
@@ -161,6 +166,27 @@ def check_values_are_cast_on_the_way(rank: int, world: int, folder: Path) -> Non
         pieces = {e.name: cut(e.home, e.name, value(e.name, 1), rank).float() for e in bridge.plan.entries}
         for name, tensor in bridge.gather(pieces).items():
             assert tensor.dtype == torch.bfloat16, (title, name)
+
+
+def check_random_annotations(rank: int, world: int, folder: Path) -> None:
+    random, numbers = Random(0), np.random.default_rng(0)
+    for case in range(60):
+        shape = random.choice([(12, 6), (24,), (4, 6, 3)])
+        home, compute = (random_annotation(random, range(WORLD), shape, partial=False) for _ in range(2))
+        gradient = random_cotangent(random, compute)
+        bridge = Bridge([BridgeEntry("w", shape, torch.float64, home, compute, gradient)], GroupTable())
+        full = numbers.integers(-50, 50, shape).astype(np.float64)
+        summands = shard(full, gradient, partial(numbers.integers, -50, 50))
+        at_home, read = shard(full, home), shard(full, compute)
+        given = {"w": torch.from_numpy(summands[rank]).clone()} if rank in summands else {}
+        found = bridge.reduce(given)["w"]
+        if rank in at_home:
+            assert np.array_equal(found.numpy(), at_home[rank]), (case, home, gradient)
+        pieces = {"w": torch.from_numpy(at_home[rank]).clone()} if rank in at_home else {}
+        values = bridge.gather(pieces)
+        assert set(values) == ({"w"} if rank in read else set())
+        if rank in read:
+            assert np.array_equal(values["w"].numpy(), read[rank]), (case, home, compute)
 
 
 def check_the_bridge_works_inside_a_smaller_world(rank: int, world: int, folder: Path) -> None:

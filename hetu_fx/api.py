@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.errors import BatchError, EnvironmentProblem, HetuFxError, StateError
+from hetu_fx.adaptation import Adaptation
+from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plan import Plan
-from hetu_fx.prepare import Preparation, Plans, prepare
+from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.switching.runtime import Runtime, Settings
 from hetu_fx.topology import Cluster
 
@@ -66,17 +66,17 @@ def auto_parallelize(
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
     settings = Settings(shared=data == "global", outputs=outputs, backend=compile, seed=seed)
     preparation = Preparation(model, batch, plan, cluster, optimizer, loss_fn, settings, process_group)
-    runtime = prepare(preparation)
-    _attach(model, Handle(runtime, preparation))
+    runtime, adaptation = prepare(preparation)
+    _attach(model, Handle(runtime, adaptation))
     return model
 
 
 class Handle:
     """What a parallel model can be asked and told; `model.hetu`."""
 
-    def __init__(self, runtime: Runtime, preparation: Preparation) -> None:
+    def __init__(self, runtime: Runtime, adaptation: Adaptation) -> None:
         self._runtime = runtime
-        self._preparation = preparation
+        self._adaptation = adaptation
 
     @property
     def plan(self) -> Plan:
@@ -108,7 +108,7 @@ class Handle:
     @property
     def health(self) -> dict[int, float]:
         """Return the measured rate of each device: 1 as planned, 2 twice as slow."""
-        return self._runtime.adaptation.rates
+        return self._adaptation.rates
 
     def explain(self) -> str:
         """Return the current plan as a table, with what was predicted."""
@@ -133,7 +133,7 @@ class Handle:
 
         Collective; every process must pass the same rates.
         """
-        return self._runtime.adaptation.replan(rates)
+        return self._adaptation.replan(rates)
 
     def save(self, folder: str | Path, **options: Any) -> None:
         """Save the model as consolidated safetensors; see `hetu_fx.checkpoint`. Collective."""
@@ -177,17 +177,3 @@ def _attach(model: nn.Module, handle: Handle) -> None:
     object.__setattr__(model, "hetu", handle)
     # accelerate's prepare must leave the model as it is (its documented mark for prepared objects).
     object.__setattr__(model, "_is_accelerate_prepared", True)
-
-
-def check_launcher() -> None:
-    """Refuse to go on alone where a launcher has started several processes that do not know of each other.
-
-    Raises:
-        EnvironmentProblem: WORLD_SIZE says several, but torch.distributed was not, or cannot be, initialised.
-    """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1 and not dist.is_available():
-        raise EnvironmentProblem(f"WORLD_SIZE is {size}, but this torch has no torch.distributed")
-
-
-__all__ = ["Handle", "HetuFxError", "auto_parallelize"]

@@ -18,13 +18,14 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.plan import Plan
+from hetu_fx.planner.cost import predict
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.switching.agreement import together
 from hetu_fx.switching.home_layout import HomeLayout, home_layout
-from hetu_fx.switching.home_plan import make_home_layouts
 from hetu_fx.switching.home_parameters import move_home, move_optimizer_state
+from hetu_fx.switching.home_plan import make_home_layouts
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.programs import Programs
 from hetu_fx.switching.runtime import Runtime, Settings, names_of
@@ -48,8 +49,8 @@ class Preparation:
     process_group: dist.ProcessGroup | None
 
 
-def prepare(wanted: Preparation) -> Runtime:
-    """Make the runtime; collective. Raises on every rank if it fails on one."""
+def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
+    """Make the runtime, and what watches it; collective. Raises on every rank if it fails on one."""
     join_world()
     table = GroupTable(wanted.process_group)
     warn_if_alone(table)
@@ -58,7 +59,7 @@ def prepare(wanted: Preparation) -> Runtime:
     program = together(table, lambda: programs.first(wanted.batch, training=True))
     with using(table):
         costs, cluster = _measured(wanted, program, table)
-        plans = together(table, lambda: _plans(wanted, program, costs, cluster, table))
+        plans = together(table, lambda: _plans(wanted, program, costs, cluster))
         layouts = together(table, lambda: home_layouts_of(program, plans[0], wanted.model, cluster, table))
         together(table, lambda: _check_plans(program, plans, table))
         homes = move_home(wanted.model, layouts, table)
@@ -67,8 +68,9 @@ def prepare(wanted: Preparation) -> Runtime:
     runtime = Runtime(wanted.model, table, programs, homes, _seeded(wanted.settings, table))
     for name, plan in zip(names_of(plans), plans, strict=True):
         runtime.add_variant(plan, name)
-    runtime.adaptation = Adaptation(runtime, costs, cluster)
-    return runtime
+    adaptation = Adaptation(runtime, costs, cluster, lambda at, name: _auto_plan(program, costs, at, name))
+    runtime.observers.append(adaptation.observe)
+    return runtime, adaptation
 
 
 def join_world() -> None:
@@ -118,7 +120,7 @@ def _measured(
     wanted: Preparation, program: Program, table: GroupTable
 ) -> tuple[ProgramCosts, Cluster | None]:
     rows = _global_rows(wanted, program, table)
-    costs = together(table, lambda: program_costs(program.graph, rows=rows))
+    costs = together(table, lambda: program_costs(program.graph, rows=rows, cut=program.tensor_cut))
     match wanted.cluster:
         case Cluster():
             return costs, wanted.cluster
@@ -134,12 +136,21 @@ def _global_rows(wanted: Preparation, program: Program, table: GroupTable) -> in
 
 
 def _plans(
-    wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None, table: GroupTable
+    wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None
 ) -> tuple[Plan, ...]:
+    plans = tuple(_given_plans(wanted, program, costs, cluster))
+    if cluster is None:
+        return plans
+    return tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
+
+
+def _given_plans(
+    wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None
+) -> Sequence[Plan]:
     match wanted.plan:
         case "auto":
             assert cluster is not None
-            return (make_plan(costs, cluster, options=plan_options(program)),)
+            return (_auto_plan(program, costs, cluster, "auto"),)
         case str() | Path() as path:
             return (Plan.read(path),)
         case Plan() as plan:
@@ -150,10 +161,11 @@ def _plans(
             return tuple(plans)
 
 
-def plan_options(program: Program, name: str | None = None) -> PlanOptions:
-    """Return what the planner may do with a program: one that mixes rows is not cut into micro-batches."""
-    whole = program.mixes_rows
-    return PlanOptions(micro_batches=(1,) if whole else (1, 2, 4), pipelines=not whole, name=name)
+def _auto_plan(program: Program, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
+    """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
+    mixed = program.mixes_rows
+    options = PlanOptions(micro_batches=(1,) if mixed else (1, 2, 4, 8), pipelines=not mixed, name=name)
+    return make_plan(costs, cluster, options=options)
 
 
 def _check_plans(program: Program, plans: Sequence[Plan], table: GroupTable) -> None:

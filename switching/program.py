@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetu_fx.transforms.global_mean import extract_prologue
-from hetu_fx.transforms.pass_ import run_passes
-from hetu_fx.transforms.passes import GRAPH_PASSES
 from torch import Tensor, fx
 
 from hetu_fx.deduction.analyse import analyse
@@ -16,8 +13,13 @@ from hetu_fx.deduction.factors import FactorMap
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.planner.cut import FactorCut
+from hetu_fx.transforms.annotate import tensor_classes
 from hetu_fx.transforms.axis import deduce_axis
 from hetu_fx.transforms.flow import Flow, flow_of
+from hetu_fx.transforms.global_mean import extract_prologue
+from hetu_fx.transforms.pass_ import run_passes
+from hetu_fx.transforms.passes import GRAPH_PASSES
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,11 @@ class Program:
         return extract_prologue(self.graph)
 
     @cached_property
+    def loss_name(self) -> str:
+        """Return the name of the loss output; empty if the model has none."""
+        return next((leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.LOSS)), "")
+
+    @cached_property
     def loss_is_mean(self) -> bool:
         """Tell whether the loss is divided by a count of the batch inside the graph, not by a given number."""
         loss = self.graph.loss
@@ -71,6 +78,11 @@ class Program:
         except DeductionError:
             return True
         return axis.talks
+
+    @cached_property
+    def tensor_cut(self) -> FactorCut:
+        """Return what a tensor-parallel group would cut in this program."""
+        return FactorCut(self.factors, tensor_classes(self.graph, self.factors, self.flow))
 
     @property
     def example_rows(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetu_fx.errors import StateError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
 from hetu_fx.switching.home_parameters import plain_parameters
@@ -34,6 +35,14 @@ class Programs:
     def num_blocks(self) -> int:
         """Return the number of repeated blocks of the model."""
         return next(iter(self._programs.values())).graph.num_blocks
+
+    @property
+    def training(self) -> Program:
+        """Return the first program that was captured in training mode; StateError if there is none."""
+        for program in self._programs.values():
+            if program.graph.training:
+                return program
+        raise StateError("the model has not been captured in training mode yet; run a training batch first")
 
     def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """Return the call's batch: by keyword, or positional where the forward takes *args."""

@@ -79,7 +79,7 @@ class _Step:
         if self.inputs.wants_values:
             outputs.values.update(self._returned(values))
         if local is not None:
-            outputs.values[self.stage.loss_name] = self._global_loss(local)
+            outputs.values[self.program.loss_name] = self._global_loss(local)
         return outputs
 
     def _own_interval(self) -> Interval:
@@ -161,7 +161,7 @@ class _Step:
         self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run forwards and backwards now; hand the gradients out in backward."""
-        if self.stage.loss_name == "":
+        if self.program.loss_name == "":
             raise StateError(
                 "a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
                 "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
@@ -197,7 +197,7 @@ class _Step:
 
     def _local_loss(self, loss: Tensor | None) -> Tensor | None:
         """Return this rank's part of the loss, zero where it computes none; None for a model without loss."""
-        if loss is not None or self.stage.loss_name == "":
+        if loss is not None or self.program.loss_name == "":
             return loss
         node = self.program.graph.loss
         assert node is not None
@@ -227,7 +227,7 @@ class _Step:
 
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         routes = self._routes()
-        if not self.trains or self.stage.loss_name:
+        if not self.trains or self.program.loss_name:
             return bring_back(routes, {n: v.detach() for n, v in values.items()}, self.table)
         returned: dict[str, Tensor] = {}
         for route in routes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hetu_fx.plan import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.batches import ReadBatch, read_batch
 from hetu_fx.switching.buffers import Buffers
-from hetu_fx.switching.policy import BatchFacts, VariantFacts, choose
+from hetu_fx.switching.policy import BatchFacts, Health, VariantFacts, choose
 from hetu_fx.switching.programs import Programs
 from hetu_fx.switching.rows import RowPlan, plan_rows
 from hetu_fx.switching.run_step import StepInputs, run_step
@@ -54,6 +54,13 @@ class StepReport:
     timer: ComputeTimer = field(default_factory=ComputeTimer)
 
 
+class LossAndOutput(NamedTuple):
+    """What a model with a loss_fn returns: the loss, and the model's own output (None where it is not asked for)."""
+
+    loss: torch.Tensor | None
+    output: Any
+
+
 Observer = Callable[[StepFacts], None]
 
 
@@ -79,14 +86,17 @@ class Runtime:
         self.pinned: str | None = None
         self.switches = 0
         self.policy: Policy = choose_variant
+        self.health = Health()
         self.observers: list[Observer] = []
 
-    def add_variant(self, plan: Plan, name: str) -> Variant:
+    def add_variant(self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None) -> Variant:
         """Add a variant; its device graphs are made when a batch first needs them."""
         if name in self.variants:
             raise StateError(f"there is a variant {name!r} already; choose another name")
         plan.check(num_blocks=self.programs.num_blocks, world_size=self.table.size)
-        self.variants[name] = Variant(name, plan, self.table, self.homes, self.settings.backend)
+        self.variants[name] = Variant(
+            name, plan, self.table, self.homes, self.settings.backend, dict(planned_rates or {})
+        )
         self.current = self.current or name
         return self.variants[name]
 
@@ -153,7 +163,10 @@ class Runtime:
         )
         made = run_step(variant, inputs)
         self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), made.timer)
-        return batch.program.graph.rebuild(made.values)
+        output = batch.program.graph.rebuild(made.values)
+        if self.programs.loss_fn is None:
+            return output
+        return LossAndOutput(made.values.get(batch.program.loss_name), output)
 
     def _rows(self, facts: StepFacts) -> RowPlan:
         if self.settings.shared and len(set(facts.rows)) > 1:
@@ -186,7 +199,13 @@ Policy = Callable[["Runtime", StepFacts], str]
 def choose_variant(runtime: Runtime, facts: StepFacts) -> str:
     """Choose the variant for a batch: of those that take its longest sequence, the one predicted fastest."""
     variants = [
-        VariantFacts(name, variant.plan.max_length, variant.predicted_seconds)
+        VariantFacts(
+            name=name,
+            max_length=variant.plan.max_length,
+            predicted_seconds=variant.predicted_seconds,
+            devices=variant.plan.devices,
+            planned_rates=variant.planned_rates,
+        )
         for name, variant in runtime.variants.items()
     ]
-    return choose(variants, BatchFacts(longest=facts.longest, rows=sum(facts.rows)))
+    return choose(variants, BatchFacts(facts.longest, sum(facts.rows)), runtime.health)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
@@ -16,6 +15,7 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plan import Plan
+from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.engine import Engine
 from hetu_fx.switching.handover import channels
@@ -52,12 +52,6 @@ class StagePlan:
     buffers: Mapping[str, Annotation]
     updates: Mapping[str, Annotation]
     constants: Mapping[str, Tensor]
-
-    @property
-    def loss_name(self) -> str:
-        """Return the name of the loss output; empty if the model has none."""
-        graph = self.deduced.annotated.graph
-        return next((leaf.name for leaf, _ in graph.outputs_of(OutputKind.LOSS)), "")
 
     @property
     def random_states(self) -> tuple[str, ...]:
@@ -97,9 +91,16 @@ class Variant:
     """A plan, and what has been made for it."""
 
     def __init__(
-        self, name: str, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], backend: Any
+        self,
+        name: str,
+        plan: Plan,
+        table: GroupTable,
+        homes: Mapping[str, nn.Parameter],
+        backend: Any,
+        planned_rates: Mapping[int, float],
     ) -> None:
         self.name, self.plan, self.table, self.homes, self.backend = name, plan, table, homes, backend
+        self.planned_rates = planned_rates
         self.trained = tuple(n for n, home in homes.items() if home.requires_grad)
         self._stages: dict[tuple[int, bool], StagePlan] = {}
         self._gathered: tuple[object, dict[str, Tensor]] = (None, {})

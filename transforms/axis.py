@@ -9,7 +9,7 @@ flow further back through ops on parameters alone; at an activation they are sum
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -48,7 +48,11 @@ class AxisDeduction:
     @property
     def talks(self) -> bool:
         """Tell whether some op needs a value, or gives back a cotangent, in another state than it is in."""
-        return any(self._differs(need) for decision in self.decisions.values() for need in decision.needs)
+        return next(self.talking(), None) is not None
+
+    def talking(self) -> Iterator[fx.Node]:
+        """Yield the ops for which communication along the axis is needed."""
+        return (node for node, decision in self.decisions.items() if any(map(self._differs, decision.needs)))
 
     def _differs(self, need: Need) -> bool:
         summed = need.summed_cotangent and need.node not in self.summed_cotangents
@@ -70,7 +74,8 @@ def deduce_axis(
     walk = _Forward(graph, factors, splits, keep_sums, may_gather)
     for node in graph.graph.nodes:
         walk.visit(node)
-    return _with_cotangents(graph, flow, splits, walk.decisions, walk.states)
+    defers = (lambda node: True) if keep_sums else (lambda node: not flow.through_inputs(node))
+    return _with_cotangents(graph, flow, defers, splits, walk.decisions, walk.states)
 
 
 class _Forward:
@@ -115,10 +120,15 @@ class _Forward:
             return self._split_on(node, op, factor)
         summed = frozenset(i for i, o in enumerate(op.operands) if isinstance(self.states[o.node], Summed))
         if summed and any(summed == group for group in op.linear):
-            needs = tuple(Need(o.node, SUMMED if i in summed else WHOLE) for i, o in enumerate(op.operands))
+            needs = tuple(self._need(op, i, SUMMED if i in summed else WHOLE) for i in range(len(op.operands)))
             return Decision(None, needs, SUMMED)
         self._check_gather(node, op)
-        return Decision(None, tuple(Need(o.node, WHOLE) for o in op.operands), WHOLE)
+        return Decision(None, tuple(self._need(op, i, WHOLE) for i in range(len(op.operands))), WHOLE)
+
+    def _need(self, op: OpFactors, position: int, state: AxisState) -> Need:
+        """Return the need of an operand; one of which only dtype and device are read may stay as it is."""
+        node = op.operands[position].node
+        return Need(node, self.states[node] if position in op.unread else state)
 
     def _pick(self, node: fx.Node, op: OpFactors) -> FactorClass | None:
         """Return the split factor to compute a part of: the one most operands are already split on."""
@@ -132,7 +142,8 @@ class _Forward:
 
     def _worth(self, op: OpFactors, factor: FactorClass) -> bool:
         """Tell whether some operand is split on `factor`, or none has it (the op makes it, and can make a part)."""
-        having = [o for o in op.operands if factor in set(_classes(o.dims))]
+        read = (o for i, o in enumerate(op.operands) if i not in op.unread)
+        having = [o for o in read if factor in set(_classes(o.dims))]
         return not having or any(self.states[o.node] == SplitOn(factor) for o in having)
 
     def _split_on(self, node: fx.Node, op: OpFactors, factor: FactorClass) -> Decision:
@@ -144,6 +155,8 @@ class _Forward:
 
     def _split_need(self, op: OpFactors, position: int, factor: FactorClass) -> Need:
         operand = op.operands[position]
+        if position in op.unread:
+            return self._need(op, position, WHOLE)
         if factor in set(_classes(operand.dims)):
             return Need(operand.node, SplitOn(factor))
         if position in op.counted:
@@ -161,8 +174,8 @@ class _Forward:
     def _check_gather(self, node: fx.Node, op: OpFactors) -> None:
         if self.may_gather:
             return
-        for operand in op.operands:
-            if isinstance(self.states[operand.node], SplitOn):
+        for position, operand in enumerate(op.operands):
+            if position not in op.unread and isinstance(self.states[operand.node], SplitOn):
                 raise DeductionError(
                     f"{node.target} needs all rows of the batch at once ('{node.name}', {meta.source_line(node)}), so "
                     f"the batch cannot be split over pipelines or micro-batches; use a plan with one pipeline and one "
@@ -184,14 +197,22 @@ def _summed_up(state: AxisState) -> AxisState:
 
 
 def _with_cotangents(
-    graph: Graph, flow: Flow, splits: Splits, decisions: Mapping[fx.Node, Decision], states: dict[fx.Node, AxisState]
+    graph: Graph,
+    flow: Flow,
+    defers: Callable[[fx.Node], bool],
+    splits: Splits,
+    decisions: Mapping[fx.Node, Decision],
+    states: dict[fx.Node, AxisState],
 ) -> AxisDeduction:
-    """Mark the edges that give back summands, from the last op to the first."""
+    """Mark the edges that give back summands, from the last op to the first.
+
+    `defers` tells of which values the cotangent may stay unsummed, if all consumers give back summands.
+    """
     marked: dict[fx.Node, Decision] = {}
     flags: dict[fx.Node, list[bool]] = {}
     summed: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
-        if not flow.through_inputs(node) and flags.get(node) and all(flags[node]):
+        if defers(node) and flags.get(node) and all(flags[node]):
             summed.add(node)
         if is_item(node) and node in flow.differentiable:
             flags.setdefault(node.args[0], []).append(node in summed)  # type: ignore[arg-type]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetu_fx.errors import PlanError
+from hetu_fx.graph import meta
 from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_axis
 from hetu_fx.transforms.stages import AnnotatedGraph, DeducedGraph
 
@@ -25,9 +27,23 @@ class Deduce:
         def axis(splits: Splits, *, keep_sums: bool, may_gather: bool) -> AxisDeduction:
             return deduce_axis(graph, factors, flow, splits, keep_sums=keep_sums, may_gather=may_gather)
 
+        batch = axis(rows, keep_sums=True, may_gather=False)
+        if not annotated.runs_in_step:
+            _check_sums(batch)
         return DeducedGraph(
             annotated,
-            batch=axis(rows, keep_sums=True, may_gather=False),
+            batch=batch,
             tensor_split=axis(annotated.classes, keep_sums=False, may_gather=True),
             tensor_whole=axis(frozenset(), keep_sums=False, may_gather=True),
+        )
+
+
+def _check_sums(batch: AxisDeduction) -> None:
+    """Refuse sums over the batch in the middle of a model that runs in stages or micro-batches."""
+    node = next(batch.talking(), None)
+    if node is not None:
+        raise PlanError(
+            f"'{node.name}' ({meta.source_line(node)}) needs a sum over the whole batch in the middle of the model, "
+            f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "
+            f"micro-batch"
         )

@@ -19,7 +19,7 @@ from torch import fx
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.resolve import Resolution, resolve_edge
 from hetu_fx.deduction.factors import FactorClass
-from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.axis import is_item
@@ -190,8 +190,6 @@ class _Builder:
         if state == need.state and not summed:
             return value
         replicas = tuple(stages[0] for stages in self.annotated.stages)
-        if not self.annotated.runs_in_step:
-            raise PlanError(_across_steps(node))
         if len(replicas) == 1:
             return value
         summands = self.deduced.across_states(node, tensor.state, replicas, "partial")
@@ -248,10 +246,3 @@ class _Builder:
             rows[0] if rows else None,
             self.deduced.value_annotation(node, layout),
         )
-
-
-def _across_steps(node: fx.Node) -> str:
-    return (
-        f"'{node.name}' ({meta.source_line(node)}) needs a sum over the whole batch in the middle of the model, which "
-        f"pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one micro-batch"
-    )

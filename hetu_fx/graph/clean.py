@@ -5,6 +5,7 @@ Each rule looks at one node and returns the node that has the same value, or Non
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,16 @@ def _simplify_cat(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _simplify_item(node: fx.Node) -> fx.Node | None:
+    """Take the operand itself where broadcasting tensors together left it as it was."""
+    source, index = node.args
+    if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
+        return None
+    operand = source.args[0][index]  # type: ignore[index]
+    assert isinstance(operand, fx.Node)
+    return operand if meta.same_shape(node, operand) else None
+
+
 RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(CASTS, _simplify_cast),
     **dict.fromkeys(COPIES, _simplify_copy),
@@ -119,6 +130,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.detach.default: _simplify_detach,
     aten.add.Tensor: _simplify_add,
     aten.cat.default: _simplify_cat,
+    operator.getitem: _simplify_item,
 }
 
 

@@ -69,9 +69,7 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int) -> dict[str
 def loss_of(output: Any, loss_fn: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if loss_fn is not None:
         return loss_fn(output, **batch)
-    if isinstance(output, torch.Tensor):
-        return output
-    return output["loss"]
+    return output["loss"] if isinstance(output, dict) else output.loss
 
 
 def worst_difference(model: Any, reference: Any, part: Any) -> float:

@@ -1,0 +1,100 @@
+"""Plan again when devices change speed: rates are measured or given, the new plan becomes a variant.
+
+Every rank sees the same agreed facts and plans alike, so nobody has to be asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hetu_fx.errors import StateError
+from hetu_fx.plan import Plan
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.switching.agreement import StepFacts
+from hetu_fx.switching.health import HealthTracker
+from hetu_fx.switching.policy import Health
+from hetu_fx.switching.runtime import Runtime
+from hetu_fx.topology import Cluster
+
+_log = logging.getLogger("hetu_fx.health")
+
+Planner = Callable[[Cluster, str], Plan]
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A change of plan: at which step, for which rates, to which variant."""
+
+    step: int
+    rates: Mapping[int, float]
+    variant: str
+
+
+class Adaptation:
+    """Watches the devices' health and replaces the plan that suits them no more.
+
+    Args:
+        runtime: what runs.
+        costs: of the program, for the share of work that each device has.
+        cluster: the devices as measured at the start; None if they were not, then plans are never replaced.
+        planner: makes a plan of a given name for a cluster.
+    """
+
+    def __init__(
+        self, runtime: Runtime, costs: ProgramCosts, cluster: Cluster | None, planner: Planner
+    ) -> None:
+        self.runtime, self.costs, self.cluster, self.planner = runtime, costs, cluster, planner
+        self.tracker = HealthTracker()
+        self.changes: list[Replanned] = []
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """Return the current straggling rate of each device: 1 healthy, 2 twice as slow."""
+        return self.tracker.rates
+
+    def observe(self, facts: StepFacts) -> None:
+        """Take in the last step's compute times; plan again if a device has become slower or healthy again."""
+        report = self.runtime.report
+        if self.cluster is None or report.variant == "":
+            return
+        seconds = dict(enumerate(facts.compute_seconds))
+        self.tracker.observe(seconds, self._work(report.variant, report.rows))
+        rates = self.tracker.changed()
+        if rates is not None and self.runtime.pinned is None:
+            self.replan(rates)
+
+    def _work(self, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
+        """Return the FLOPs that each device had in a step."""
+        plan = self.runtime.variants[variant].plan.with_blocks(self.costs.num_blocks)
+        work: dict[int, float] = {}
+        for pipeline, count in zip(plan.pipelines, rows, strict=True):
+            start = 0
+            for stage in pipeline.stages:
+                part = self.costs.stage(start, start + (stage.blocks or 0))
+                for device, ratio in zip(stage.devices, stage.ratios, strict=True):
+                    work[device] = count * part.flops_at(ratio / sum(stage.ratios))
+                start += stage.blocks or 0
+        return work
+
+    def replan(self, rates: Mapping[int, float]) -> str:
+        """Make a plan for the given rates; the policy weighs it against the others from the next step on.
+
+        Returns the new variant's name.
+        """
+        if self.cluster is None:
+            raise StateError(
+                "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
+                "hetu_fx.auto_parallelize"
+            )
+        name = "rates " + " ".join(f"{rank}={rate:.2g}" for rank, rate in sorted(rates.items()) if rate != 1.0)
+        name = "healthy" if name == "rates " else name
+        if name not in self.runtime.variants:
+            plan = self.planner(self.cluster.with_rates(rates), name)
+            self.runtime.add_variant(plan, name, planned_rates=rates)
+        self.runtime.health = Health(dict(rates))
+        self.tracker.restart()
+        self.changes.append(Replanned(self.runtime.step, dict(rates), name))
+        _log.info("devices' rates are %s: %s", dict(rates), self.runtime.variants[name].plan.summary())
+        return name

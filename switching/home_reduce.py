@@ -55,6 +55,14 @@ class PendingNorm(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Settle the norm and pickle it as a plain tensor."""
+        return (self + 0).detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Settle the norm and copy it as a plain tensor."""
+        return (self + 0).detach()
+
     def numpy(self, *, force: bool = False) -> Any:
         """Settle the norm and give it as an array."""
         return (self + 0).numpy(force=force)

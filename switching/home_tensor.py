@@ -81,7 +81,11 @@ class HomeTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         other = value if isinstance(value, HomeTensor) else HomeTensor.from_full(value, self.home_layout)
         _SET_DATA(self, other.detach())
+        before = self.local._version
         self.local, self.home_layout = other.local, other.home_layout
+        # The version of `local` never goes back, so that it tells of a swap as of any other write.
+        after = max(before, self.local._version)
+        torch._C._autograd._unsafe_set_version_counter((self.local,), (after,))
         mark_written([self])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

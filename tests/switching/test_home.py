@@ -92,12 +92,43 @@ def test_every_write_is_counted(options: dict[str, bool]) -> None:
     assert home._version > before[0]
 
 
+def test_a_swap_never_turns_the_version_back() -> None:
+    home = parameter()
+    versions = []
+    for _ in range(3):
+        home.data = torch.zeros(6, 4)
+        versions.append((home._version, home.local._version))  # type: ignore[attr-defined]
+    assert versions == sorted(set(versions))
+
+
+def test_gradients_are_zeroed_in_place_or_dropped() -> None:
+    home = parameter()
+    home.grad = torch.ones_like(home)
+    optimizer = torch.optim.SGD([home], lr=0.1, foreach=True)
+    optimizer.zero_grad(set_to_none=False)
+    assert home.grad.sum() == 0
+    optimizer.zero_grad()
+    assert home.grad is None
+
+
+def test_averaged_models_follow() -> None:
+    module = nn.Linear(4, 6, bias=False)
+    module.weight = parameter()
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    for scale in (1.0, 3.0):
+        with torch.no_grad():
+            module.weight.fill_(scale)
+        averaged.update_parameters(module)
+    assert torch.equal(averaged.module.weight, torch.full((6, 4), 2.0))
+
+
 def test_norms_wait_to_be_read_together() -> None:
     norms = [parameter().detach().norm() for _ in range(3)]
     assert all(type(norm) is PendingNorm for norm in norms)
     stacked = torch.stack(norms)
     assert type(stacked) is torch.Tensor
     assert torch.equal(stacked, torch.arange(24.0).norm().expand(3))
+    assert type(copy.deepcopy(norms[1])) is type(pickle.loads(pickle.dumps(norms[1]))) is torch.Tensor
     assert norms[0].numpy() == norms[0].tolist() == float(norms[0])
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
 from hetu_fx.graph.capture_failure import explain_failure, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
@@ -51,6 +58,23 @@ def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, tr
     return assembly.graph(training, notes)
 
 
+def _call(function: LossFn, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return function(*args, **kwargs)
+
+
+class _NoStrayParameters(TorchFunctionMode):
+    """Refuses trainable parameters that the model does not own: export would bake them in as constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, nn.Parameter) and argument.requires_grad and not is_fake(argument):
+                raise CaptureError(
+                    f"a trainable tensor of shape {tuple(argument.shape)} is used that is not a parameter of the "
+                    "model; register it in the model (a loss function with parameters belongs into the model)"
+                )
+        return func(*args, **(kwargs or {}))
+
+
 class _Found:
     """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
@@ -65,14 +89,13 @@ class _Found:
 class _Program(nn.Module):
     """The model as a function from the batch's tensors to its output's tensors and the loss."""
 
-    def __init__(
-        self, model: nn.Module, input_tree: Tree, names: tuple[str, ...], loss_fn: LossFn | None
-    ) -> None:
+    def __init__(self, model: nn.Module, input_tree: Tree, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
         super().__init__()
         self.model = model
         self.input_tree = input_tree
         self.names = names
-        self.loss_fn = loss_fn
+        # Not as a submodule: what a loss module holds is a constant of the program, no state of the model.
+        self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
         self.autocasts = _ambient_autocasts()
         self.found = _Found()
 
@@ -80,6 +103,7 @@ class _Program(nn.Module):
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_NoStrayParameters())
             for device_type, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             output = self.model(*args, **kwargs)
@@ -117,8 +141,16 @@ def _surroundings() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # a failed export prints its graph there
         warnings.simplefilter("ignore")
+        guards = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+        guards.addFilter(_say_nothing)
+        stack.callback(guards.removeFilter, _say_nothing)
         yield
+
+
+def _say_nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def _export(
@@ -128,6 +160,8 @@ def _export(
     example = make_example(tensors, model, keep_batch=False)
     try:
         return _export_once(program, example, batch=True, rest=True), example, ()
+    except CaptureError:
+        raise
     except Exception as error:
         first_error = error
     kept = make_example(tensors, model, keep_batch=True)

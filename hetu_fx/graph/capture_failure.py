@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 
-OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 WAY_OUT = (
     'rewrite the line, or use hetu_fx.auto_parallelize(..., capture="eager"), which runs the module '
     "as it is, data parallel with uneven shares"
@@ -25,8 +24,6 @@ SAID_AT = "The following call raised this error:"
 
 def explain_failure(error: Exception) -> CaptureError:
     """Make the error that the user sees of one that torch.export raised."""
-    if isinstance(error, CaptureError):
-        return error
     line = _line_in_message(str(error)) or _line_in_traceback(error.__traceback__) or "unknown line"
     return CaptureError(f"cannot capture the model at {line}: {_reason(error)}; {WAY_OUT}")
 
@@ -69,7 +66,7 @@ def _line_in_traceback(trace: TracebackType | None) -> str | None:
 
 
 def _line_in_frames(frames: traceback.StackSummary) -> str | None:
-    hidden = (meta.TORCH_FOLDER, OWN_FOLDER, os.path.dirname(contextlib.__file__) + os.sep + "contextlib")
+    hidden = (*meta.NOT_THE_USERS, contextlib.__file__)
     outside = [frame for frame in frames if not frame.filename.startswith(hidden)]
     return _short(outside[-1].filename, outside[-1].lineno or 0) if outside else None
 

@@ -32,9 +32,7 @@ class Example:
 
     def dynamic_shapes(self, batch: Any, *, rest_is_dynamic: bool) -> tuple[dict[int, Any], ...]:
         """Return what torch.export takes: for each tensor, its dynamic dims, the batch dim being `batch`."""
-        return tuple(
-            self._dims(name, tensor, batch, rest_is_dynamic) for name, tensor in self.tensors.items()
-        )
+        return tuple(self._dims(name, tensor, batch, rest_is_dynamic) for name, tensor in self.tensors.items())
 
     def _dims(self, name: str, tensor: torch.Tensor, batch: Any, rest_is_dynamic: bool) -> dict[int, Any]:
         free = rest_is_dynamic and not (tensor.is_floating_point() and tensor.dim() >= IMAGE_DIMS)

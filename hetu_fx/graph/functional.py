@@ -55,7 +55,8 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
     Raises:
         CaptureError: for a write that cannot be followed (out= arguments, writes through unusual views).
     """
-    if not any(written_arguments(node) or _is_training_batch_norm(node) for node in graph.nodes):
+    hidden = (_is_training_batch_norm, _is_tracking_instance_norm)
+    if not any(written_arguments(node) or any(check(node) for check in hidden) for node in graph.nodes):
         return {}
     return _Functionalizer(graph, gradient_carriers(graph, differentiable)).run()
 
@@ -82,6 +83,10 @@ def _as_nodes(argument: Any) -> Iterator[fx.Node]:
 
 def _is_training_batch_norm(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
+
+
+def _is_tracking_instance_norm(node: fx.Node) -> bool:
+    return node.target is aten.instance_norm.default and bool(node.args[5]) and node.args[3] is not None
 
 
 def _storages(node: fx.Node) -> set[StorageWeakRef]:
@@ -117,6 +122,8 @@ class _Functionalizer:
                 self._rewrite_write(node, written)
             elif _is_training_batch_norm(node):
                 self._rewrite_batch_norm(node)
+            elif _is_tracking_instance_norm(node):
+                raise self._refusal("instance_norm with running statistics, which it changes in place")
             elif node in self.parents and self._version(node):
                 self.cached.pop(node, None)  # a view of something written before: taken where it is read
             else:
@@ -249,9 +256,7 @@ class _Functionalizer:
             aten._native_batch_norm_legit_functional.default,
             (x, weight, bias, mean, variance, training, momentum, epsilon),
         )
-        output, new_mean, new_variance = (
-            self._insert(operator.getitem, (result, index)) for index in (0, 3, 4)
-        )
+        output, new_mean, new_variance = (self._insert(operator.getitem, (result, index)) for index in (0, 3, 4))
         for written, value in ((node.args[3], new_mean), (node.args[4], new_variance)):
             assert isinstance(written, fx.Node)
             self.changed.add(self._root(written))

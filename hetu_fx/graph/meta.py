@@ -36,6 +36,8 @@ class HasBatchSymbol(Protocol):
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+NOT_THE_USERS = (TORCH_FOLDER, OWN_FOLDER, "torch/")  # torch records some of its own frames by a short path
 
 
 def value(node: fx.Node) -> Any:
@@ -126,9 +128,9 @@ def source_frame(node: fx.Node) -> tuple[str, int] | None:
 
 
 def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
-    """Return the last frame of a stack text that is not torch's own, if any."""
+    """Return the last frame of a stack text that is neither torch's nor ours, if any."""
     frames = [(path, int(line)) for path, line in FRAME.findall(stack_trace)]
-    outside = [frame for frame in frames if not frame[0].startswith((TORCH_FOLDER, "torch/"))]
+    outside = [frame for frame in frames if not frame[0].startswith(NOT_THE_USERS)]
     return outside[-1] if outside else None
 
 

@@ -173,6 +173,54 @@ def test_loss_function_is_captured_too() -> None:
     assert torch.equal(out[OutputKind.LOSS, "loss"], loss_fn(model(**batch), **batch))
 
 
+def test_loss_function_may_be_a_module_with_weights() -> None:
+    model, weight = nn.Linear(6, 3), torch.tensor([1.0, 2.0, 0.5])
+    loss_fn = nn.CrossEntropyLoss(weight=weight)
+    batch = {"input": torch.randn(5, 6)}
+    labels = torch.tensor([0, 1, 2, 2, 1])
+    graph = capture(model, batch, loss_fn=lambda output, input: loss_fn(output, labels[: len(input)]))
+    assert {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)} == {"weight", "bias"}
+    assert any(torch.equal(value, weight) for value in graph.constants.values())
+    out = run_on_one_device(graph, model, batch)
+    assert torch.allclose(out[OutputKind.LOSS, "loss"], loss_fn(model(**batch), labels))
+
+
+def test_loss_module_itself_may_be_the_loss_function() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(3.0))
+
+        def forward(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+            return (output * self.scale).pow(2).mean()
+
+    model, batch = nn.Linear(6, 3), {"input": torch.randn(5, 6)}
+    graph = capture(model, batch, loss_fn=Loss())
+    assert [leaf.name for leaf in graph.leaves_of(LeafKind.BUFFER)] == []
+    out = run_on_one_device(graph, model, batch)
+    assert torch.allclose(out[OutputKind.LOSS, "loss"], Loss()(model(**batch), **batch))
+
+
+def test_trainable_loss_modules_are_refused() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+            return (output * self.scale).pow(2).mean()
+
+    with pytest.raises(CaptureError, match=r"trainable.*shape \(\).*not a parameter of the model"):
+        capture(nn.Linear(6, 3), {"input": torch.randn(5, 6)}, loss_fn=Loss())
+
+
+def test_gradient_checkpointing_is_captured_as_if_it_were_not_there() -> None:
+    model = SAMPLES["llama"].model().double().train()
+    model.gradient_checkpointing_enable()
+    graph = capture(model, SAMPLES["llama"].batch(5, 11))
+    assert_same_as_eager(model, graph, SAMPLES["llama"].batch(3, 7), 1e-12)
+
+
 @pytest.mark.parametrize(
     ("wrap", "names"),
     [

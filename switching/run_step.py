@@ -114,7 +114,9 @@ class _Step:
     def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.PARAMETER, n): t for n, t in compute.items()}
         for name, annotation in self.stage.buffers.items():
-            feeds[SlotKind.BUFFER, name] = self.inputs.buffers.read(name, annotation)
+            part = self.inputs.buffers.read(name, annotation)
+            # A buffer that this step updates is written before backward, which may still need the old value.
+            feeds[SlotKind.BUFFER, name] = part.clone() if name in self.stage.updates else part
         feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
         for name, dtype, count in zip(
             self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True

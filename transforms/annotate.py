@@ -61,7 +61,7 @@ def _tally(graph: Graph, factors: FactorMap, flow: Flow) -> Mapping[FactorClass,
     tallies: dict[FactorClass, _Tally] = defaultdict(_Tally)
     counted_backward: set[tuple[FactorClass, fx.Node]] = set()
     for node in graph.graph.nodes:
-        if node.op == "call_function" and meta.is_tensor(node) and flow.is_mixed(node):
+        if factors.is_op(node) and flow.is_mixed(node):
             _tally_op(node, factors, flow, tallies, counted_backward)
     return tallies
 
@@ -73,17 +73,16 @@ def _tally_op(
     tallies: dict[FactorClass, _Tally],
     counted_backward: set[tuple[FactorClass, fx.Node]],
 ) -> None:
-    op, result = factors.op(node), _classes(factors.dims(node))
-    flops = _flops(node, op)
-    present = result.union(*(_classes(o.dims) for o in op.operands))
-    for factor in present:
+    op = factors.op(node)
+    flops = _flops(node, op) if meta.is_tensor(node) else 0.0
+    for factor in _present(op):
         tally = tallies[factor]
         if factor in op.whole:
             having = [o.node for o in op.operands if factor in _classes(o.dims)]
             tally.communicated += sum(map(meta.numel, having))
             continue
         tally.flops += flops
-        if factor in op.reduced:
+        if factor in op.reduced and meta.is_tensor(node):
             tally.communicated += meta.numel(node)
         for operand in op.operands:
             lacks = factor not in _classes(operand.dims)
@@ -105,13 +104,17 @@ def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[Factor
     """Return for each class those that stand in one op with it, where either could be split but not both."""
     rivals: dict[FactorClass, set[FactorClass]] = defaultdict(set)
     for node in graph.graph.nodes:
-        if node.op != "call_function" or not meta.is_tensor(node):
+        if not factors.is_op(node):
             continue
-        op = factors.op(node)
-        present = _classes(factors.dims(node)).union(*(_classes(o.dims) for o in op.operands)) - op.whole
+        present = _present(factors.op(node)) - factors.op(node).whole
         for factor in present:
             rivals[factor] |= present - {factor}
     return rivals
+
+
+def _present(op: OpFactors) -> frozenset[FactorClass]:
+    """Return all classes that occur in an op's operands and results."""
+    return frozenset(c for dims in (*op.results, *(o.dims for o in op.operands)) for c in _classes(dims))
 
 
 def _classes(dims: tuple[tuple[FactorClass, ...], ...]) -> frozenset[FactorClass]:

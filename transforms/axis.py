@@ -159,8 +159,8 @@ class _Forward:
             return self._need(op, position, WHOLE)
         if factor in set(_classes(operand.dims)):
             return Need(operand.node, SplitOn(factor))
-        if position in op.counted:
-            return Need(operand.node, SUMMED)
+        if position in op.counted:  # counts of rows: each shard has its own where rows are cut, all of them elsewhere
+            return Need(operand.node, SUMMED if factor.is_batch else WHOLE)
         return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
 
     def _check_averaged(self, node: fx.Node, op: OpFactors, factor: FactorClass) -> None:

@@ -154,3 +154,7 @@ def _mixed_number(number: int) -> int:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
+
+
+# Where the ops that draw take `cut`: the pass that makes a device's graph writes it.
+CUT_AT = {torch.ops.hetu.uniform.default: 5, torch.ops.hetu.dropout.default: 6}

@@ -12,6 +12,7 @@ differs from what its reader needs; sums over the stage's devices are made where
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.axis import is_item
 from hetu_fx.transforms.localize import localized_call
+from hetu_fx.transforms.random_ops import CUT_AT, cut_of
 from hetu_fx.transforms.stages import (
     DeducedGraph,
     DeviceGraph,
@@ -36,7 +38,10 @@ from hetu_fx.transforms.stages import (
     Value,
     stage_nodes,
 )
-from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, Summed, Whole
+from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed, Whole
+
+
+States = tuple[AxisState, ...]
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class _Builder:
         if node in self.tensor.decisions:
             op, factor = factors.op(node), self.tensor.decisions[node].factor
             args, kwargs = localized_call(node, op, self._operands(node), self.values, factor, self._part)
+            if node.target in CUT_AT and factor is not None:
+                args = self._with_cut(node, args, factor)
         else:
             factor = None
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
@@ -130,6 +137,14 @@ class _Builder:
             result = self._weighed(node, result, factor)
         return self._summed_up(node, result)
 
+    def _with_cut(self, node: fx.Node, args: tuple[Any, ...], factor: FactorClass) -> tuple[Any, ...]:
+        """Tell an op that draws which part of the whole tensor it draws for."""
+        split = self.deduced.axis(node, SplitOn(factor), self.layout)
+        assert isinstance(split, Split)
+        sizes, at = self.layout.sizes[factor], CUT_AT[node.target]
+        cut = cut_of(split.dim, sum(sizes[: self.coordinate]), self._part(factor), sum(sizes), split.inner)
+        return (*args[:at], cut, *args[at + 1 :])
+
     def _weighed(self, node: fx.Node, mean: fx.Node, factor: FactorClass) -> fx.Node:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
         share = self._part(factor) / sum(self.layout.sizes[factor])
@@ -137,7 +152,15 @@ class _Builder:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         pairs = zip(self.tensor.needs(node), self.batch.needs(node), strict=True)
-        return [self._edge(tensor, batch) for tensor, batch in pairs]
+        return [self._edge(tensor, batch, self._alike(node, i)) for i, (tensor, batch) in enumerate(pairs)]
+
+    def _alike(self, node: fx.Node, position: int) -> States:
+        """Return the states in which the replicas' ops take this operand; each by its own deduction."""
+        return tuple(self.deduced.tensor(at).needs(node)[position].state for at in self._replicas)
+
+    @property
+    def _replicas(self) -> tuple[StageLayout, ...]:
+        return tuple(stages[0] for stages in self.annotated.stages)
 
     def _part(self, factor: FactorClass) -> int:
         return self.layout.sizes[factor][self.coordinate]
@@ -154,7 +177,7 @@ class _Builder:
         whole = self.deduced.annotation(node, WHOLE, self.layout)
         return self._resolved(node, result, resolve_edge(summands, whole, whole, self._shape(node)))
 
-    def _edge(self, tensor: Need, batch: Need) -> fx.Node:
+    def _edge(self, tensor: Need, batch: Need, replicas: States) -> fx.Node:
         """Return the value as its reader needs it on both axes, inserting communication at most once per kind."""
         key = _Edge(
             tensor.node,
@@ -165,10 +188,10 @@ class _Builder:
             tensor.first_only,
         )
         if key not in self.edges:
-            self.edges[key] = self._on_batch(batch, tensor, self._on_tensor(tensor, batch))
+            self.edges[key] = self._on_batch(batch, replicas, self._on_tensor(tensor))
         return self.edges[key]
 
-    def _on_tensor(self, need: Need, batch: Need) -> fx.Node:
+    def _on_tensor(self, need: Need) -> fx.Node:
         node, value = need.node, self.values[need.node]
         if len(self.layout.devices) == 1:
             return value
@@ -183,17 +206,15 @@ class _Builder:
             value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
         return value
 
-    def _on_batch(self, need: Need, tensor: Need, value: fx.Node) -> fx.Node:
+    def _on_batch(self, need: Need, states: States, value: fx.Node) -> fx.Node:
+        """Sum over replicas what this op needs the sum of, or what its cotangent must be summed of."""
         node = need.node
         state = self.batch.states[node]
         summed = need.summed_cotangent and node not in self.batch.summed_cotangents
-        if state == need.state and not summed:
+        if len(states) == 1 or (state == need.state and not summed):
             return value
-        replicas = tuple(stages[0] for stages in self.annotated.stages)
-        if len(replicas) == 1:
-            return value
-        summands = self.deduced.across_states(node, tensor.state, replicas, "partial")
-        target = self.deduced.across_states(node, tensor.state, replicas, "duplicate")
+        summands = self.deduced.across_states(node, states, self._replicas, "partial")
+        target = self.deduced.across_states(node, states, self._replicas, "duplicate")
         source, partial = (summands if state == SUMMED else target), (summands if summed else target)
         return self._resolved(node, value, resolve_edge(source, target, partial, self._shape(node)))
 
@@ -211,8 +232,8 @@ class _Builder:
         state = self.batch.states.get(node, WHOLE)
         if kind in (ResultKind.LOSS, ResultKind.SENT) or not isinstance(state, Summed):
             return self.values[node]
-        need = Need(node, WHOLE)
-        return self._edge(Need(node, self.tensor.states[node]), need)
+        states = tuple(self.deduced.tensor(at).states[node] for at in self._replicas)
+        return self._edge(Need(node, self.tensor.states[node]), Need(node, WHOLE), states)
 
     def _source(self, node: fx.Node) -> StageLayout:
         pipeline = self.layout.pipeline

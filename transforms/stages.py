@@ -29,7 +29,7 @@ from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
 from hetu_fx.plan import Plan
 from hetu_fx.transforms.axis import AxisDeduction
 from hetu_fx.transforms.flow import Flow
-from hetu_fx.transforms.states import WHOLE, AxisState, SplitOn, Summed, Whole
+from hetu_fx.transforms.states import AxisState, SplitOn, Summed, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,11 +150,11 @@ class DeducedGraph:
         return self.axis(node, deduction.states[node], layout)
 
     def across_states(
-        self, node: fx.Node, state: AxisState, layouts: tuple[StageLayout, ...], top: str
+        self, node: fx.Node, states: tuple[AxisState, ...], layouts: tuple[StageLayout, ...], top: str
     ) -> Annotation:
-        """Return the annotation over several stages of a value that is in `state` inside each."""
+        """Return the annotation over several stages of a value that is in one of `states` inside each."""
         groups = tuple(DeviceGroup(layout.devices) for layout in layouts)
-        axes = [self.axis(node, state if len(layout.devices) > 1 else WHOLE, layout) for layout in layouts]
+        axes = [self.axis(node, state, layout) for state, layout in zip(states, layouts, strict=True)]
         kind = Duplicate(len(layouts)) if top == "duplicate" else Partial(len(layouts))
         return Annotation(groups, tuple(Sharding((axis,)) for axis in axes), kind)
 

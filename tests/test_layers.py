@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 # Top floor first. A name stands for the module, or for the package with all that is in it unless a row names
 # a part of it. Modules of one floor may use each other (never in a circle); nobody uses a floor above.
 FLOORS = (
-    "cli demo",
+    "cli demo demo_*",
     "integrations",
     "api",
-    "prepare saving exporting checkpoint report",
+    "prepare adaptation saving exporting checkpoint report",
     "switching.runtime",
     "switching.run_step",
     "switching.variant",
@@ -44,7 +44,7 @@ FLOORS = (
     "errors",
 )
 FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the two top floors
-CLIENTS = ("hetu_fx.cli", "hetu_fx.demo")
+CLIENTS = ("hetu_fx.cli", "hetu_fx.demo")  # and what they consist of: demo_data, demo_rank, ...
 OUTSIDE = (*CLIENTS, "hetu_fx.integrations")  # these may use the public names
 
 

@@ -54,8 +54,16 @@ def test_written_out_batch_norm_equals_torchs(name: str) -> None:
     graph = BatchStatistics()(capture(model, (torch.randn(5, *sizes, dtype=torch.float64),)))
     assert not has_batch_norm(graph)
     assert not graph.notes
-    x = 100 + torch.randn(4, *sizes, dtype=torch.float64)  # far from zero, where one pass would lose digits
-    assert_same_as_eager(model, graph, (x,), 1e-8, rows(4))
+    assert_same_as_eager(model, graph, (torch.randn(4, *sizes, dtype=torch.float64),), 1e-10, rows(4))
+
+
+def test_values_far_from_zero_lose_no_digits() -> None:
+    model = Norm(nn.BatchNorm1d(6)).train()
+    x = 1000 + torch.randn(64, 6)
+    graph = BatchStatistics()(capture(model, (x,)))
+    updates = run_on_one_device(graph, model, (x,), rows(64))
+    variance = updates[OutputKind.BUFFER_UPDATE, "norm.running_var"]
+    assert torch.allclose(variance, 0.9 + 0.1 * x.double().var(0).float(), rtol=1e-5)
 
 
 def test_convolutional_net_equals_eager_with_global_means_too() -> None:

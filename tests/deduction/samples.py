@@ -192,6 +192,7 @@ VIEW = {
     "split.sizes": [sample(x(12, 3), [6, 6])],
     "chunk": [sample(x(3, 12), 3, -1)],
     "tensor_split.sections": [sample(x(3, 12), 3, -1)],
+    "diff": [sample(x(3, 4)), sample(x(3, 4), 2, 0), sample(x(3, 4), 1, -1, x(3, 1), x(3, 2))],
     "cat": [
         *(sample([x(3, 4), x(3, 6)], 1), sample([x(3, 4)], 1), sample([x(0), x(3, 4)], -1)),
         sample([x(3, 1), x(3, 1)], -1),

@@ -105,6 +105,18 @@ def concatenated(call: Call) -> Factoring:
     return Factoring(tuple(operands), (target,), whole=whole | joined, linear=(frozenset(range(len(operands))),))
 
 
+def differences(call: Call) -> Factoring:
+    """Subtract neighbours along a dim, which stays whole in the operand and in what is put before and after it."""
+    target = dims_of(call.results[0])
+    dim = call.dim("dim", len(target))
+    operands = tuple(
+        replaced(target, {dim: () if operand.shape[dim].number == 1 else (f"p{i}",)})
+        for i, operand in enumerate(call.operands)
+    )
+    whole = names(target, [dim]).union(*(names(dims, [dim]) for dims in operands))
+    return Factoring(operands, (target,), whole=whole, linear=(frozenset(range(len(operands))),))
+
+
 def _is_legacy_empty(shape: Shape, result: Shape) -> bool:
     return len(shape) == 1 and shape[0].number == 0 and len(result) > 1
 
@@ -177,6 +189,7 @@ RULES: tuple[Rule, ...] = (
     *built(unbound, "unbind.int"),
     *built(pieces, "split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections"),
     *built(concatenated, "cat", "concat", "concatenate"),
+    *built(differences, "diff"),
     *built(overwritten, "slice_scatter", "select_scatter"),
     *built(stacked, "stack"),
     *built(padded, "pad", "constant_pad_nd"),

@@ -14,8 +14,10 @@ from torch import nn
 
 from hetu_fx.adaptation import Adaptation
 from hetu_fx.errors import BatchError, StateError
+from hetu_fx.exporting import export_runtime
 from hetu_fx.plan import Plan
 from hetu_fx.prepare import Plans, Preparation, prepare
+from hetu_fx.saving import load_model, save_model
 from hetu_fx.switching.runtime import Runtime, Settings
 from hetu_fx.topology import Cluster
 
@@ -136,21 +138,21 @@ class Handle:
         return self._adaptation.replan(rates)
 
     def save(self, folder: str | Path, **options: Any) -> None:
-        """Save the model as consolidated safetensors; see `hetu_fx.checkpoint`. Collective."""
-        from hetu_fx.saving import save_model
+        """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `saving.save_model`'s.
 
+        Collective: every process calls it.
+        """
         save_model(self._runtime, Path(folder), **options)
 
-    def load(self, folder: str | Path, **options: Any) -> None:
-        """Load what `save` wrote, under any plan and number of processes. Collective."""
-        from hetu_fx.saving import load_model
+    def load(self, folder: str | Path, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint under any plan and number of processes; options as `saving.load_model`'s.
 
-        load_model(self._runtime, Path(folder), **options)
+        Collective. Returns what was saved as `extra`.
+        """
+        return load_model(self._runtime, Path(folder), **options)
 
     def export(self, folder: str | Path) -> None:
         """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""
-        from hetu_fx.exporting import export_runtime
-
         export_runtime(self._runtime, Path(folder))
 
 

@@ -128,7 +128,7 @@ def _exported(
     try:
         with using(GroupTable.dry(rank, rank + 1)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(module, examples, dynamic_shapes=(dims,), strict=False)
+            exported = torch.export.export(module, examples, dynamic_shapes=dims, strict=False)
     except Exception as error:
         raise ExportError(f"the graph of rank {rank} cannot be exported: {error}") from error
     for node in exported.graph.nodes:

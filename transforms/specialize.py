@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetu_fx.annotations.annotation import cotangent
+from hetu_fx.annotations.annotation import Split, cotangent
 from hetu_fx.comm_ops.resolve import Resolution, resolve_edge
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
@@ -39,7 +39,6 @@ from hetu_fx.transforms.stages import (
     stage_nodes,
 )
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed, Whole
-
 
 States = tuple[AxisState, ...]
 

@@ -43,9 +43,7 @@ def main() -> int:
         Bar("one process: time over eager", ratio(one[str(ONE)], "eager"), EAGER_BAR, at_least=False),
         Bar("two processes: time over DDP", ratio(two, "DDP"), DDP_BAR, at_least=False),
     ]
-    rows = [
-        row for size, seconds in one.items() for row in table_rows(f"1 process, {size}", seconds, "eager")
-    ]
+    rows = [row for size, seconds in one.items() for row in table_rows(f"1 process, {size}", seconds, "eager")]
     return finish("overhead", bars, rows + table_rows(f"2 processes, {TWO}", two, "DDP"))
 
 

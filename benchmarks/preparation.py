@@ -36,9 +36,7 @@ PLAN = Plan(
 
 def main() -> int:
     """Measure and judge."""
-    options = parser(
-        "preparation", "Seconds until a model is parallel, for 8 devices on one core."
-    ).parse_args()
+    options = parser("preparation", "Seconds until a model is parallel, for 8 devices on one core.").parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     runs = [prepare() for _ in range(1 if options.quick else 3)]

@@ -87,7 +87,5 @@ def _cell(value: object) -> str:
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     pairs = zip(cells, widths, strict=True)
-    first, *rest = [
-        cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(pairs)
-    ]
+    first, *rest = [cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(pairs)]
     return "  ".join((first, *rest)).rstrip()

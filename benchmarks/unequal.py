@@ -54,9 +54,7 @@ def judge(result: Mapping[str, dict[str, list[float]]]) -> int:
     seconds, ideal = result["seconds"], result["ideal"]["seconds"]
     bars = [
         Bar("throughput against the ideal", median_ratio(ideal, seconds[AUTO]), IDEAL_BAR, at_least=True),
-        Bar(
-            "speed-up over DDP, even rows", median_ratio(seconds[EVEN], seconds[AUTO]), DDP_BAR, at_least=True
-        ),
+        Bar("speed-up over DDP, even rows", median_ratio(seconds[EVEN], seconds[AUTO]), DDP_BAR, at_least=True),
     ]
     rows = [row(name, values, ideal) for name, values in {**seconds, "ideal": ideal}.items()]
     return finish("unequal", bars, rows, speeds=SPEEDS, size=str(SIZE), **result["about"])
@@ -86,9 +84,7 @@ def work(result: Path, *, rounds: int) -> int:
             seconds[name] += values
     if dist.get_rank() == 0:
         about = {"parameters": num_parameters(llama(SIZE)), "rounds": rounds}
-        result.write_text(
-            json.dumps({"seconds": seconds, "ideal": {"seconds": ideal_seconds}, "about": about})
-        )
+        result.write_text(json.dumps({"seconds": seconds, "ideal": {"seconds": ideal_seconds}, "about": about}))
     dist.barrier()
     dist.destroy_process_group()
     return 0

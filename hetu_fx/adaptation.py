@@ -42,9 +42,7 @@ class Adaptation:
         planner: makes a plan of a given name for a cluster.
     """
 
-    def __init__(
-        self, runtime: Runtime, costs: ProgramCosts, cluster: Cluster | None, planner: Planner
-    ) -> None:
+    def __init__(self, runtime: Runtime, costs: ProgramCosts, cluster: Cluster | None, planner: Planner) -> None:
         self.runtime, self.costs, self.cluster, self.planner = runtime, costs, cluster, planner
         self.tracker = HealthTracker()
         self.changes: list[Replanned] = []

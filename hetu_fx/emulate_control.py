@@ -34,9 +34,7 @@ def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None
         state = json.load(file)
         speeds = list(state["speeds"])
         if not 0 <= rank < len(speeds):
-            raise EnvironmentProblem(
-                f"no rank {rank} to change: the emulation runs ranks 0 to {len(speeds) - 1}"
-            )
+            raise EnvironmentProblem(f"no rank {rank} to change: the emulation runs ranks 0 to {len(speeds) - 1}")
         check_speed(rank, speed)
         limiter = _limiter_of(state)
         speeds[rank] = float(speed)

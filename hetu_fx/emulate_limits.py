@@ -86,9 +86,7 @@ def find_limiter(mounts: str, own: str, *, user: str = "") -> Limiter:
 def this_limiter() -> Limiter:
     """Choose what this machine offers to this process."""
     user = "" if os.geteuid() == 0 else " by an ordinary user"
-    return find_limiter(
-        Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text(), user=user
-    )
+    return find_limiter(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text(), user=user)
 
 
 def cgroup_bases(limiter: Limiter) -> tuple[Path, ...]:

@@ -53,8 +53,7 @@ def check_tools() -> None:
     if missing:
         wanted = " ".join(sorted({packages[tool] for tool in missing}))
         raise EnvironmentProblem(
-            f"--nodes needs {', '.join(missing)}, which PATH does not have; "
-            f"on Debian and Ubuntu: apt install {wanted}"
+            f"--nodes needs {', '.join(missing)}, which PATH does not have; on Debian and Ubuntu: apt install {wanted}"
         )
 
 

@@ -78,9 +78,7 @@ class RunPlan:
         for folder in self.folders:
             yield f"mkdir {folder}"
         for setting in self.settings:
-            yield f"echo {setting.text} > {setting.path}" + (
-                "  # where it exists" if setting.optional else ""
-            )
+            yield f"echo {setting.text} > {setting.path}" + ("  # where it exists" if setting.optional else "")
         for step in self.network:
             yield shlex.join(step)
         for rank in self.ranks:
@@ -143,9 +141,7 @@ def _limiter(limit: LimitChoice, spec: EmulateSpec) -> Limiter:
 
 def _check_nodes_possible() -> None:
     if os.geteuid() != 0:
-        raise EnvironmentProblem(
-            "--nodes makes network namespaces, which needs root; run as root or with one node"
-        )
+        raise EnvironmentProblem("--nodes makes network namespaces, which needs root; run as root or with one node")
     check_tools()
 
 

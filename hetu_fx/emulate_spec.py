@@ -79,9 +79,7 @@ class EmulateSpec:
 def check_speed(rank: int, speed: float) -> None:
     """Raise EnvironmentProblem unless `speed` is a number of cores that a quota can express."""
     if not SLOWEST_SPEED <= speed < math.inf:
-        raise EnvironmentProblem(
-            f"speed {speed:g} of rank {rank} is no share of cores; give {SLOWEST_SPEED} or more"
-        )
+        raise EnvironmentProblem(f"speed {speed:g} of rank {rank} is no share of cores; give {SLOWEST_SPEED} or more")
 
 
 def check_cores(speeds: tuple[float, ...], num_cores: float) -> None:

@@ -161,9 +161,7 @@ def _gathered(table: GroupTable, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return everyone
 
 
-def _finish(
-    runtime: Runtime, program: Program, aside: Path, folder: Path, entries: list[dict[str, Any]]
-) -> None:
+def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
     torch.export.save(export_single(program.graph), aside / "single.pt2")
     (aside / "plans").mkdir(exist_ok=True)
     for name, variant in runtime.variants.items():
@@ -174,7 +172,10 @@ def _finish(
         "model": type(runtime.model).__qualname__,
         "imports": ["hetu_fx.comm_ops", "hetu_fx.transforms.random_ops"],
         "world": runtime.table.size,
-        "single": {"file": "single.pt2", "slots": [{"kind": x.kind.value, "name": x.name} for x in program.graph.leaves]},
+        "single": {
+            "file": "single.pt2",
+            "slots": [{"kind": x.kind.value, "name": x.name} for x in program.graph.leaves],
+        },
         "variants": {
             name: {
                 "plan": f"plans/{name}.json",

@@ -88,9 +88,7 @@ class Pipeline:
             raise PlanError(f"{self} has {self.micro_batches} micro-batches; give 1 or more")
         given = [stage.blocks for stage in self.stages]
         if None in given and any(blocks is not None for blocks in given):
-            raise PlanError(
-                f"{self} gives blocks for some stages only: {given}; give them for all or for none"
-            )
+            raise PlanError(f"{self} gives blocks for some stages only: {given}; give them for all or for none")
         if 0 in given[1:-1]:
             raise PlanError(f"{self} has a stage without blocks in the middle: {given}; leave that stage out")
 

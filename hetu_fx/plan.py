@@ -59,9 +59,7 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
         if not self.pipelines:
-            raise PlanError(
-                "a plan has no pipelines; give at least one, such as {'stages': [{'devices': [0]}]}"
-            )
+            raise PlanError("a plan has no pipelines; give at least one, such as {'stages': [{'devices': [0]}]}")
         rows = reduced(tuple(pipeline.rows for pipeline in self.pipelines))
         pairs = zip(self.pipelines, rows, strict=True)
         object.__setattr__(self, "pipelines", tuple(replace(p, rows=share) for p, share in pairs))
@@ -69,13 +67,9 @@ class Plan:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
         if self.zero not in (0, 1):
-            raise PlanError(
-                f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)"
-            )
+            raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
         if self.max_length is not None and self.max_length < 1:
-            raise PlanError(
-                f"max_length is {self.max_length}; give 1 or more, or leave it out for any length"
-            )
+            raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
 
     @classmethod
     def single(cls, device: int = 0) -> Plan:
@@ -87,9 +81,7 @@ class Plan:
         """Build a plan with the whole model on each device, each with its share of the rows."""
         shares = tuple(rows) or (1,) * len(devices)
         if len(shares) != len(devices):
-            raise PlanError(
-                f"{len(shares)} rows {list(shares)} for devices {list(devices)}; give one per device"
-            )
+            raise PlanError(f"{len(shares)} rows {list(shares)} for devices {list(devices)}; give one per device")
         return cls(tuple(Pipeline((Stage((d,)),), rows=r) for d, r in zip(devices, shares, strict=True)))
 
     @classmethod

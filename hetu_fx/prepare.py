@@ -116,9 +116,7 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def _measured(
-    wanted: Preparation, program: Program, table: GroupTable
-) -> tuple[ProgramCosts, Cluster | None]:
+def _measured(wanted: Preparation, program: Program, table: GroupTable) -> tuple[ProgramCosts, Cluster | None]:
     rows = _global_rows(wanted, program, table)
     costs = together(table, lambda: program_costs(program.graph, rows=rows, cut=program.tensor_cut))
     match wanted.cluster:
@@ -135,18 +133,14 @@ def _global_rows(wanted: Preparation, program: Program, table: GroupTable) -> in
     return rows if wanted.settings.shared else rows * table.size
 
 
-def _plans(
-    wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None
-) -> tuple[Plan, ...]:
+def _plans(wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None) -> tuple[Plan, ...]:
     plans = tuple(_given_plans(wanted, program, costs, cluster))
     if cluster is None:
         return plans
     return tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
 
 
-def _given_plans(
-    wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None
-) -> Sequence[Plan]:
+def _given_plans(wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None) -> Sequence[Plan]:
     match wanted.plan:
         case "auto":
             assert cluster is not None
@@ -185,9 +179,7 @@ def home_layouts_of(
     compute = {name: read.get(name, Annotation.replicated(everyone)) for name in shapes}
     weights = [1.0 if cluster is None else cluster.device(rank).speed for rank in everyone]
     annotations = make_home_layouts(shapes, everyone, compute, weights, plan.zero)
-    return {
-        name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()
-    }
+    return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
 
 
 def _seeded(settings: Settings, table: GroupTable) -> Settings:

@@ -240,11 +240,8 @@ def _read_link(value: Mapping[str, Any], where: str) -> Link:
     return located(Link, parts, where)
 
 
-def _from_measurements(
-    measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]
-) -> Cluster:
+def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]) -> Cluster:
     devices = tuple(
-        Device(rank, m.kind, m.node, m.flops_per_second, m.memory_bytes)
-        for rank, m in enumerate(measurements)
+        Device(rank, m.kind, m.node, m.flops_per_second, m.memory_bytes) for rank, m in enumerate(measurements)
     )
     return Cluster(devices, intra=Link(*links["intra"]), inter=Link(*links["inter"]))

@@ -74,9 +74,7 @@ def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
     _check_equal(table, gathered, facts)
-    counts = tuple(
-        sum(row[_HEAD + _MAX_SIZES + i] for row in gathered) for i in range(len(facts.counts))
-    )
+    counts = tuple(sum(row[_HEAD + _MAX_SIZES + i] for row in gathered) for i in range(len(facts.counts)))
     return StepFacts(
         rows=tuple(int(row[1]) for row in gathered),
         longest=int(max(row[3] for row in gathered)),

@@ -32,9 +32,7 @@ def named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return slots
 
 
-def move_home(
-    model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable
-) -> dict[str, nn.Parameter]:
+def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
     """Replace every parameter by a home parameter that is the same object, so that optimizers keep working.
 
     The values are rank 0's, as under DistributedDataParallel; collective. Returns the home parameters by first

@@ -108,5 +108,3 @@ def _reached_by_counts(graph: Graph) -> frozenset[fx.Node]:
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
     return frozenset(reached)
-
-

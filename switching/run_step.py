@@ -118,9 +118,7 @@ class _Step:
             # A buffer that this step updates is written before backward, which may still need the old value.
             feeds[SlotKind.BUFFER, name] = part.clone() if name in self.stage.updates else part
         feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
-        for name, dtype, count in zip(
-            self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True
-        ):
+        for name, dtype, count in zip(self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True):
             feeds[SlotKind.COUNT, name] = torch.tensor(count, dtype=dtype)
         return feeds
 
@@ -172,9 +170,7 @@ class _Step:
         inner = {n: t.detach().requires_grad_(t.requires_grad) for n, t in leaves.items()}
         if self.stage.engine is not None and self.device is not None:
             layout = self.device.layout
-            order = actions(
-                self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches)
-            )
+            order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
             run = self.stage.engine.run
             self.outcome = run(order, micro_batches, self._shared_feeds(inner), train=True, timer=self.outcome.timer)
         loss = self._local_loss(self.outcome.loss)

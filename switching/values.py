@@ -39,9 +39,7 @@ class ValueRoute:
     rows_dim: int | None
 
 
-def value_routes(
-    deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, shared: bool
-) -> tuple[ValueRoute, ...]:
+def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, shared: bool) -> tuple[ValueRoute, ...]:
     """Return the routes of all outputs of a step."""
     graph = deduced.annotated.graph
     symbol = graph.batch_symbol
@@ -81,9 +79,7 @@ class BringBack(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, piece: Tensor, holds: bool, route: ValueRoute, table: GroupTable, shared: bool
-    ) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, holds: bool, route: ValueRoute, table: GroupTable, shared: bool) -> Tensor:
         """Return the rows that this rank asked for; `piece` is a placeholder if it `holds` none."""
         ctx.route, ctx.table, ctx.shared, ctx.holds = route, table, shared, holds
         ctx.like = piece

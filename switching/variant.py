@@ -150,9 +150,7 @@ class Variant:
             self._gathered = (state, stage.bridge.gather(pieces))
         return dict(self._gathered[1])
 
-    def bring_home(
-        self, stage: StagePlan, *, syncs: bool
-    ) -> Callable[[Gradients], Mapping[str, Tensor] | None]:
+    def bring_home(self, stage: StagePlan, *, syncs: bool) -> Callable[[Gradients], Mapping[str, Tensor] | None]:
         """Return what takes gradients home after a step; without `syncs` they are kept back for a later one."""
         return partial(self._bring_home, stage) if syncs else partial(self._keep_back, stage)
 
@@ -196,9 +194,7 @@ def bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) -> 
         home = homes[leaf.name]
         compute, gradient = deduced.parameter_annotations(leaf)
         layout = home.home_layout  # type: ignore[attr-defined]
-        entries.append(
-            BridgeEntry(leaf.name, tuple(home.shape), home.dtype, layout.annotation, compute, gradient)
-        )
+        entries.append(BridgeEntry(leaf.name, tuple(home.shape), home.dtype, layout.annotation, compute, gradient))
     return entries
 
 

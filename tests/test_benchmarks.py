@@ -40,9 +40,7 @@ def test_the_last_line_is_json_and_the_status_says_whether_bars_hold(
     assert report.finish("demo", [bar], [{"who": "us", "seconds": 0.5}], speeds=(1.0,)) == status
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["benchmark"] == "demo"
-    assert record["bars"] == [
-        {"name": "share", "value": value, "bar": 0.9, "at_least": True, "holds": not status}
-    ]
+    assert record["bars"] == [{"name": "share", "value": value, "bar": 0.9, "at_least": True, "holds": not status}]
     assert record["rows"] == [{"who": "us", "seconds": 0.5}]
     assert record["machine"]["speeds"] == [1.0]
 

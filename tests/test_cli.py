@@ -24,9 +24,7 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_help_imports_no_torch() -> None:
-    program = (
-        "import sys; from hetu_fx.cli import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
-    )
+    program = "import sys; from hetu_fx.cli import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
 
 
@@ -84,9 +82,7 @@ def test_passes_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) ->
     assert shown == [graph_pass.name for graph_pass in GRAPH_PASSES]
 
 
-def test_a_broken_plan_file_is_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_broken_plan_file_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"format": "hetu_fx.plan/1", "pipeline": []}')
     assert main(["plan", str(tmp_path / "plan.json")]) == 2
     assert "unknown key 'pipeline' (did you mean 'pipelines'?)" in capsys.readouterr().err

@@ -76,9 +76,7 @@ def test_ranks_are_spread_evenly_and_in_order() -> None:
 
 
 def test_speeds_that_fill_the_machine_are_refused_with_ones_that_fit() -> None:
-    with pytest.raises(
-        EnvironmentProblem, match=r"sum to 2, and must sum to less than the 2 cores .* 0.9,0.9"
-    ):
+    with pytest.raises(EnvironmentProblem, match=r"sum to 2, and must sum to less than the 2 cores .* 0.9,0.9"):
         check_cores((1.0, 1.0), 2)
     check_cores((0.9, 0.9), 2)
 
@@ -194,9 +192,7 @@ def test_more_nodes_meet_at_a_bridge_limited_both_ways() -> None:
 
 
 def test_a_network_command_that_fails_says_what_it_said() -> None:
-    with pytest.raises(
-        EnvironmentProblem, match="'sh -c echo no such device >&2; exit 3' said: no such device"
-    ):
+    with pytest.raises(EnvironmentProblem, match="'sh -c echo no such device >&2; exit 3' said: no such device"):
         run_command(("sh", "-c", "echo no such device >&2; exit 3"))
 
 

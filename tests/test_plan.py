@@ -198,9 +198,7 @@ def test_left_out_blocks_are_as_even_as_possible() -> None:
     pipeline = Pipeline(tuple(Stage((i,)) for i in range(3)))
     assert pipeline.blocks(8) == (3, 3, 2)
     assert Plan((pipeline,)).with_blocks(8).summary() == "1 row: [0]x3 > [1]x3 > [2]x2"
-    with pytest.raises(
-        PlanError, match="3 stages, but the model has only 2 repeated blocks; use fewer stages"
-    ):
+    with pytest.raises(PlanError, match="3 stages, but the model has only 2 repeated blocks; use fewer stages"):
         pipeline.blocks(2)
 
 

@@ -64,9 +64,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'hetu-fx\[ui\]'"):
         example().write_png(tmp_path / "step.png")

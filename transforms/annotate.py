@@ -94,9 +94,7 @@ def _tally_op(
 
 def _flops(node: fx.Node, op: OpFactors) -> float:
     """Return a multiply-add count: result elements times the factors contracted between operands."""
-    contracted = [
-        c.size or 1 for c in op.reduced if sum(c in _classes(operand.dims) for operand in op.operands) > 1
-    ]
+    contracted = [c.size or 1 for c in op.reduced if sum(c in _classes(operand.dims) for operand in op.operands) > 1]
     return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
 
 
@@ -170,9 +168,7 @@ class Annotate:
             tuple(_layout(p, s, stage, classes, factors) for s, stage in enumerate(pipeline.stages))
             for p, pipeline in enumerate(pipelines)
         )
-        annotated = AnnotatedGraph(
-            graph, factors, flow, self.plan, self.wants_values, classes, layouts, stage_of
-        )
+        annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, classes, layouts, stage_of)
         _check_batch(annotated)
         return annotated
 

@@ -81,9 +81,7 @@ def deduce_axis(
 class _Forward:
     """The forward walk: one decision per op, one state per value."""
 
-    def __init__(
-        self, graph: Graph, factors: FactorMap, splits: Splits, keep_sums: bool, may_gather: bool
-    ) -> None:
+    def __init__(self, graph: Graph, factors: FactorMap, splits: Splits, keep_sums: bool, may_gather: bool) -> None:
         self.factors, self.splits = factors, splits
         self.keep_sums, self.may_gather = keep_sums, may_gather
         self.leaves = {leaf.node for leaf in graph.leaves}
@@ -238,4 +236,3 @@ def _marked(
         return Need(need.node, need.state, summed, need.first_only)
 
     return Decision(decision.factor, tuple(mark(need) for need in decision.needs), decision.result)
-

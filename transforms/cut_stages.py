@@ -69,4 +69,3 @@ def _check(stages: Mapping[fx.Node, int], num_stages: int) -> None:
             f"stage(s) {empty} of {num_stages} would hold no operation of this model; use fewer stages, or move "
             f"blocks to them"
         )
-

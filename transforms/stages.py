@@ -226,9 +226,7 @@ def stage_nodes(annotated: AnnotatedGraph, layout: StageLayout) -> StageNodes:
     )
     outputs = tuple(
         i
-        for i, (leaf, node) in enumerate(
-            zip(annotated.graph.outputs, annotated.graph.output_values, strict=True)
-        )
+        for i, (leaf, node) in enumerate(zip(annotated.graph.outputs, annotated.graph.output_values, strict=True))
         if stage_of.get(node, last) == index and _is_made(leaf, annotated.wants_values)
     )
     own = [node for node, stage in stage_of.items() if stage == index]

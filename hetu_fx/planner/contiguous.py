@@ -50,9 +50,7 @@ def search(costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> dict[
 class _Search:
     """The plans found so far, and what does not change during a search."""
 
-    def __init__(
-        self, costs: ProgramCosts, cluster: Cluster, options: PlanOptions, plans: dict[Plan, float]
-    ) -> None:
+    def __init__(self, costs: ProgramCosts, cluster: Cluster, options: PlanOptions, plans: dict[Plan, float]) -> None:
         self._costs, self._cluster, self._options = costs, cluster, options
         memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in cluster.devices}
         self._rules = Rules(options.schedule, options.zero, options.micro_batches, memory)
@@ -147,9 +145,7 @@ def _rows_of(best: Mapping[Segment, tuple[int, int]]) -> dict[Segment, int]:
     return {segment: rows for segment, (rows, _) in best.items()}
 
 
-def best_segments(
-    rows: Mapping[Segment, int], num_devices: int, num_replicas: int, total: int
-) -> list[Segment] | None:
+def best_segments(rows: Mapping[Segment, int], num_devices: int, num_replicas: int, total: int) -> list[Segment] | None:
     """Return `num_replicas` disjoint segments, in order, that do `total` rows or more, by (1), or None."""
     best: list[list[tuple[int, list[Segment]]]] = [[(0, [])] for _ in range(num_devices + 1)]
     for stop in range(1, num_devices + 1):

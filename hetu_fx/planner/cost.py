@@ -27,9 +27,7 @@ from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
-FLOPS_PER_BYTE = (
-    5.0  # matrix-product FLOPs in the time that moving a byte of memory takes (measured on a CPU core)
-)
+FLOPS_PER_BYTE = 5.0  # matrix-product FLOPs in the time that moving a byte of memory takes (measured on a CPU core)
 OP_SECONDS = 1e-5  # what running an op takes besides its work, on the fastest device of its kind
 OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
 
@@ -213,9 +211,7 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
     ends = [place.end_terms(plan, cluster) for place in places]
     end = math.fsum(max(column) for column in zip(*ends, strict=True))
-    devices = tuple(
-        _device_cost(place, plan, terms, slowest + end) for place, terms in zip(places, ends, strict=True)
-    )
+    devices = tuple(_device_cost(place, plan, terms, slowest + end) for place, terms in zip(places, ends, strict=True))
     return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
 
 

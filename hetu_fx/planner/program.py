@@ -39,9 +39,7 @@ class PartCosts:
         for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
             whole, cut = getattr(self, name), getattr(self, f"split_{name}")
             if not 0 <= cut <= whole:
-                raise PlanError(
-                    f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}"
-                )
+                raise PlanError(f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}")
 
     def __add__(self, other: PartCosts) -> PartCosts:
         return PartCosts(*map(add, _VALUES(self), _VALUES(other)))
@@ -86,8 +84,7 @@ class ProgramCosts:
         expected = max(0, len(self.blocks) - 1)
         if len(self.boundary_bytes) != expected:
             raise PlanError(
-                f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks; "
-                f"give {expected}"
+                f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks; give {expected}"
             )
         if self.rows < 1 or self.units < 1:
             raise PlanError(f"program costs: rows {self.rows}, units {self.units}; give 1 or more of each")

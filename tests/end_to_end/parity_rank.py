@@ -43,9 +43,7 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int) -> dict[str
     loss_fn = LOSS_FNS.get(cell.model)
     first = make_batch(cell.model, STEPS[0], 0)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    hetu_fx.auto_parallelize(
-        model, first, plan=PLANS[cell.plan], loss_fn=loss_fn, data=cell.data, process_group=group
-    )
+    hetu_fx.auto_parallelize(model, first, plan=PLANS[cell.plan], loss_fn=loss_fn, data=cell.data, process_group=group)
     steps = {}
     for number, step in enumerate(STEPS):
         batch = make_batch(cell.model, step, number)

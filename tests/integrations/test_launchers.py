@@ -28,7 +28,9 @@ def free_port() -> str:
 def launch(folder: Path, *command: str, **environment: str) -> list[dict[str, Any]]:
     """Run a command in its own session, bounded, and return what each rank wrote."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    process = subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         output, _ = process.communicate(timeout=SECONDS)
     finally:
@@ -49,7 +51,9 @@ def assert_same_training(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> 
         assert made["class"] == "Net"
         assert made["norms"] == pytest.approx(alone["norms"], rel=1e-10)
         for name, whole in alone["parameters"].items():
-            torch.testing.assert_close(torch.tensor(made["parameters"][name]), torch.tensor(whole), rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(
+                torch.tensor(made["parameters"][name]), torch.tensor(whole), rtol=1e-8, atol=1e-10
+            )
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,7 @@ def lines(numbers: Sequence[tuple[int, int]]) -> list[Seconds]:
     return [lambda count, a=a, b=b: a + b * count for a, b in numbers]
 
 
-def brute_force_spread(
-    total: int, costs: Sequence[Seconds], low: Sequence[int], high: Sequence[int]
-) -> float | None:
+def brute_force_spread(total: int, costs: Sequence[Seconds], low: Sequence[int], high: Sequence[int]) -> float | None:
     ranges = [range(a, b + 1) for a, b in zip(low, high, strict=True)]
     legal = [counts for counts in product(*ranges) if sum(counts) == total]
     return min((max(c(n) for c, n in zip(costs, x, strict=True)) for x in legal), default=None)

@@ -72,9 +72,7 @@ def test_every_device_accounts_for_the_whole_step() -> None:
 def test_one_device_has_nothing_to_communicate() -> None:
     (device,) = predict(Plan.single(), transformer(), paper(5)).devices
     seconds = dict(device.seconds)
-    assert [seconds[t] for t in ("tensor_parallel", "hand_over", "idle", "gradient_sync", "gather")] == [
-        0
-    ] * 5
+    assert [seconds[t] for t in ("tensor_parallel", "hand_over", "idle", "gradient_sync", "gather")] == [0] * 5
 
 
 def test_doubling_a_replica_halves_compute_and_adds_sync() -> None:

@@ -67,9 +67,7 @@ def test_more_micro_batches_than_usual_are_used_where_nothing_else_fits() -> Non
 
 
 def test_nothing_fits_is_said_with_numbers() -> None:
-    with pytest.raises(
-        PlanError, match=r"no plan fits the memory of devices \[0, 1\]: .* use more or larger"
-    ):
+    with pytest.raises(PlanError, match=r"no plan fits the memory of devices \[0, 1\]: .* use more or larger"):
         make_plan(BIG, paper(1, 1, memory_bytes=1000))
 
 
@@ -146,14 +144,10 @@ def pipelines_of(
             if len(blocks) == len(groups):
                 starts = [sum(groups[:i]) for i in range(len(groups))]
                 parts = [devices[s : s + n] for s, n in zip(starts, groups, strict=True)]
-                ratios = [
-                    [r for r in compositions(costs.units, costs.units, n) if len(r) == n] for n in groups
-                ]
+                ratios = [[r for r in compositions(costs.units, costs.units, n) if len(r) == n] for n in groups]
                 for chosen, count in product(product(*ratios), micro_batches):
                     stages = zip(parts, chosen, blocks, strict=True)
-                    yield Pipeline(
-                        tuple(Stage(d, r if len(d) > 1 else (), b) for d, r, b in stages), rows, count
-                    )
+                    yield Pipeline(tuple(Stage(d, r if len(d) > 1 else (), b) for d, r, b in stages), rows, count)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,7 @@ def test_1f1b_keeps_fewer_micro_batches_towards_the_end() -> None:
     assert [in_flight("gpipe", stage, 4, 8) for stage in range(4)] == [8, 8, 8, 8]
 
 
-@pytest.mark.parametrize(
-    ("zero", "num_replicas", "optimizer"), [(0, 1, 200), (0, 4, 200), (1, 1, 200), (1, 4, 75)]
-)
+@pytest.mark.parametrize(("zero", "num_replicas", "optimizer"), [(0, 1, 200), (0, 4, 200), (1, 1, 200), (1, 4, 75)])
 def test_zero_spreads_states_over_replicas(zero: int, num_replicas: int, optimizer: int) -> None:
     terms = dict(fixed_bytes(100.0, zero=zero, num_replicas=num_replicas))
     assert terms == {"parameters": 100, "gradients": 100, "optimizer": optimizer}

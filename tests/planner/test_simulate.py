@@ -59,9 +59,7 @@ def test_sending_delays_the_receiver_and_the_sender() -> None:
     st.integers(1, 6),
     st.sampled_from(["1f1b", "gpipe"]),
 )
-def test_a_schedule_is_complete_causal_and_bounded(
-    seconds: list[int], micro_batches: int, schedule: Schedule
-) -> None:
+def test_a_schedule_is_complete_causal_and_bounded(seconds: list[int], micro_batches: int, schedule: Schedule) -> None:
     spans = run_pipeline(even([float(s) for s in seconds], micro_batches), schedule)
     assert len(spans) == 2 * len(seconds) * micro_batches
     for stage in range(len(seconds)):
@@ -79,9 +77,7 @@ def test_a_schedule_is_complete_causal_and_bounded(
 def test_the_simulated_step_equals_the_prediction_of_an_even_pipeline() -> None:
     pipeline = Pipeline((Stage((0,), blocks=2), Stage((1,), blocks=2)), micro_batches=4)
     plan, costs, cluster = Plan((pipeline,)), transformer(vocabulary=1), paper(2, 2)
-    assert simulate(plan, costs, cluster).seconds == pytest.approx(
-        predict(plan, costs, cluster).seconds, rel=0.02
-    )
+    assert simulate(plan, costs, cluster).seconds == pytest.approx(predict(plan, costs, cluster).seconds, rel=0.02)
 
 
 def test_unequal_pipelines_meet_in_the_gradient_sync() -> None:

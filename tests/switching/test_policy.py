@@ -13,9 +13,7 @@ def test_the_fastest_variant_that_fits_runs() -> None:
 
 
 def test_no_variant_that_fits_is_an_error_with_the_limits() -> None:
-    with pytest.raises(
-        BatchError, match=r"longest sequence is 600 \(max_length by variant: \{'short': 512\}\)"
-    ):
+    with pytest.raises(BatchError, match=r"longest sequence is 600 \(max_length by variant: \{'short': 512\}\)"):
         choose([SHORT], BatchFacts(600, 8))
 
 

@@ -37,6 +37,12 @@ class CommOp:
         op.register_autograd(self._backward, setup_context=_keep_args)
         return self
 
+    @property
+    def overload(self) -> torch._ops.OpOverload[..., Any]:
+        """Return the registered op, as graphs call it."""
+        found: torch._ops.OpOverload[..., Any] = getattr(torch.ops.hetu, self.name).default
+        return found
+
     def _backward(self, ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return (self.adjoint(gradient, *ctx.args), *(None for _ in ctx.args))
 

@@ -18,8 +18,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node, slot
 
 def _slot_node(graph: Graph, slot: Slot) -> fx.Node:
     if slot.kind is SlotKind.RECEIVED:
-        return next(node for node in graph.graph.nodes if node.name == slot.name)
+        nodes: Iterable[fx.Node] = graph.graph.nodes
+        return next(node for node in nodes if node.name == slot.name)
     return next(leaf.node for leaf in graph.leaves if (leaf.kind.value, leaf.name) == (slot.kind.value, slot.name))
 
 
@@ -273,8 +275,6 @@ def _manifest(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _imports(names: list[str]) -> Iterator[None]:
     """Make the ops known that the file uses; names come from a file, so only our own modules are imported."""
-    from importlib import import_module
-
     for name in names:
         if not name.startswith("hetu_fx."):
             raise ExportError(f"the export asks for module {name!r}, which is not part of hetu_fx; refused")

@@ -75,7 +75,7 @@ class Channel:
 
     def _fetch(self, plan: BsrPlan, handovers: Sequence[Handover]) -> list[Tensor]:
         rank, table = self._table.rank, self._table
-        like = [torch.empty(0, dtype=handover.value.dtype) for handover in handovers]  # type: ignore[arg-type]
+        like = [torch.empty(0, dtype=handover.value.dtype) for handover in handovers]
         senders = sorted({t.sender for t in plan.incoming.get(rank, ()) if t.sender != rank})
         messages: dict[int, Tensor] = {}
         with guarded("hand-over between stages", [rank, *senders]):
@@ -101,7 +101,7 @@ def channels(handovers: Sequence[Handover], table: GroupTable) -> tuple[Channel,
 @lru_cache(maxsize=512)
 def _forward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...], ...]) -> BsrPlan:
     moves = [
-        Move(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)  # type: ignore[attr-defined]
+        Move(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)
         for h, shape in zip(handovers, shapes, strict=True)
     ]
     return plan_moves(moves)
@@ -110,7 +110,7 @@ def _forward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...]
 @lru_cache(maxsize=512)
 def _backward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...], ...]) -> BsrPlan:
     moves = [
-        Move(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)  # type: ignore[attr-defined]
+        Move(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)
         for h, shape in zip(handovers, shapes, strict=True)
     ]
     return plan_moves(moves)

@@ -17,9 +17,9 @@ from hetu_fx.planner.cut import FactorCut
 from hetu_fx.transforms.annotate import tensor_classes
 from hetu_fx.transforms.axis import deduce_axis
 from hetu_fx.transforms.flow import Flow, flow_of
-from hetu_fx.transforms.global_mean import extract_prologue
 from hetu_fx.transforms.pass_ import run_passes
 from hetu_fx.transforms.passes import GRAPH_PASSES
+from hetu_fx.transforms.prologue import extract_prologue
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import torch
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf
+from hetu_fx.transforms.stages import LogicalShape
 
 Bindings = Mapping[sympy.Symbol, int]
 
@@ -49,6 +50,6 @@ def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected:
         )
 
 
-def evaluate(shape: tuple[object, ...], bindings: Bindings) -> tuple[int, ...]:
+def evaluate(shape: LogicalShape, bindings: Bindings) -> tuple[int, ...]:
     """Return a logical shape in numbers."""
-    return tuple(int(s.subs(bindings)) if isinstance(s, sympy.Expr) else int(s) for s in shape)  # type: ignore[call-overload]
+    return tuple(int(size.subs(bindings)) if isinstance(size, sympy.Expr) else size for size in shape)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import arguments
 from hetu_fx.graph.edit import insert
 
 aten = torch.ops.aten
@@ -23,7 +24,7 @@ def explicit_attention(node: fx.Node, drop: Drop) -> fx.Node:
 
     Rows whose every key is masked give zero, as torch's op does.
     """
-    query, key, value, mask, _, is_causal, scale, enable_gqa = _arguments(node)
+    query, key, value, mask, _, is_causal, scale, enable_gqa = arguments(node).values()
     if enable_gqa:
         key, value = (_repeated_heads(node, operand, query) for operand in (key, value))
     factor = 1 / math.sqrt(meta.hints(query)[-1]) if scale is None else scale
@@ -36,15 +37,6 @@ def explicit_attention(node: fx.Node, drop: Drop) -> fx.Node:
         scores = scores if is_choice else insert(node, aten.add.Tensor, scores, mask)
     weights = _softmax(node, scores, blocked, meta.dtype(query))
     return insert(node, aten.matmul.default, drop(weights), value)
-
-
-def _arguments(node: fx.Node) -> list[Any]:
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = [*node.args, *[None] * (len(schema.arguments) - len(node.args))]
-    return [
-        given[i] if i < len(node.args) else node.kwargs.get(entry.name, entry.default_value)
-        for i, entry in enumerate(schema.arguments)
-    ]
 
 
 def _softmax(node: fx.Node, scores: fx.Node, blocked: fx.Node | None, dtype: torch.dtype) -> fx.Node:

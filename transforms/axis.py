@@ -103,9 +103,7 @@ class _Forward:
         return SplitOn(mine[0]) if mine else otherwise
 
     def _item_state(self, node: fx.Node) -> AxisState:
-        parent = node.args[0]
-        assert isinstance(parent, fx.Node)
-        decision = self.decisions[parent]
+        decision = self.decisions[whole_of(node)]
         if decision.factor is None:
             return decision.result if self.keep_sums else _summed_up(decision.result)
         if decision.factor in set(_classes(self.factors.dims(node))):
@@ -186,6 +184,13 @@ def is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem and meta.is_tensor(node)
 
 
+def whole_of(item: fx.Node) -> fx.Node:
+    """Return the op that an item is one result of."""
+    whole = item.args[0]
+    assert isinstance(whole, fx.Node)
+    return whole
+
+
 def _classes(dims: tuple[tuple[FactorClass, ...], ...]) -> Iterator[FactorClass]:
     return (c for dim in dims for c in dim)
 
@@ -213,7 +218,7 @@ def _with_cotangents(
         if defers(node) and flags.get(node) and all(flags[node]):
             summed.add(node)
         if is_item(node) and node in flow.differentiable:
-            flags.setdefault(node.args[0], []).append(node in summed)  # type: ignore[arg-type]
+            flags.setdefault(whole_of(node), []).append(node in summed)
         if node in decisions:
             marked[node] = _marked(node, decisions[node], flow, states, node in summed)
             for need in marked[node].needs:

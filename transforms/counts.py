@@ -2,7 +2,7 @@
 
 A count is hoisted: its local value becomes an output of kind COUNT, computed from inputs alone, and the graph
 reads a new leaf of kind COUNT instead. The runtime sums the local values over micro-batches and replicas (see
-`hetu_fx.transforms.global_mean.extract_prologue`) and feeds the sum.
+`hetu_fx.transforms.prologue`) and feeds the sum.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import is_random
 from hetu_fx.graph.edit import Sizes, add_leaf, add_output, insert
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 
@@ -84,6 +85,6 @@ def input_only_nodes(graph: Graph) -> set[fx.Node]:
     found = {leaf.node for leaf in graph.leaves if leaf.kind in kinds}
     for node in graph.graph.nodes:
         if node.op == "call_function" and all(arg in found for arg in node.all_input_nodes):
-            if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            if not is_random(node):
                 found.add(node)
     return found

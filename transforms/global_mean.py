@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument, arguments, operand, overload
 from hetu_fx.graph.edit import insert, replace
-from hetu_fx.graph.graph import Graph, LeafKind, OutputKind, drop_dead_nodes
+from hetu_fx.graph.graph import Graph, drop_dead_nodes
 from hetu_fx.transforms.counts import Counts
 
 aten = torch.ops.aten
@@ -185,7 +185,7 @@ class _Rewrite:
             self._note(node, "it reads a number of rows that is not a global count")
             return
         source, *rest = (*node.args[:1], *node.args[2:])
-        if meta.shape(source) == () and meta.dtype(source).is_floating_point:  # type: ignore[arg-type]
+        if meta.shape(operand(node)) == () and meta.dtype(operand(node)).is_floating_point:
             value = insert(node, aten.to.dtype, value, meta.dtype(node))
         replace(node, insert(node, WITH_NUMBER[node.target], source, value, *rest, **node.kwargs))
 
@@ -218,30 +218,14 @@ class _Rewrite:
         )
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """Return an argument of an ATen op by name, or its default."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    for index, entry in enumerate(schema.arguments):
-        if entry.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, entry.default_value)
-    raise AssertionError(f"{node.target} has no argument {name!r}")
-
-
 def _with_reduction(node: fx.Node, reduction: int) -> fx.Node:
-    args: list[Any] = []
-    kwargs = dict(node.kwargs)
-    for index, entry in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        given = node.args[index] if index < len(node.args) else kwargs.get(entry.name, entry.default_value)
-        if entry.kwarg_only:
-            kwargs[entry.name] = given
-        else:
-            kwargs.pop(entry.name, None)
-            args.append(reduction if entry.name == "reduction" else given)
-    return insert(node, node.target, *args, **kwargs)  # type: ignore[arg-type]
+    given = arguments(node) | {"reduction": reduction}
+    options = {e.name: given.pop(e.name) for e in overload(node)._schema.arguments if e.kwarg_only}
+    return insert(node, overload(node), *given.values(), **options)
 
 
 def _reduced_dims(node: fx.Node) -> list[int]:
-    rank = len(meta.shape(node.args[0]))  # type: ignore[arg-type]
+    rank = len(meta.shape(operand(node)))
     given = argument(node, "dim") if node.target is aten.mean.dim else None
     return [dim % rank for dim in given] if given else list(range(rank))
 
@@ -276,45 +260,3 @@ def _same_call(first: fx.Node, second: fx.Node) -> bool:
         return False
     pairs = zip(first.args, second.args, strict=True)
     return all(_same_call(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b for a, b in pairs)
-
-
-@dataclass(frozen=True, eq=False)
-class Prologue:
-    """Computes the local counts of some rows.
-
-    Fields:
-        inputs: names of the inputs it reads.
-        constants: values of the constants it reads.
-        compute: takes inputs, then constants, and returns the counts.
-    """
-
-    inputs: tuple[str, ...]
-    constants: tuple[Tensor, ...]
-    compute: Callable[..., tuple[Tensor, ...]]
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[float, ...]:
-        """Return the counts of the rows in `inputs`, in the order of the graph's COUNT leaves."""
-        with torch.no_grad():
-            counts = self.compute(*(inputs[name] for name in self.inputs), *self.constants)
-        return tuple(float(count) for count in counts)
-
-
-def extract_prologue(graph: Graph) -> Prologue:
-    """Return the part of a graph that computes its local counts from inputs and constants."""
-    part = graph.select(lambda leaf: leaf.kind is OutputKind.COUNT)
-    for leaf in part.leaves:
-        if not leaf.node.users:
-            part.graph.erase_node(leaf.node)
-    used = [leaf for leaf in part.leaves if leaf.node.users]
-    inputs = tuple(leaf.name for leaf in used if leaf.kind is LeafKind.INPUT)
-    constants = tuple(graph.constants[leaf.name] for leaf in used if leaf.kind is LeafKind.CONSTANT)
-    kinds = [leaf.kind for leaf in used]
-    assert set(kinds) <= {LeafKind.INPUT, LeafKind.CONSTANT}, "counts are computed from inputs and constants"
-    order = sorted(range(len(used)), key=lambda index: kinds[index] is LeafKind.CONSTANT)
-    module = fx.GraphModule(torch.nn.Module(), part.graph)
-
-    def compute(*values: Tensor) -> tuple[Tensor, ...]:
-        placed = dict(zip(order, values, strict=True))
-        return tuple(module(*(placed[index] for index in range(len(used)))))
-
-    return Prologue(inputs, constants, compute)

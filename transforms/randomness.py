@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument, is_random, operand
 from hetu_fx.graph.edit import Sizes, add_leaf, insert, replace
 from hetu_fx.graph.graph import Graph, LeafKind, drop_dead_nodes
 from hetu_fx.transforms import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
@@ -75,7 +76,7 @@ class _Rewrite:
         """Rewrite a node if it draws; note it if it draws in a way that is not known."""
         rule = self.rules.get(node.target)
         if rule is None:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if is_random(node):
                 self._note(node)
             return
         new = rule(node)
@@ -119,38 +120,35 @@ class _Rewrite:
         return insert(here, UNIFORM, typed, *self._place(like))
 
     def _dropout(self, node: fx.Node) -> fx.Node | None:
-        value, p, train = node.args
-        return self.drop(node, value, p) if train and p else None  # type: ignore[arg-type]
+        p = _probability(node)
+        return self.drop(node, operand(node), p) if p else None
 
     def _native_dropout(self, node: fx.Node) -> None:
-        value, p, train = node.args
+        p = _probability(node)
         kept = next((user for user in node.users if user.args[1] == 0), None)
-        if not train or not p or kept is None:
+        if not p or kept is None:
             return
         if len(node.users) > 1:
             self._note(node)
             return
-        replace(kept, self.drop(node, value, p))  # type: ignore[arg-type]
+        replace(kept, self.drop(node, operand(node), p))
         node.graph.erase_node(node)
 
     def _feature_dropout(self, node: fx.Node) -> fx.Node | None:
         """Drop whole channels: the same number for all of a channel's positions."""
-        value, p, train = node.args
-        assert isinstance(value, fx.Node)
-        if not train or not p:
+        value, p = operand(node), _probability(node)
+        if not p:
             return None
         channels = value
         for dim in range(2, len(meta.shape(value))):
             channels = insert(node, aten.slice.Tensor, channels, dim, 0, 1)
         ones = insert(node, aten.ones_like.default, channels)
-        return insert(node, aten.mul.Tensor, value, self.drop(node, ones, p))  # type: ignore[arg-type]
+        return insert(node, aten.mul.Tensor, value, self.drop(node, ones, p))
 
     def _alpha_dropout(self, node: fx.Node) -> fx.Node | None:
         """Drop to the negative saturation of SELU, keeping mean and variance (torch's formula)."""
-        value, p, train = node.args
-        assert isinstance(value, fx.Node)
-        assert isinstance(p, (int, float))
-        if not train or not 0 < p < 1:
+        value, p = operand(node), _probability(node)
+        if not 0 < p < 1:
             return None
         a = 1 / math.sqrt((SELU_ALPHA**2 * p + 1) * (1 - p))
         ones = insert(node, aten.ones_like.default, value)
@@ -160,10 +158,8 @@ class _Rewrite:
         return insert(node, aten.add.Tensor, scaled, shift)
 
     def _attention(self, node: fx.Node) -> fx.Node | None:
-        p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        if not p:
-            return None
-        return explicit_attention(node, lambda weights: self.drop(node, weights, p))  # type: ignore[arg-type]
+        p = argument(node, "dropout_p")
+        return explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
 
     def _rand(self, node: fx.Node) -> fx.Node:
         zeros = insert(node, aten.zeros.default, *node.args, **node.kwargs)
@@ -200,6 +196,11 @@ class _Rewrite:
         drawn = self.uniform(node, node.args[0], torch.float32)
         less = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
         return insert(node, aten.to.dtype, insert(node, less, drawn, probability), meta.dtype(node))
+
+
+def _probability(node: fx.Node) -> float:
+    """Return how likely a dropout op drops; 0 outside training."""
+    return 0.0 if argument(node, "train") is False else float(argument(node, "p"))
 
 
 def _filled(args: tuple[Any, ...]) -> list[Any]:

@@ -18,12 +18,15 @@ import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Split, cotangent
-from hetu_fx.comm_ops.resolve import Resolution, resolve_edge
+from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops.resolution import Resolution
+from hetu_fx.comm_ops.resolve import resolve_edge
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import callee, overload
 from hetu_fx.graph.graph import Leaf
-from hetu_fx.transforms.axis import is_item
+from hetu_fx.transforms.axis import is_item, whole_of
 from hetu_fx.transforms.localize import localized_call
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
 from hetu_fx.transforms.stages import (
@@ -126,12 +129,12 @@ class _Builder:
         if node in self.tensor.decisions:
             op, factor = factors.op(node), self.tensor.decisions[node].factor
             args, kwargs = localized_call(node, op, self._operands(node), self.values, factor, self._part)
-            if node.target in CUT_AT and factor is not None:
+            if factor is not None and node.target in CUT_AT:
                 args = self._with_cut(node, args, factor)
         else:
             factor = None
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
-        result = self._traced(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+        result = self._traced(node, self.graph.call_function(callee(node), args, kwargs))
         if factor is not None and factor in factors.op(node).averaged:
             result = self._weighed(node, result, factor)
         return self._summed_up(node, result)
@@ -140,7 +143,7 @@ class _Builder:
         """Tell an op that draws which part of the whole tensor it draws for."""
         split = self.deduced.axis(node, SplitOn(factor), self.layout)
         assert isinstance(split, Split)
-        sizes, at = self.layout.sizes[factor], CUT_AT[node.target]
+        sizes, at = self.layout.sizes[factor], CUT_AT[overload(node)]
         cut = cut_of(split.dim, sum(sizes[: self.coordinate]), self._part(factor), sum(sizes), split.inner)
         return (*args[:at], cut, *args[at + 1 :])
 
@@ -166,8 +169,7 @@ class _Builder:
 
     def _summed_up(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Sum a result that comes out as summands over the stage's devices; every reader shares the sum."""
-        source = node.args[0] if is_item(node) else node
-        decision = self.tensor.decisions.get(source)  # type: ignore[arg-type]
+        decision = self.tensor.decisions.get(whole_of(node) if is_item(node) else node)
         if decision is None or not meta.is_tensor(node) or not isinstance(decision.result, Summed):
             return result
         if not isinstance(self.tensor.states[node], Whole):
@@ -219,8 +221,8 @@ class _Builder:
 
     def _resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution) -> fx.Node:
         for call in resolution.calls(self.rank):
-            target = getattr(torch.ops.hetu, call.op).default
-            value = self._traced(node, self.graph.call_function(target, (value, *call.args)))
+            arguments: Any = (value, *call.args)
+            value = self._traced(node, self.graph.call_function(COMM_OPS[call.op].overload, arguments))
         return value
 
     def _shape(self, node: fx.Node) -> tuple[int | None, ...]:

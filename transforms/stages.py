@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+import sympy
+import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import (
@@ -30,6 +32,8 @@ from hetu_fx.plan import Plan
 from hetu_fx.transforms.axis import AxisDeduction
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.states import AxisState, SplitOn, Summed, Whole
+
+LogicalShape = tuple[int | sympy.Expr, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,8 +308,8 @@ class Value:
     """
 
     name: str
-    shape: tuple[object, ...]
-    dtype: object
+    shape: LogicalShape
+    dtype: torch.dtype
     differentiable: bool
     rows_dim: int | None
     annotation: Annotation

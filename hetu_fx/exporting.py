@@ -38,7 +38,8 @@ from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.variant import StagePlan, Variant
-from hetu_fx.transforms.stages import DeducedGraph, DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 
 FORMAT = "hetu_fx.export/1"
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")

@@ -17,7 +17,7 @@ from hetu_fx.schedule import Action, Phase
 from hetu_fx.switching.handover import Channel
 from hetu_fx.switching.shapes import Bindings
 from hetu_fx.switching.timer import ComputeTimer
-from hetu_fx.transforms.stages import DeviceGraph, ResultKind, Slot, SlotKind
+from hetu_fx.transforms.device_graph import DeviceGraph, ResultKind, Slot, SlotKind
 
 Feeds = Mapping[tuple[SlotKind, str], Any]
 

@@ -18,7 +18,7 @@ from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
 from hetu_fx.comm_ops.bsr_run import message_bytes, pack, unpack
 from hetu_fx.comm_ops.groups import GroupTable, guarded
 from hetu_fx.switching.shapes import Bindings, evaluate
-from hetu_fx.transforms.stages import Handover
+from hetu_fx.transforms.device_graph import Handover
 
 # Keeps these messages apart from other ones between the same two ranks.
 _TAG = 0x4846

@@ -21,7 +21,7 @@ from hetu_fx.switching.step import GatherParameters, GlobalLoss, ParameterStep, 
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.values import BringBack, bring_back, value_routes
 from hetu_fx.switching.variant import StagePlan, Variant
-from hetu_fx.transforms.stages import ResultKind, SlotKind
+from hetu_fx.transforms.device_graph import ResultKind, SlotKind
 
 
 @dataclass(frozen=True)

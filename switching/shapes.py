@@ -11,7 +11,7 @@ import torch
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf
-from hetu_fx.transforms.stages import LogicalShape
+from hetu_fx.transforms.device_graph import LogicalShape
 
 Bindings = Mapping[sympy.Symbol, int]
 

@@ -16,7 +16,7 @@ from hetu_fx.graph.graph import OutputKind
 from hetu_fx.switching.feeds import move_tensor, value_source, value_target
 from hetu_fx.switching.rows import RowPlan
 from hetu_fx.switching.shapes import Bindings, evaluate
-from hetu_fx.transforms.stages import DeducedGraph
+from hetu_fx.transforms.deduced import DeducedGraph
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,11 @@ from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.annotate import Annotate
 from hetu_fx.transforms.deduce import Deduce
+from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.lower import lower
 from hetu_fx.transforms.specialize import Specialize
-from hetu_fx.transforms.stages import DeducedGraph, DeviceGraph, StageLayout
+from hetu_fx.transforms.stages import StageLayout
 from hetu_fx.transforms.states import Summed
 
 Gradients = Mapping[str, Tensor | None]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_axis
-from hetu_fx.transforms.stages import AnnotatedGraph, DeducedGraph
+from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.stages import AnnotatedGraph
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import fx
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.transforms.stages import DeviceGraph
+from hetu_fx.transforms.device_graph import DeviceGraph
 
 Backend = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None
 

@@ -27,20 +27,11 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import callee, overload
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.axis import is_item, whole_of
+from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.localize import localized_call
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
-from hetu_fx.transforms.stages import (
-    DeducedGraph,
-    DeviceGraph,
-    Handover,
-    Result,
-    ResultKind,
-    Slot,
-    SlotKind,
-    StageLayout,
-    Value,
-    stage_nodes,
-)
+from hetu_fx.transforms.stages import StageLayout, stage_nodes
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed, Whole
 
 States = tuple[AxisState, ...]

@@ -1,0 +1,132 @@
+"""A graph whose every value has a state, and what that means in annotations over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Shape, Sharding, Split, State
+from hetu_fx.deduction.factors import FactorClass
+from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Leaf, LeafKind, OutputKind
+from hetu_fx.transforms.axis import AxisDeduction
+from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout, stage_nodes
+from hetu_fx.transforms.states import AxisState, SplitOn, Summed, Whole
+
+
+@dataclass(frozen=True, eq=False)
+class DeducedGraph:
+    """An annotated graph whose every value has a state on both axes; the same for all devices."""
+
+    annotated: AnnotatedGraph
+    batch: AxisDeduction
+    tensor_split: AxisDeduction
+    tensor_whole: AxisDeduction
+
+    def tensor(self, layout: StageLayout) -> AxisDeduction:
+        """Return the deduction of the tensor axis inside a stage."""
+        return self.tensor_split if len(layout.devices) > 1 else self.tensor_whole
+
+    def shape(self, node: fx.Node) -> Shape:
+        """Return a value's shape; symbolic sizes are None."""
+        return tuple(None if meta.is_symbolic(size) else int(size) for size in meta.shape(node))
+
+    def axis(self, node: fx.Node, state: AxisState, layout: StageLayout) -> State:
+        """Return the annotation's axis for a value in `state` on the devices of a stage."""
+        ways = len(layout.devices)
+        match state:
+            case Whole():
+                return Duplicate(ways)
+            case Summed():
+                return Partial(ways)
+            case SplitOn(factor):
+                return self._split(node, factor, layout)
+
+    def _split(self, node: fx.Node, factor: FactorClass, layout: StageLayout) -> Split:
+        dims = self.annotated.factors.dims(node)
+        dim = next(i for i, classes in enumerate(dims) if factor in classes)
+        outer, inner = self.annotated.factors.sub_factor(node, dim, factor)
+        if outer is None or inner is None:
+            raise DeductionError(
+                f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
+                f"the plan splits over devices {list(layout.devices)}; use a plan without tensor parallelism there"
+            )
+        return Split(dim, layout.sizes[factor], outer, inner)
+
+    def annotation(self, node: fx.Node, state: AxisState, layout: StageLayout) -> Annotation:
+        """Return where a value in `state` lies within one stage."""
+        return Annotation.on(layout.devices, self.axis(node, state, layout))
+
+    def value_annotation(self, node: fx.Node, layout: StageLayout) -> Annotation:
+        """Return where a value lies within one stage once it can be read."""
+        return self.annotation(node, self.tensor(layout).states[node], layout)
+
+    def across(self, node: fx.Node, layouts: tuple[StageLayout, ...], top: str, summed: bool = False) -> Annotation:
+        """Return a value's annotation over several stages, one group each.
+
+        `top` is "duplicate" or "partial"; with `summed`, a stage in which nothing sums the value's cotangent is
+        partial inside too.
+        """
+        axes = [self._across_axis(node, layout, summed) for layout in layouts]
+        groups = tuple(DeviceGroup(layout.devices) for layout in layouts)
+        ways = len(layouts)
+        kind: State | None = None if ways == 1 else Duplicate(ways) if top == "duplicate" else Partial(ways)
+        return Annotation(groups, tuple(Sharding((axis,)) for axis in axes), kind)
+
+    def _across_axis(self, node: fx.Node, layout: StageLayout, summed: bool) -> State:
+        deduction = self.tensor(layout)
+        if summed and node in deduction.summed_cotangents:
+            return Partial(len(layout.devices))
+        return self.axis(node, deduction.states[node], layout)
+
+    def across_states(
+        self, node: fx.Node, states: tuple[AxisState, ...], layouts: tuple[StageLayout, ...], top: str
+    ) -> Annotation:
+        """Return the annotation over several stages of a value that is in one of `states` inside each."""
+        groups = tuple(DeviceGroup(layout.devices) for layout in layouts)
+        axes = [self.axis(node, state, layout) for state, layout in zip(states, layouts, strict=True)]
+        kind = Duplicate(len(layouts)) if top == "duplicate" else Partial(len(layouts))
+        return Annotation(groups, tuple(Sharding((axis,)) for axis in axes), kind)
+
+    def parameter_annotations(self, leaf: Leaf) -> tuple[Annotation, Annotation]:
+        """Return where a parameter lies when it is read, and where its gradient lies before it is synchronised.
+
+        Replicas, and stages that share a tied parameter, each have a summand of the gradient.
+        """
+        readers = self.readers(leaf)
+        duplicated = self.annotated.splits_batch and leaf.node not in self.batch.summed_cotangents
+        trained = leaf.node in self.annotated.flow.differentiable
+        if duplicated and trained and len(readers) > len(self.annotated.stages):
+            raise PlanError(
+                f"parameter {leaf.name!r} is read by several stages, and by ops that do not see the batch; use a "
+                f"plan whose pipelines have one stage"
+            )
+        kind = "duplicate" if duplicated and trained else "partial"
+        return self.across(leaf.node, readers, "duplicate"), self.across(leaf.node, readers, kind, summed=True)
+
+    def readers(self, leaf: Leaf) -> tuple[StageLayout, ...]:
+        """Return the stages that read a leaf, pipeline after pipeline."""
+        return self._readers.get(leaf.node, ())
+
+    @cached_property
+    def _readers(self) -> Mapping[fx.Node, tuple[StageLayout, ...]]:
+        readers: dict[fx.Node, list[StageLayout]] = {}
+        for layout in self.annotated.layouts:
+            for node in stage_nodes(self.annotated, layout).needed:
+                if node.op == "placeholder":
+                    readers.setdefault(node, []).append(layout)
+        return {node: tuple(layouts) for node, layouts in readers.items()}
+
+    @cached_property
+    def talks_across_replicas(self) -> bool:
+        """Tell whether some op in the middle of the model needs a sum over all replicas."""
+        updates = self.annotated.graph.outputs_of(OutputKind.BUFFER_UPDATE)
+        return self.batch.talks or any(isinstance(self.batch.states.get(node), Summed) for _, node in updates)
+
+    def parameters(self) -> tuple[Leaf, ...]:
+        """Return the parameter leaves that some stage reads."""
+        return tuple(leaf for leaf in self.annotated.graph.leaves_of(LeafKind.PARAMETER) if self.readers(leaf))

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from hetu_fx.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate_spec import parse_memory, parse_rate, parse_speeds
@@ -46,13 +47,9 @@ def add_emulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others when a rank fails"
     )
-    parser.add_argument(
-        "--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made"
-    )
+    parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
-    parser.add_argument(
-        "--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation"
-    )
+    parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
 
 
 def call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -103,6 +100,20 @@ def call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx demo`."""
+    parser.add_argument("--quick", action="store_true", help="a smaller version of the same")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="what it writes")
+    parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
+
+
+def call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx demo`; the status is 0 when the result is that of one process."""
+    from hetu_fx.demo import run_demo
+
+    return run_demo(options.output, quick=options.quick, limit=options.limit)
+
+
 def call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx env`: what a bug report should say about the machine."""
     from hetu_fx.environment import environment_lines
@@ -116,10 +127,9 @@ def add_nothing(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "emulate": Command(
-        "run a command on unequal emulated devices of this machine", add_emulate, call_emulate
-    ),
+    "emulate": Command("run a command on unequal emulated devices of this machine", add_emulate, call_emulate),
     "plan": Command("check a plan file, and show it", add_plan, call_plan),
+    "demo": Command("train a model on four unequal emulated devices, and compare", add_demo, call_demo),
     "passes": Command("list the graph passes in their order", add_nothing, call_passes),
     "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),
 }

@@ -1,0 +1,146 @@
+"""What the demo shows while it runs: a progress bar on a terminal, plain lines elsewhere, nothing on other ranks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+EVERY = 4
+"""Without a terminal, a line for so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is shown of a step."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float
+    variant: str
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}  {self.tokens_per_second:6.0f} tokens/s  {self.variant}"
+
+
+class Screen(Protocol):
+    """Where the demo tells what happens."""
+
+    def head(self, text: str) -> None:
+        """Begin a new part."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Say something, on one line or several."""
+        ...
+
+    def event(self, text: str) -> None:
+        """Say that something has happened during training."""
+        ...
+
+    def step(self, shown: Shown) -> None:
+        """Show a step."""
+        ...
+
+    def finish(self) -> None:
+        """End the progress bar, if there is one."""
+        ...
+
+
+class Silence:
+    """Shows nothing: for all ranks but one."""
+
+    def head(self, text: str) -> None:
+        """Begin a new part."""
+
+    def say(self, text: str) -> None:
+        """Say something, on one line or several."""
+
+    def event(self, text: str) -> None:
+        """Say that something has happened during training."""
+
+    def step(self, shown: Shown) -> None:
+        """Show a step."""
+
+    def finish(self) -> None:
+        """End the progress bar, if there is one."""
+
+
+class Plain(Silence):
+    """Prints lines; a step's now and then."""
+
+    def head(self, text: str) -> None:
+        """Begin a new part."""
+        print(f"\n== {text}", flush=True)
+
+    def say(self, text: str) -> None:
+        """Say something, on one line or several."""
+        print(text, flush=True)
+
+    def event(self, text: str) -> None:
+        """Say that something has happened during training."""
+        print(f"   >> {text}", flush=True)
+
+    def step(self, shown: Shown) -> None:
+        """Show a step."""
+        if shown.step % EVERY == EVERY - 1 or shown.step + 1 == shown.steps:
+            print(f"   step {shown.step + 1:3}/{shown.steps}  {shown}", flush=True)
+
+
+class Terminal:
+    """Draws with rich: headings, and a progress bar that stays below what is said."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self.console = Console(highlight=False)
+        self._progress: Any = None
+        self._task: Any = None
+
+    def head(self, text: str) -> None:
+        """Begin a new part."""
+        self.console.print()
+        self.console.rule(text, style="cyan", align="left")
+
+    def say(self, text: str) -> None:
+        """Say something, on one line or several."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def event(self, text: str) -> None:
+        """Say that something has happened during training."""
+        self.console.print(f">> {text}", markup=False, style="yellow", soft_wrap=True)
+
+    def step(self, shown: Shown) -> None:
+        """Show a step."""
+        if self._progress is None:
+            self._start(shown.steps)
+        self._progress.update(self._task, completed=shown.step + 1, shown=str(shown))
+        self._progress.refresh()
+
+    def finish(self) -> None:
+        """End the progress bar, if there is one."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _start(self, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[shown]}", markup=False))
+        # Refreshed by step: a thread that redraws would take its time from a device that has little.
+        self._progress = Progress(*columns, console=self.console, auto_refresh=False)
+        self._progress.start()
+        self._task = self._progress.add_task("", total=steps, shown="")
+
+
+def make_screen(*, shows: bool = True) -> Screen:
+    """Choose how to show: rich on a terminal where it is installed, else plain lines."""
+    if not shows:
+        return Silence()
+    if not sys.stdout.isatty():
+        return Plain()
+    try:
+        return Terminal()
+    except ImportError:
+        return Plain()

@@ -16,10 +16,11 @@ from hetu_fx.switching.batches import ReadBatch
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.engine import Feeds, MicroBatch, Outcome
 from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
+from hetu_fx.switching.gradients import Collector
 from hetu_fx.switching.rows import Interval, RowPlan
-from hetu_fx.switching.step import GatherParameters, GlobalLoss, ParameterStep, Scheduled
+from hetu_fx.switching.step import GlobalLoss, applied
 from hetu_fx.switching.timer import ComputeTimer
-from hetu_fx.switching.values import BringBack, bring_back, value_routes
+from hetu_fx.switching.values import BringBack, ValueRoute, bring_back, value_routes
 from hetu_fx.switching.variant import StagePlan, Variant
 from hetu_fx.transforms.device_graph import ResultKind, SlotKind
 
@@ -141,10 +142,11 @@ class _Step:
         self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
-        anchor, leaves = self._differentiable(compute)
+        collector = self._collector(compute, ran_ahead=False)
+        anchor = collector.anchor()
         results: dict[tuple[ResultKind, str], Tensor] = {}
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
-            raw = self.stage.engine.forward(micro_batches[0], self._shared_feeds(leaves), self.outcome)
+            raw = self.stage.engine.forward(micro_batches[0], self._shared_feeds(collector.leaves), self.outcome)
             assert self.device is not None
             results = {(r.kind, r.name): value for r, value in zip(self.device.results, raw, strict=True)}
         for (kind, name), value in results.items():
@@ -166,32 +168,31 @@ class _Step:
                 "a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
                 "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
             )
-        anchor, leaves = self._differentiable(compute)
-        inner = {n: t.detach().requires_grad_(t.requires_grad) for n, t in leaves.items()}
+        collector = self._collector(compute, ran_ahead=True)
+        anchor = collector.anchor()
         if self.stage.engine is not None and self.device is not None:
             layout = self.device.layout
             order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
-            run = self.stage.engine.run
-            self.outcome = run(order, micro_batches, self._shared_feeds(inner), train=True, timer=self.outcome.timer)
+            run, feeds = self.stage.engine.run, self._shared_feeds(collector.leaves)
+            self.outcome = run(order, micro_batches, feeds, train=True, timer=self.outcome.timer)
         loss = self._local_loss(self.outcome.loss)
         assert loss is not None
-        gradients = tuple(tensor.grad for tensor in inner.values())
-        handed: Tensor = Scheduled.apply(loss, gradients, *leaves.values())
         values = {name: self._joined(name, pieces) for name, pieces in self.outcome.values.items()}
-        return handed + anchor.to(handed.dtype), values
+        return loss + anchor.to(loss.dtype), values
 
-    def _differentiable(self, compute: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Tie the compute tensors to the home parameters; frozen ones stay as they are."""
-        trained = {name: t for name, t in compute.items() if name in self.variant.trained}
-        homes = [self.variant.homes[name] for name in self.variant.trained]
-        step = ParameterStep(
-            tuple(self.variant.trained),
-            trained,
-            self.variant.bring_home(self.stage, syncs=self.inputs.syncs_gradients),
-            self.outcome.timer,
+    def _collector(self, compute: Mapping[str, Tensor], *, ran_ahead: bool) -> Collector:
+        """Make the compute tensors leaves of this step's autograd graph."""
+        return Collector(
+            self.stage.bridge,
+            compute,
+            self.variant.trained,
+            self.variant.homes,
+            self.variant.kept_back,
+            syncs=self.inputs.syncs_gradients,
+            ran_ahead=ran_ahead,
+            overlaps=not ran_ahead and not self.stage.talks_in_step,
+            timer=self.outcome.timer,
         )
-        anchor, *leaves = GatherParameters.apply(step, *homes)
-        return anchor, {**compute, **dict(zip(trained, leaves, strict=True))}
 
     def _local_loss(self, loss: Tensor | None) -> Tensor | None:
         """Return this rank's part of the loss, zero where it computes none; None for a model without loss."""
@@ -205,7 +206,8 @@ class _Step:
         whole = self.program.loss_is_mean or self.inputs.shared
         scale = 1.0 if whole else 1.0 / self.table.size
         contributes, timer = self.stage.contributes_loss, self.outcome.timer
-        return GlobalLoss.apply(local, self.table, contributes, scale, timer)  # type: ignore[no-any-return]
+        loss: Tensor = applied(GlobalLoss, local, self.table, contributes, scale, timer)
+        return loss
 
     def _anchored(self, values: dict[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
         """Make every output depend on the anchor, also on ranks that computed nothing."""
@@ -219,7 +221,7 @@ class _Step:
                 anchored[route.name] = (held if held is not None else 0.0) + anchor.to(route.dtype)
         return anchored
 
-    def _routes(self) -> Any:
+    def _routes(self) -> tuple[ValueRoute, ...]:
         bindings = self.inputs.batch.bindings
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
 
@@ -231,7 +233,7 @@ class _Step:
         for route in routes:
             piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
             holds = route.source.holds(self.table.rank) and self._has_work()
-            returned[route.name] = BringBack.apply(piece, holds, route, self.table, self.inputs.shared)
+            returned[route.name] = applied(BringBack, piece, holds, route, self.table, self.inputs.shared)
         return returned
 
     def _has_work(self) -> bool:

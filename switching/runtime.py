@@ -6,7 +6,8 @@ the stage runs, and one loss comes out on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -161,7 +162,8 @@ class Runtime:
             wants_values=self._wants_values(batch.program.graph),
             syncs_gradients=self.syncs_gradients,
         )
-        made = run_step(variant, inputs)
+        with without_autocast():
+            made = run_step(variant, inputs)
         self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), made.timer)
         output = batch.program.graph.rebuild(made.values)
         if self.programs.loss_fn is None:
@@ -209,3 +211,13 @@ def choose_variant(runtime: Runtime, facts: StepFacts) -> str:
         for name, variant in runtime.variants.items()
     ]
     return choose(variants, BatchFacts(facts.longest, sum(facts.rows)), runtime.health)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

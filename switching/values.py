@@ -46,8 +46,7 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
     sizes = {**bindings, **({symbol: rows.total} if symbol is not None else {})}
     routes = []
     for leaf, node in graph.outputs_of(OutputKind.VALUE):
-        dims = deduced.annotated.factors.dims(node)
-        rows_dim = next((i for i, classes in enumerate(dims) if any(c.is_batch for c in classes)), None)
+        rows_dim = deduced.annotated.factors.row_dim(node)
         layouts = [
             stages[deduced.annotated.stage_of[p].get(node, len(stages) - 1)]
             for p, stages in enumerate(deduced.annotated.stages)

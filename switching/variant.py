@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from hetu_fx.plan import Plan
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.engine import Engine
+from hetu_fx.switching.gradients import KeptBack
 from hetu_fx.switching.handover import channels
-from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.annotate import Annotate
 from hetu_fx.transforms.deduce import Deduce
@@ -29,8 +28,6 @@ from hetu_fx.transforms.lower import lower
 from hetu_fx.transforms.specialize import Specialize
 from hetu_fx.transforms.stages import StageLayout
 from hetu_fx.transforms.states import Summed
-
-Gradients = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +100,10 @@ class Variant:
     ) -> None:
         self.name, self.plan, self.table, self.homes, self.backend = name, plan, table, homes, backend
         self.planned_rates = planned_rates
-        self.trained = tuple(n for n, home in homes.items() if home.requires_grad)
+        self.trained = frozenset(n for n, home in homes.items() if home.requires_grad)
         self._stages: dict[tuple[int, bool], StagePlan] = {}
         self._gathered: tuple[object, dict[str, Tensor]] = (None, {})
-        self._kept_back: dict[str, Tensor] = {}
-        self._kept_stage: StagePlan | None = None
+        self.kept_back = KeptBack()
 
     @property
     def predicted_seconds(self) -> float:
@@ -152,35 +148,9 @@ class Variant:
             self._gathered = (state, stage.bridge.gather(pieces))
         return dict(self._gathered[1])
 
-    def bring_home(self, stage: StagePlan, *, syncs: bool) -> Callable[[Gradients], Mapping[str, Tensor] | None]:
-        """Return what takes gradients home after a step; without `syncs` they are kept back for a later one."""
-        return partial(self._bring_home, stage) if syncs else partial(self._keep_back, stage)
-
-    def _bring_home(self, stage: StagePlan, gradients: Gradients) -> Mapping[str, Tensor]:
-        total = self._with_kept(gradients)
-        self._kept_back = {}
-        reduced = stage.bridge.reduce(total)
-        return {name: HomeTensor(piece, self.homes[name].home_layout) for name, piece in reduced.items()}  # type: ignore[attr-defined]
-
-    def _keep_back(self, stage: StagePlan, gradients: Gradients) -> None:
-        self._kept_back = {n: g for n, g in self._with_kept(gradients).items() if g is not None}
-        self._kept_stage = stage
-
-    def _with_kept(self, gradients: Gradients) -> dict[str, Tensor | None]:
-        total = dict(gradients)
-        for name, kept in self._kept_back.items():
-            fresh = total.get(name)
-            total[name] = kept if fresh is None else kept.add_(fresh)
-        return total
-
     def flush(self) -> None:
-        """Bring gradients that were kept back home into `.grad`; collective if there are any on any rank."""
-        if self._kept_stage is None:
-            return
-        stage, self._kept_stage = self._kept_stage, None
-        for name, gradient in self._bring_home(stage, {}).items():
-            home = self.homes[name]
-            home.grad = gradient if home.grad is None else home.grad + gradient
+        """Bring gradients that were kept back home into `.grad`; collective if there are any."""
+        self.kept_back.flush(self.homes)
 
 
 def deduce_program(program: Program, plan: Plan, *, wants_values: bool) -> DeducedGraph:

@@ -1,0 +1,149 @@
+"""Gradients of one step: collected at the compute parameters, brought home while backward still runs.
+
+Compute parameters are leaves of autograd. As soon as a leaf's gradient is complete it is handed to the bridge, whose
+buckets travel beside the rest of the backward. The anchor, a zero that every rank adds to its loss, ties the step to
+the home parameters: its backward runs last, waits for the buckets and gives the home gradients to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.switching.bridge import Bridge, Reduction
+from hetu_fx.switching.home import HomeTensor
+from hetu_fx.switching.step import applied
+from hetu_fx.switching.timer import ComputeTimer
+
+
+class KeptBack:
+    """Gradients of steps under `no_sync`, local to this rank, until a step synchronises them."""
+
+    def __init__(self) -> None:
+        self.local: dict[str, Tensor] = {}
+        self.bridge: Bridge | None = None
+
+    def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add a step's gradients; they lie as `bridge` says."""
+        self.bridge = bridge
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                kept = self.local.get(name)
+                self.local[name] = gradient if kept is None else kept.add_(gradient)
+
+    def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Return a gradient with what was kept of it; nothing is kept of it any more."""
+        kept = self.local.pop(name, None)
+        return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
+
+    def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Bring everything kept home into `.grad`; collective if something was kept, on all ranks alike."""
+        bridge, self.bridge = self.bridge, None
+        if bridge is None:
+            return
+        kept, self.local = self.local, {}
+        for name, gradient in as_home(bridge.reduce(kept), homes).items():
+            home = homes[name]
+            home.grad = gradient if home.grad is None else home.grad + gradient
+
+
+class Collector:
+    """Collects one step's gradients.
+
+    Args:
+        bridge: brings them home.
+        compute: this rank's compute parameters by name.
+        trained: names of those that get gradients.
+        homes: the home parameters by name.
+        kept: gradients of earlier steps that wait to be synchronised.
+        syncs: bring them home in this step; otherwise they are kept.
+        ran_ahead: backward runs before the gradient of the loss is known, so gradients are multiplied by it at the end.
+        overlaps: hand gradients to the bridge as they arrive; only where backward runs once, and no other messages
+            between the same ranks are interleaved with it.
+        timer: stopped when backward has run.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        compute: Mapping[str, Tensor],
+        trained: frozenset[str],
+        homes: Mapping[str, nn.Parameter],
+        kept: KeptBack,
+        *,
+        syncs: bool,
+        ran_ahead: bool,
+        overlaps: bool,
+        timer: ComputeTimer,
+    ) -> None:
+        self.bridge, self.homes, self.kept, self.syncs, self.timer = bridge, homes, kept, syncs, timer
+        self.trained = tuple(name for name in homes if name in trained)
+        self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
+        self._reduction = Reduction(bridge) if syncs else None
+        self._scales = ran_ahead
+        if overlaps and syncs:
+            for name in self.leaves.keys() & trained:
+                self.leaves[name].register_post_accumulate_grad_hook(lambda leaf, name=name: self._arrived(name, leaf))
+
+    def anchor(self) -> Tensor:
+        """Return the zero that this rank's loss must have added, so that its backward ends in `finish`.
+
+        Make it before the forward: among nodes that are ready, autograd runs the youngest first, and this one must
+        come last.
+        """
+        device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
+        anchor: Tensor = applied(_Anchor, self, device, *(self.homes[name] for name in self.trained))
+        return anchor
+
+    def _arrived(self, name: str, leaf: Tensor) -> None:
+        assert self._reduction is not None
+        gradient, leaf.grad = leaf.grad, None
+        self._reduction.ready(name, self.kept.take(name, gradient))
+
+    def finish(self, factor: Tensor) -> dict[str, Tensor]:
+        """Return the home gradients, once backward has run; empty if they are kept back.
+
+        `factor` is the gradient of the loss; where backward ran ahead of it, gradients are multiplied by it now.
+        """
+        self.timer.stop()
+        left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+        if self._scales and float(factor) != 1.0:
+            torch._foreach_mul_(list(left.values()), float(factor))
+        if self._reduction is None:
+            self.kept.add(self.bridge, left)
+            return {}
+        for name in {**left, **self.kept.local}:
+            self._reduction.ready(name, self.kept.take(name, left.get(name)))
+        self.kept.bridge = None
+        return as_home(self._reduction.finish(), self.homes)
+
+
+class _Anchor(torch.autograd.Function):
+    """A zero that depends on the home parameters; its backward gives them the collected gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, collector: Collector, device: torch.device, *homes: Tensor) -> Tensor:
+        """Return zero."""
+        ctx.collector = collector
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Return the home gradients, None for parameters without one."""
+        collector: Collector = ctx.collector
+        home = collector.finish(gradient)
+        return (None, None, *(home.get(name) for name in collector.trained))
+
+
+def as_home(pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Wrap pieces of gradients in the layouts of their parameters."""
+    return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}
+
+
+def layout_of(home: nn.Parameter) -> Any:
+    """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
+    assert isinstance(home, HomeTensor)
+    return home.home_layout

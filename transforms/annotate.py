@@ -75,17 +75,17 @@ def _tally_op(
 ) -> None:
     op = factors.op(node)
     flops = _flops(node, op) if meta.is_tensor(node) else 0.0
-    for factor in _present(op):
+    for factor in op.classes:
         tally = tallies[factor]
         if factor in op.whole:
-            having = [o.node for o in op.operands if factor in _classes(o.dims)]
+            having = [o.node for o in op.operands if factor in o.classes]
             tally.communicated += sum(map(meta.numel, having))
             continue
         tally.flops += flops
         if factor in op.reduced and meta.is_tensor(node):
             tally.communicated += meta.numel(node)
         for operand in op.operands:
-            lacks = factor not in _classes(operand.dims)
+            lacks = factor not in operand.classes
             edge = (factor, operand.node)
             if lacks and flow.is_mixed(operand.node) and edge not in counted_backward:
                 counted_backward.add(edge)
@@ -94,7 +94,7 @@ def _tally_op(
 
 def _flops(node: fx.Node, op: OpFactors) -> float:
     """Return a multiply-add count: result elements times the factors contracted between operands."""
-    contracted = [c.size or 1 for c in op.reduced if sum(c in _classes(operand.dims) for operand in op.operands) > 1]
+    contracted = [c.size or 1 for c in op.reduced if sum(c in operand.classes for operand in op.operands) > 1]
     return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
 
 
@@ -104,19 +104,10 @@ def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[Factor
     for node in graph.graph.nodes:
         if not factors.is_op(node):
             continue
-        present = _present(factors.op(node)) - factors.op(node).whole
+        present = factors.op(node).classes - factors.op(node).whole
         for factor in present:
             rivals[factor] |= present - {factor}
     return rivals
-
-
-def _present(op: OpFactors) -> frozenset[FactorClass]:
-    """Return all classes that occur in an op's operands and results."""
-    return frozenset(c for dims in (*op.results, *(o.dims for o in op.operands)) for c in _classes(dims))
-
-
-def _classes(dims: tuple[tuple[FactorClass, ...], ...]) -> frozenset[FactorClass]:
-    return frozenset(c for dim in dims for c in dim)
 
 
 def part_sizes(factor: FactorClass, ratios: tuple[int, ...], factors: FactorMap) -> tuple[int, ...]:

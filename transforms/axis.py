@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors
+from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
@@ -99,14 +99,14 @@ class _Forward:
             self.states[node] = decision.result if self.keep_sums else _summed_up(decision.result)
 
     def _own_factor_state(self, node: fx.Node, otherwise: AxisState) -> AxisState:
-        mine = [c for c in _classes(self.factors.dims(node)) if c in self.splits]
+        mine = [c for c in flat(self.factors.dims(node)) if c in self.splits]
         return SplitOn(mine[0]) if mine else otherwise
 
     def _item_state(self, node: fx.Node) -> AxisState:
         decision = self.decisions[whole_of(node)]
         if decision.factor is None:
             return decision.result if self.keep_sums else _summed_up(decision.result)
-        if decision.factor in set(_classes(self.factors.dims(node))):
+        if decision.factor in flat(self.factors.dims(node)):
             return SplitOn(decision.factor)
         return SUMMED if self.keep_sums else WHOLE
 
@@ -128,10 +128,8 @@ class _Forward:
 
     def _pick(self, node: fx.Node, op: OpFactors) -> FactorClass | None:
         """Return the split factor to compute a part of: the one most operands are already split on."""
-        present = {c for tensor in (*op.results, *(operand.dims for operand in op.operands)) for c in _classes(tensor)}
-        candidates = sorted((c for c in present & self.splits if c not in op.whole), key=lambda c: c.id)
-        ranked = [(self._already_split(op, c), -c.id, c) for c in candidates if self._worth(op, c)]
-        return max(ranked)[2] if ranked else None
+        candidates = [c for c in (op.classes & self.splits) - op.whole if self._worth(op, c)]
+        return max(candidates, key=lambda c: (self._already_split(op, c), -c.id), default=None)
 
     def _already_split(self, op: OpFactors, factor: FactorClass) -> int:
         return sum(self.states[o.node] == SplitOn(factor) for o in op.operands)
@@ -139,7 +137,7 @@ class _Forward:
     def _worth(self, op: OpFactors, factor: FactorClass) -> bool:
         """Tell whether some operand is split on `factor`, or none has it (the op makes it, and can make a part)."""
         read = (o for i, o in enumerate(op.operands) if i not in op.unread)
-        having = [o for o in read if factor in set(_classes(o.dims))]
+        having = [o for o in read if factor in o.classes]
         return not having or any(self.states[o.node] == SplitOn(factor) for o in having)
 
     def _split_on(self, node: fx.Node, op: OpFactors, factor: FactorClass) -> Decision:
@@ -153,7 +151,7 @@ class _Forward:
         operand = op.operands[position]
         if position in op.unread:
             return self._need(op, position, WHOLE)
-        if factor in set(_classes(operand.dims)):
+        if factor in operand.classes:
             return Need(operand.node, SplitOn(factor))
         if position in op.counted:  # counts of rows: each shard has its own where rows are cut, all of them elsewhere
             return Need(operand.node, SUMMED if factor.is_batch else WHOLE)
@@ -189,10 +187,6 @@ def whole_of(item: fx.Node) -> fx.Node:
     whole = item.args[0]
     assert isinstance(whole, fx.Node)
     return whole
-
-
-def _classes(dims: tuple[tuple[FactorClass, ...], ...]) -> Iterator[FactorClass]:
-    return (c for dim in dims for c in dim)
 
 
 def _summed_up(state: AxisState) -> AxisState:

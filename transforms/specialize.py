@@ -25,7 +25,7 @@ from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import callee, overload
-from hetu_fx.graph.graph import Leaf
+from hetu_fx.graph.graph import Leaf, OutputKind
 from hetu_fx.transforms.axis import is_item, whole_of
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
@@ -100,7 +100,9 @@ class _Builder:
             handovers_out=tuple(
                 self._handover(node, self.layout, target) for node in stage.sent for target in self._targets(node)
             ),
-            values=tuple(self._value(leaf.name, node) for leaf, node in outputs if leaf.kind.value == "value"),
+            values=tuple(
+                self._value(leaf.name, node, self.layout) for leaf, node in outputs if leaf.kind is OutputKind.VALUE
+            ),
         )
 
     def _leaf(self, node: fx.Node, leaf: Leaf) -> fx.Node:
@@ -236,26 +238,24 @@ class _Builder:
         return tuple(layout for layout in later if node in stage_nodes(self.annotated, layout).received)
 
     def _handover(self, node: fx.Node, source: StageLayout, target: StageLayout) -> Handover:
-        self._check_handover(node, source, target)
+        _check_sendable(node)
         value = self._value(node.name, node, source)
         return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
 
-    def _check_handover(self, node: fx.Node, source: StageLayout, target: StageLayout) -> None:
-        if not meta.is_tensor(node):
-            raise DeductionError(
-                f"a size computed from activations ('{node.name}', {meta.source_line(node)}) is read by another "
-                f"stage; use a plan whose pipelines have one stage"
-            )
-
-    def _value(self, name: str, node: fx.Node, layout: StageLayout | None = None) -> Value:
-        layout = layout or self.layout
-        dims = self.annotated.factors.dims(node)
-        rows = [i for i, classes in enumerate(dims) if any(c.is_batch for c in classes)]
+    def _value(self, name: str, node: fx.Node, layout: StageLayout) -> Value:
         return Value(
             name,
             tuple(meta.expression(size) for size in meta.shape(node)),
             meta.dtype(node),
             node in self.annotated.flow.differentiable,
-            rows[0] if rows else None,
+            self.annotated.factors.row_dim(node),
             self.deduced.value_annotation(node, layout),
+        )
+
+
+def _check_sendable(node: fx.Node) -> None:
+    if not meta.is_tensor(node):
+        raise DeductionError(
+            f"a size computed from activations ('{node.name}', {meta.source_line(node)}) is read by another stage; use "
+            f"a plan whose pipelines have one stage"
         )

@@ -39,6 +39,11 @@ ClassDim = tuple[FactorClass, ...]
 ClassDims = tuple[ClassDim, ...]
 
 
+def flat(dims: ClassDims) -> ClassDim:
+    """Return the classes of all dims, one after another."""
+    return tuple(cls for dim in dims for cls in dim)
+
+
 @dataclass(frozen=True, slots=True)
 class OperandFactors:
     """A tensor operand of an op: the node, where it stands in the call, and the classes of its dims."""
@@ -46,6 +51,11 @@ class OperandFactors:
     node: fx.Node
     path: Path
     dims: ClassDims
+
+    @property
+    def classes(self) -> frozenset[FactorClass]:
+        """Return the classes of all dims."""
+        return frozenset(flat(self.dims))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,12 @@ class OpFactors:
     random: bool
     known: bool
 
+    @property
+    def classes(self) -> frozenset[FactorClass]:
+        """Return the classes that occur in any operand or result."""
+        tensors = (*self.results, *(operand.dims for operand in self.operands))
+        return frozenset(cls for dims in tensors for cls in flat(dims))
+
 
 @dataclass(frozen=True, eq=False)
 class FactorMap:
@@ -128,6 +144,10 @@ class FactorMap:
         if len(found) != 1:
             raise DeductionError(f"node '{node}' has {len(found)} tensor values; ask for one of its getitem nodes")
         return found[0]
+
+    def row_dim(self, node: fx.Node) -> int | None:
+        """Return the dim of a value that counts rows of the batch, if it has one."""
+        return next((i for i, dim in enumerate(self.dims(node)) if any(cls.is_batch for cls in dim)), None)
 
     def op(self, node: fx.Node) -> OpFactors:
         """Return what an op node does to factors; DeductionError for a node that handles no tensor."""

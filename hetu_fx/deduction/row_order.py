@@ -43,6 +43,13 @@ def find_routing(graph: fx.Graph, steps: Mapping[fx.Node, tuple[Call, Factoring]
     return tracker.routing()
 
 
+def _keeps_order(step: OpStep) -> bool:
+    """Tell whether an index takes rows in natural order from where they stand, by positions that count up."""
+    data, *indices = step.given
+    natural = all(order == NATURAL for rows in step.given for order in rows.orders.values())
+    return natural and data.keys is None and all(rows.points in (SELF, None) for rows in indices)
+
+
 class _Tracker:
     def __init__(self) -> None:
         self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
@@ -95,11 +102,26 @@ class _Tracker:
         except Misuse:
             self._spoiled |= origins
             return
+        if role is Role.INDEX and _keeps_order(step):
+            self._note_plain_index(step, results)
+            return
         origins = origins.union(*(rows.origins for rows in results))
         self._links.append(origins)
         self._origins[node] = origins
         known = (replace(rows, origins=origins) if rows.is_known else PLAIN for rows in results)
         self._rows[node] = tuple(known)
+
+    def _note_plain_index(self, step: OpStep, results: Sequence[Rows]) -> None:
+        """Note rows taken from the positions where they stand (an arange): what they are is not what points at them.
+
+        The indices must be positions of the shard's own; the values taken may come from anywhere, and be used in any
+        way, without harm to the indices.
+        """
+        pointing = frozenset().union(*(rows.origins for rows in step.given[1:]))
+        self._links.append(pointing)
+        self._origins[step.node] = pointing
+        data = step.given[0].origins
+        self._rows[step.node] = tuple(replace(rows, origins=data) if data else PLAIN for rows in results)
 
     def _follow(self, step: OpStep, role: Role | None) -> Sequence[Rows]:
         match role:

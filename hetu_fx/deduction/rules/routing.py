@@ -101,7 +101,7 @@ OPS_BY_ROLE = {
     Role.ADD_ROWS: "index_add",
     Role.DIVIDE: "floor_divide floor_divide.Scalar div.Tensor_mode",
     Role.ADD: "add.Tensor add.Scalar sub.Tensor",
-    Role.MAKE_LIKE: "empty_like zeros_like ones_like full_like",
+    Role.MAKE_LIKE: "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full",
     Role.CARRY: """
         clone contiguous detach alias to.dtype to.device to.dtype_layout _to_copy view reshape _unsafe_view
         unsqueeze squeeze.dim expand transpose.int permute slice.Tensor

@@ -136,3 +136,17 @@ def test_a_matrix_is_sorted_within_rows_and_rows_pass() -> None:
     graph, factors = of(lambda x: x.sort(1)[0] + 1, X)
     op = next(factors.op(node) for node in graph.graph.nodes if "sort" in str(node.target))
     assert [cls.hint for cls in op.whole] == [4]
+
+
+def same_document(x: Tensor) -> Tensor:
+    """Mask as for packed sequences: document numbers, counted from positions, taken row by row and compared."""
+    rows, length = x.shape
+    positions = torch.arange(length).expand(rows, -1)
+    documents = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    row, place = torch.arange(rows)[:, None, None], torch.arange(length)
+    same = documents[row, place[:, None]] == documents[row, place[None, :]]
+    return same & (positions[row, place[None, :]] <= positions[row, place[:, None]])
+
+
+def test_numbers_taken_row_by_row_may_be_compared() -> None:
+    assert ops_where_rows_are_whole(same_document, torch.randn(6, 5)) == set()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hetu_fx.demo_settings import DemoSettings, settings_for
 from hetu_fx.emulate import EmulateSpec, Output, plan_run, run
-from hetu_fx.emulate_limits import Affinity
+from hetu_fx.emulate_limits import Affinity, Limiter
 from hetu_fx.emulate_plan import LimitChoice
 from hetu_fx.errors import EnvironmentProblem
 
@@ -64,11 +64,7 @@ def _run_ranks(folder: Path, settings: DemoSettings, *, quick: bool, limit: Limi
     quotas = not isinstance(limiter, Affinity)
     # With quotas they start at equal speeds: a device of 0.2 cores takes half a minute to import torch.
     spec = EmulateSpec(speeds=settings.equal_speeds if quotas else settings.speeds)
-    shown = ", ".join(f"{speed:g}" for speed in settings.speeds)
-    how = "CPU quotas" if quotas else "shared cores, as there are no CPU quotas"
-    print(f"hetu-fx demo: 4 processes of {shown} cores ({how}); starting them", flush=True)
-    if isinstance(limiter, Affinity):
-        print(f"no CPU quotas: {limiter.reason}; slow devices share a core, which is coarser", flush=True)
+    print(f"hetu-fx demo: {settings.world_size} processes of {_speeds_text(settings, limiter)}", flush=True)
     flags = ["--quick"] * quick + ["--quotas"] * quotas
     return run(
         spec,
@@ -77,6 +73,13 @@ def _run_ranks(folder: Path, settings: DemoSettings, *, quick: bool, limit: Limi
         timeout_seconds=TIMEOUT_SECONDS,
         limit=limit,
     )
+
+
+def _speeds_text(settings: DemoSettings, limiter: Limiter) -> str:
+    shown = ", ".join(f"{speed:g}" for speed in settings.speeds)
+    if isinstance(limiter, Affinity):
+        return f"about {shown} cores: slow ones share a core, as there are no CPU quotas ({limiter.reason})"
+    return f"{shown} cores, once all have started"
 
 
 def _conclude(folder: Path, settings: DemoSettings) -> int:

@@ -26,6 +26,7 @@ from hetu_fx.demo_screen import Screen, Shown, make_screen
 from hetu_fx.demo_settings import DemoSettings, settings_for
 from hetu_fx.plan import Plan, diff
 from hetu_fx.planner.simulate import simulate
+from hetu_fx.prediction import Prediction
 from hetu_fx.timeline import Event, Timeline
 from hetu_fx.topology import Cluster
 
@@ -89,12 +90,19 @@ class Training:
             plan = self.hetu.variants[name]
             self.screen.event(f"step {number}: planned again, without a restart: {name!r}")
             self.screen.say(diff(self.hetu.variants[variant], plan))
-            self.screen.say(str(plan.predicted or ""))
+            if plan.predicted is not None:
+                self.screen.say(in_short(plan.predicted))
         if record.variant != variant:
             why = f"longest sequence {record.longest}"
             self.screen.event(f"step {number}: {variant!r} -> {record.variant!r} ({why})")
         rate, steps = record.tokens_per_second, self.settings.steps
         self.screen.step(Shown(record.step, steps, record.loss, rate, record.variant))
+
+
+def in_short(prediction: Prediction) -> str:
+    """Say what a new plan is expected to cost, and why it was chosen."""
+    runner_up = f"; runner-up {prediction.runner_up}" if prediction.runner_up else ""
+    return f"  predicted step: {prediction.seconds:.2f} s, {prediction.why}{runner_up}"
 
 
 def health_text(rates: Mapping[int, float]) -> str:

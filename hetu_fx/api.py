@@ -35,6 +35,7 @@ def auto_parallelize(
     data: Literal["per_rank", "global"] = "per_rank",
     outputs: Literal["auto", "all", "loss"] = "auto",
     compile: Any = None,
+    capture: Literal["graph", "eager"] = "graph",
     seed: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> M:
@@ -56,8 +57,20 @@ def auto_parallelize(
             "global": every process passes the same whole batch.
         outputs: which outputs other than the loss come back: "auto" in evaluation only, "all", or "loss" never.
         compile: None runs device graphs eagerly; "aot_eager", "inductor", or a compiler of GraphModules.
+        capture: "graph" captures the model as a graph, from which every plan can be made. "eager" is for models that
+            cannot be captured: the module itself runs on every device, data parallel with uneven shares. See below.
         seed: of dropout and other random ops; None takes process 0's torch seed.
         process_group: the processes to use; None: all.
+
+    With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
+    (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
+    by its share of the rows, which is exact for means over rows. A mean over tokens, of which rows have unequal
+    numbers, is weighted by rows too, and then differs from the mean over all tokens; a warning says so. Inputs whose
+    dim 0 is as large as the first one's in `batch` are cut by rows; outputs other than the loss must have one entry
+    per row in dim 0 (on one device they may be anything). Buffers that the forward writes in training (running
+    statistics) stay each device's own until an evaluation, a save or a change of plan takes over those of the plan's
+    first device. Dropout draws from torch's own generator on each device, so masks depend on the plan. There is
+    nothing to export.
 
     Raises:
         HetuFxError: on every process; says what, where, the values and the way out.
@@ -66,8 +79,10 @@ def auto_parallelize(
         raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
     if data not in ("per_rank", "global"):
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
-    settings = Settings(shared=data == "global", outputs=outputs, backend=compile, seed=seed)
-    preparation = Preparation(model, batch, plan, cluster, optimizer, loss_fn, settings, process_group)
+    settings = Settings(shared=data == "global", outputs=outputs, seed=seed)
+    preparation = Preparation(
+        model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
+    )
     runtime, adaptation = prepare(preparation)
     _attach(model, Handle(runtime, adaptation))
     return model
@@ -159,7 +174,7 @@ class Handle:
 def _attach(model: nn.Module, handle: Handle) -> None:
     """Make calls of the model run on the runtime; class, signature and names stay."""
     runtime = handle._runtime
-    original = runtime.programs.forward
+    original = runtime.execution.forward
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -35,9 +35,10 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
 from hetu_fx.switching.agreement import together
 from hetu_fx.switching.buffers import local_part
+from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.variant import StagePlan, Variant
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 
@@ -49,9 +50,14 @@ def export_runtime(runtime: Runtime, folder: Path) -> None:
     """Export all variants of the training program; collective. The folder must not exist, or be an export.
 
     Raises:
-        ExportError: the folder is something else, or a graph cannot be exported; on every rank.
+        ExportError: the folder is something else, a graph cannot be exported, or there are no graphs; on every rank.
     """
-    program = runtime.programs.training
+    if not isinstance(runtime.execution, GraphExecution):
+        raise ExportError(
+            "the model runs as it is (capture='eager'), so there are no graphs to export; save its weights by "
+            "model.hetu.save(folder), or make it capturable and use capture='graph'"
+        )
+    program = runtime.execution.programs.training
     aside = folder.with_name(f"{folder.name}.partial")
     rank = runtime.table.rank
     together(runtime.table, lambda: _make_room(folder, aside) if rank == 0 else None)
@@ -72,10 +78,11 @@ def _export_variants(runtime: Runtime, program: Program, folder: Path) -> dict[s
     return {
         name: _export_variant(variant, program, folder / "variants" / name)
         for name, variant in runtime.variants.items()
+        if isinstance(variant, GraphVariant)
     }
 
 
-def _export_variant(variant: Variant, program: Program, folder: Path) -> dict[str, Any] | None:
+def _export_variant(variant: GraphVariant, program: Program, folder: Path) -> dict[str, Any] | None:
     stage = variant.stage(program, False)
     if stage.device is None:
         return None

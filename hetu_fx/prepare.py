@@ -19,17 +19,16 @@ from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.plan import Plan
 from hetu_fx.planner.cost import predict
-from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.switching.agreement import together
+from hetu_fx.switching.eager_execution import EagerExecution
+from hetu_fx.switching.execution import Execution
+from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home_layout import HomeLayout, home_layout
 from hetu_fx.switching.home_parameters import move_home, move_optimizer_state
 from hetu_fx.switching.home_plan import make_home_layouts
-from hetu_fx.switching.program import Program
 from hetu_fx.switching.programs import Programs
 from hetu_fx.switching.runtime import Runtime, Settings, names_of
-from hetu_fx.switching.variant import deduce_program
 from hetu_fx.topology import Cluster
 
 Plans = Plan | Sequence[Plan] | str | Path
@@ -47,6 +46,8 @@ class Preparation:
     loss_fn: Callable[..., Any] | None
     settings: Settings
     process_group: dist.ProcessGroup | None
+    capture: str
+    backend: Any
 
 
 def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
@@ -55,22 +56,42 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     table = GroupTable(wanted.process_group)
     warn_if_alone(table)
     together(table, lambda: check_model(wanted.model))
-    programs = Programs(wanted.model, wanted.loss_fn)
-    program = together(table, lambda: programs.first(wanted.batch, training=True))
+    execution = together(table, lambda: execution_of(wanted))
     with using(table):
-        costs, cluster = _measured(wanted, program, table)
-        plans = together(table, lambda: _plans(wanted, program, costs, cluster))
-        layouts = together(table, lambda: home_layouts_of(program, plans[0], wanted.model, cluster, table))
-        together(table, lambda: _check_plans(program, plans, table))
+        costs, cluster = _measured(wanted, execution, table)
+        plans = together(table, lambda: _plans(wanted, execution, costs, cluster))
+        layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:
         move_optimizer_state(wanted.optimizer, homes, layouts)
-    runtime = Runtime(wanted.model, table, programs, homes, _seeded(wanted.settings, table))
+    runtime = Runtime(wanted.model, table, execution, homes, _seeded(wanted.settings, table))
     for name, plan in zip(names_of(plans), plans, strict=True):
         runtime.add_variant(plan, name)
-    adaptation = Adaptation(runtime, costs, cluster, lambda at, name: _auto_plan(program, costs, at, name))
+    adaptation = Adaptation(runtime, costs, cluster, lambda at, name: execution.plan(costs, at, name))
     runtime.observers.append(adaptation.observe)
     return runtime, adaptation
+
+
+def execution_of(wanted: Preparation) -> Execution[Any]:
+    """Return the way in which the model is to run."""
+    match wanted.capture:
+        case "graph":
+            programs = Programs(wanted.model, wanted.loss_fn)
+            return GraphExecution(programs, wanted.batch, wanted.backend)
+        case "eager" if wanted.backend is not None:
+            raise StateError(
+                f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none; leave it out, "
+                f"and call .compile() on the model's parts that you want compiled"
+            )
+        case "eager" if wanted.settings.seed is not None:
+            raise StateError(
+                f"seed={wanted.settings.seed} is for the random numbers of captured graphs; with capture='eager' the "
+                f"module draws from torch's own generator: call torch.manual_seed"
+            )
+        case "eager":
+            return EagerExecution(wanted.model, wanted.loss_fn, wanted.batch)
+        case other:
+            raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
 
 
 def join_world() -> None:
@@ -116,9 +137,9 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def _measured(wanted: Preparation, program: Program, table: GroupTable) -> tuple[ProgramCosts, Cluster | None]:
-    rows = _global_rows(wanted, program, table)
-    costs = together(table, lambda: program_costs(program.graph, rows=rows, cut=program.tensor_cut))
+def _measured(wanted: Preparation, execution: Execution[Any], table: GroupTable) -> tuple[ProgramCosts, Cluster | None]:
+    rows = execution.example_rows * (1 if wanted.settings.shared else table.size)
+    costs = together(table, lambda: execution.costs(rows))
     match wanted.cluster:
         case Cluster():
             return costs, wanted.cluster
@@ -128,23 +149,22 @@ def _measured(wanted: Preparation, program: Program, table: GroupTable) -> tuple
             return costs, together(table, lambda: Cluster.read(path))
 
 
-def _global_rows(wanted: Preparation, program: Program, table: GroupTable) -> int:
-    rows = program.example_rows
-    return rows if wanted.settings.shared else rows * table.size
-
-
-def _plans(wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None) -> tuple[Plan, ...]:
-    plans = tuple(_given_plans(wanted, program, costs, cluster))
+def _plans(
+    wanted: Preparation, execution: Execution[Any], costs: ProgramCosts, cluster: Cluster | None
+) -> tuple[Plan, ...]:
+    plans = tuple(_given_plans(wanted, execution, costs, cluster))
     if cluster is None:
         return plans
     return tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
 
 
-def _given_plans(wanted: Preparation, program: Program, costs: ProgramCosts, cluster: Cluster | None) -> Sequence[Plan]:
+def _given_plans(
+    wanted: Preparation, execution: Execution[Any], costs: ProgramCosts, cluster: Cluster | None
+) -> Sequence[Plan]:
     match wanted.plan:
         case "auto":
             assert cluster is not None
-            return (_auto_plan(program, costs, cluster, "auto"),)
+            return (execution.plan(costs, cluster, "auto"),)
         case str() | Path() as path:
             return (Plan.read(path),)
         case Plan() as plan:
@@ -155,30 +175,21 @@ def _given_plans(wanted: Preparation, program: Program, costs: ProgramCosts, clu
             return tuple(plans)
 
 
-def _auto_plan(program: Program, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
-    """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
-    mixed = program.mixes_rows
-    options = PlanOptions(micro_batches=(1,) if mixed else (1, 2, 4, 8), pipelines=not mixed, name=name)
-    return make_plan(costs, cluster, options=options)
-
-
-def _check_plans(program: Program, plans: Sequence[Plan], table: GroupTable) -> None:
-    for plan in plans:
-        plan.check(num_blocks=program.graph.num_blocks, world_size=table.size)
-        deduce_program(program, plan, wants_values=False)
-
-
-def home_layouts_of(
-    program: Program, plan: Plan, model: nn.Module, cluster: Cluster | None, table: GroupTable
+def _checked_layouts(
+    execution: Execution[Any], plans: Sequence[Plan], model: nn.Module, cluster: Cluster | None, table: GroupTable
 ) -> dict[str, HomeLayout]:
-    """Return where each parameter's home is: near where the plan reads it, in proportion to the devices' speed."""
-    deduced = deduce_program(program, plan, wants_values=False)
-    read = {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
+    """Check all plans; return where each parameter's home is: near where the first plan reads it.
+
+    Shares are in proportion to the devices' speed.
+    """
+    for plan in plans:
+        execution.check(plan, table.size)
+    read, *_ = [execution.compute_annotations(plan) for plan in plans]
     everyone = tuple(range(table.size))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     compute = {name: read.get(name, Annotation.replicated(everyone)) for name in shapes}
     weights = [1.0 if cluster is None else cluster.device(rank).speed for rank in everyone]
-    annotations = make_home_layouts(shapes, everyone, compute, weights, plan.zero)
+    annotations = make_home_layouts(shapes, everyone, compute, weights, plans[0].zero)
     return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
 
 

@@ -102,6 +102,15 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
+    """Tell which flags are set on any rank; collective."""
+    if table.size == 1:
+        return tuple(flags)
+    counts = torch.tensor(flags, dtype=torch.int32, device=_device(table))
+    dist.all_reduce(counts, group=table.base)
+    return tuple(count > 0 for count in counts.tolist())
+
+
 def _encode(facts: LocalFacts | HetuFxError) -> list[float]:
     if isinstance(facts, HetuFxError):
         return [1.0] + [0.0] * (_WIDTH - 1)

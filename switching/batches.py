@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.switching.agreement import LocalFacts
 from hetu_fx.switching.program import Program
-from hetu_fx.switching.programs import Programs, form_of
+from hetu_fx.switching.programs import Programs, batch_of, form_of
 from hetu_fx.switching.shapes import Bindings, bind
 
 
@@ -42,10 +42,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
         BatchError: they do not fit the model's forward or the captured program.
         CaptureError: the program cannot be captured.
     """
-    try:
-        batch = programs.batch_of(args, kwargs)
-    except TypeError as error:
-        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
+    batch = batch_of(programs.forward, args, kwargs)
     program = programs.find(batch, training)
     tensors = input_tensors(program.graph, batch)
     bindings = bind(program.inputs, tensors)
@@ -53,7 +50,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     if len(set(rows.values())) > 1:
         raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
     count = next(iter(rows.values()), 1)
-    sizes = _sizes(program, tensors)
+    sizes = sizes_besides_rows(tensors, program.row_inputs)
     facts = LocalFacts(
         rows=count,
         signature=form_of(batch, training),
@@ -65,14 +62,19 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     return ReadBatch(program, tensors, facts, bindings)
 
 
-def _sizes(program: Program, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:
     """Return every size but the rows, by a name for messages."""
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
-        first = 1 if name in program.row_inputs else 0
+        first = 1 if name in row_inputs else 0
         for dim in range(first, tensor.dim()):
             sizes[f"dim {dim} of input {name!r}"] = int(tensor.shape[dim])
     return sizes
+
+
+def longest_side(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> int:
+    """Return the largest dim 1 of the inputs with rows, which is the sequence length where there are sequences."""
+    return max((int(tensors[name].shape[1]) for name in row_inputs if tensors[name].dim() > 1), default=0)
 
 
 def _longest(program: Program, tensors: Mapping[str, Tensor]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -33,6 +33,10 @@ class Buffers:
         for name, value in updates.items():
             write_part(self._buffer(name), value, annotations[name], self.table.rank)
         self._stale.update(annotations)
+
+    def mark_written(self, names: Iterable[str], owner: int) -> None:
+        """Remember buffers that ranks have written each for itself; `owner`'s values will count."""
+        self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
 
     @property
     def stale(self) -> bool:

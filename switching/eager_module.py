@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -62,7 +62,7 @@ class EagerModule:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.forward: Forward = model.forward
-        self.loss_fn = loss_fn
+        self.model, self.loss_fn = model, loss_fn
         self._caller = _Caller(model, self.forward, loss_fn)
         self._has_rows: dict[str, bool] = {}
         args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
@@ -77,11 +77,11 @@ class EagerModule:
         batch = batch_of(self.forward, args, kwargs)
         tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         row_inputs = self._row_inputs(tensors)
-        rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else 0 for name in row_inputs}
-        if len(set(rows.values())) != 1:
+        rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else -1 for name in row_inputs}
+        if len(set(rows.values())) != 1 or -1 in rows.values():
             raise BatchError(
-                f"inputs have numbers of rows {rows}, all inputs are {sorted(tensors)}; give one row per sample in each "
-                f"of them (an input has rows if it had as many as the first one in the example batch)"
+                f"inputs have numbers of rows {rows}, all inputs are {sorted(tensors)}; give one row per sample in "
+                f"each of them (an input has rows if it had as many as the first one in the example batch)"
             )
         sizes = sizes_besides_rows(tensors, row_inputs)
         facts = LocalFacts(
@@ -118,20 +118,21 @@ class _Caller(nn.Module):
 
     def __init__(self, model: nn.Module, forward: Forward, loss_fn: Callable[..., Any] | None) -> None:
         super().__init__()
-        self.model, self.own_forward, self.loss_of = model, forward, [loss_fn]
+        self.model, self.own_forward = model, forward
+        # Not as a submodule: what a loss module holds is no state of the model.
+        self.loss_of = None if loss_fn is None else partial(loss_fn)
 
     def forward(self, arguments: Any) -> tuple[Any, Tensor | None]:
         args, kwargs = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
         output = self.own_forward(*args, **kwargs)
-        (loss_fn,) = self.loss_of
-        return output, None if loss_fn is None else loss_fn(output, *args, **kwargs)
+        return output, None if self.loss_of is None else self.loss_of(output, *args, **kwargs)
 
 
 def _with_loss(tree: Tree, tensors: Mapping[str, Tensor], given: Tensor | None) -> EagerOutput:
     """Find the loss: what loss_fn gave, else the output named so, else a scalar that comes first."""
     if given is not None and not is_loss(given):
         raise BatchError(
-            f"loss_fn gave a tensor of shape {tuple(given.shape)} and {given.dtype}; return the mean over rows, a scalar"
+            f"loss_fn gave a tensor of shape {tuple(given.shape)} and {given.dtype}; return a mean over rows"
         )
     name = LOSS if given is not None or LOSS in tensors else next(iter(tensors), LOSS)
     loss = given if given is not None else tensors.get(name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetu_fx.errors import StateError
+from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
 from hetu_fx.switching.home_parameters import plain_parameters
@@ -44,25 +44,10 @@ class Programs:
                 return program
         raise StateError("the model has not been captured in training mode yet; run a training batch first")
 
-    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        """Return the call's batch: by keyword, or positional where the forward takes *args."""
-        signature = inspect.signature(self.forward)
-        bound = signature.bind(*args, **kwargs)
-        batch: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            match signature.parameters[name].kind:
-                case inspect.Parameter.VAR_POSITIONAL:
-                    return (*bound.args,)
-                case inspect.Parameter.VAR_KEYWORD:
-                    batch.update(value)
-                case _:
-                    batch[name] = value
-        return {name: value for name, value in batch.items() if value is not None}
-
     def first(self, batch: Batch, training: bool) -> Program:
         """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-        return self.find(self.batch_of(args, kwargs), training)
+        return self.find(batch_of(self.forward, args, kwargs), training)
 
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; captures the model the first time."""
@@ -78,6 +63,29 @@ class Programs:
         with plain_parameters(self.model), _own_forward(self.model):
             graph = capture(self.model, batch, loss_fn=self.loss_fn, training=training)
         return make_program(graph, frozen)
+
+
+def batch_of(forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+    """Return a call's batch: by keyword, or positional where the forward takes *args.
+
+    Raises:
+        BatchError: the arguments do not fit the forward.
+    """
+    signature = inspect.signature(forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
+    batch: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                return (*bound.args,)
+            case inspect.Parameter.VAR_KEYWORD:
+                batch.update(value)
+            case _:
+                batch[name] = value
+    return {name: value for name, value in batch.items() if value is not None}
 
 
 def form_of(batch: Batch, training: bool) -> str:

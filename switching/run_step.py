@@ -1,9 +1,9 @@
-"""Run one step of one variant on this rank, from agreed facts to a loss and outputs."""
+"""Run one step of one variant's graphs on this rank, from agreed facts to a loss and outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,54 +13,33 @@ from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.schedule import actions, forwards
 from hetu_fx.switching.batches import ReadBatch
-from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.engine import Feeds, MicroBatch, Outcome
+from hetu_fx.switching.execution import StepInputs, StepOutputs
 from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
 from hetu_fx.switching.gradients import Collector
-from hetu_fx.switching.rows import Interval, RowPlan
+from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
+from hetu_fx.switching.rows import Interval
 from hetu_fx.switching.step import GlobalLoss, applied
-from hetu_fx.switching.timer import ComputeTimer
-from hetu_fx.switching.values import BringBack, ValueRoute, bring_back, value_routes
-from hetu_fx.switching.variant import StagePlan, Variant
+from hetu_fx.switching.values import ValueRoute, anchored, hand_out, value_routes
 from hetu_fx.transforms.device_graph import ResultKind, SlotKind
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """What all variants need to run a step; see `Runtime` for where it comes from."""
-
-    batch: ReadBatch
-    counts: tuple[float, ...]
-    rows: RowPlan
-    step: int
-    seed: int
-    buffers: Buffers
-    shared: bool
-    wants_values: bool
-    syncs_gradients: bool
-
-
-@dataclass
-class StepOutputs:
-    """Outputs by name (the loss among them), and this rank's time in its own ops."""
-
-    values: dict[str, Tensor] = field(default_factory=dict)
-    timer: ComputeTimer = field(default_factory=ComputeTimer)
-
-
-def run_step(variant: Variant, inputs: StepInputs) -> StepOutputs:
+def run_step(variant: GraphVariant, batch: ReadBatch, inputs: StepInputs) -> StepOutputs:
     """Run one step; collective over the world."""
-    return _Step(variant, inputs).run()
+    with _without_autocast():
+        return _Step(variant, batch, inputs).run()
 
 
 class _Step:
     """One step: read top to bottom in `run`."""
 
-    def __init__(self, variant: Variant, inputs: StepInputs) -> None:
-        self.variant, self.inputs = variant, inputs
+    def __init__(self, variant: GraphVariant, batch: ReadBatch, inputs: StepInputs) -> None:
+        self.variant, self.batch, self.inputs = variant, batch, inputs
         self.table = variant.table
-        self.program = inputs.batch.program
-        self.stage: StagePlan = variant.stage(self.program, inputs.wants_values)
+        self.program = batch.program
+        graph = self.program.graph
+        self.wants_values = inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+        self.stage: StagePlan = variant.stage(self.program, self.wants_values)
         self.device = self.stage.device
         self.interval = self._own_interval()
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
@@ -68,7 +47,7 @@ class _Step:
 
     def run(self) -> StepOutputs:
         micro_batches = self._micro_batches()
-        compute = self.variant.gather(self.stage)
+        compute = self.variant.gather(self.stage.bridge)
         if not self.trains:
             local, values = self._evaluate(micro_batches, compute)
         elif self.stage.deduced.annotated.runs_in_step:
@@ -76,12 +55,11 @@ class _Step:
         else:
             local, values = self._run_scheduled(micro_batches, compute)
         self._write_buffers()
-        outputs = StepOutputs(timer=self.outcome.timer)
-        if self.inputs.wants_values:
-            outputs.values.update(self._returned(values))
-        if local is not None:
-            outputs.values[self.program.loss_name] = self._global_loss(local)
-        return outputs
+        made = self._returned(values) if self.wants_values else {}
+        loss = None if local is None else self._global_loss(local)
+        if loss is not None:
+            made[self.program.loss_name] = loss
+        return StepOutputs(self.program.graph.rebuild(made), loss, self.outcome.timer)
 
     def _own_interval(self) -> Interval:
         if self.device is None:
@@ -90,7 +68,7 @@ class _Step:
 
     def _micro_batches(self) -> list[MicroBatch]:
         """Fetch this rank's pipeline's rows and cut them into micro-batches."""
-        batch, rows = self.inputs.batch, self.inputs.rows
+        batch, rows = self.batch, self.inputs.rows
         per_row = {n: t for n, t in batch.tensors.items() if n in self.program.row_inputs}
         others = {n: t for n, t in batch.tensors.items() if n not in per_row}
         mine = rows_for_pipeline(per_row, rows, self.variant.plan, self.table, shared=self.inputs.shared)
@@ -106,7 +84,7 @@ class _Step:
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in tensors.items()}
         state = torch.tensor([self.inputs.seed, self.inputs.step, interval.start], dtype=torch.int64)
         feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
-        bindings = dict(self.inputs.batch.bindings)
+        bindings = dict(self.batch.bindings)
         symbol = self.program.graph.batch_symbol
         if symbol is not None:
             bindings[symbol] = len(interval)
@@ -156,7 +134,7 @@ class _Step:
         local = self._local_loss(loss)
         values = {name: value for (kind, name), value in results.items() if kind is ResultKind.VALUE}
         if local is None:
-            return None, self._anchored(values, anchor)
+            return None, anchored(self._routes(), values, anchor)
         return local + anchor.to(local.dtype), values
 
     def _run_scheduled(
@@ -209,32 +187,20 @@ class _Step:
         loss: Tensor = applied(GlobalLoss, local, self.table, contributes, scale, timer)
         return loss
 
-    def _anchored(self, values: dict[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
-        """Make every output depend on the anchor, also on ranks that computed nothing."""
-        anchored: dict[str, Tensor] = {}
-        for route in self._routes():
-            held = values.get(route.name)
-            if not route.dtype.is_floating_point:
-                if held is not None:
-                    anchored[route.name] = held
-            else:
-                anchored[route.name] = (held if held is not None else 0.0) + anchor.to(route.dtype)
-        return anchored
-
     def _routes(self) -> tuple[ValueRoute, ...]:
-        bindings = self.inputs.batch.bindings
+        bindings = self.batch.bindings
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
 
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        routes = self._routes()
-        if not self.trains or self.program.loss_name:
-            return bring_back(routes, {n: v.detach() for n, v in values.items()}, self.table)
-        returned: dict[str, Tensor] = {}
-        for route in routes:
-            piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
-            holds = route.source.holds(self.table.rank) and self._has_work()
-            returned[route.name] = applied(BringBack, piece, holds, route, self.table, self.inputs.shared)
-        return returned
+        apart = self.trains and not self.program.loss_name
+        return hand_out(
+            self._routes(),
+            values,
+            self.table,
+            shared=self.inputs.shared,
+            has_work=self._has_work(),
+            differentiable=apart,
+        )
 
     def _has_work(self) -> bool:
         return self.device is not None and len(self.interval) > 0
@@ -242,3 +208,13 @@ class _Step:
     def _write_buffers(self) -> None:
         if self.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

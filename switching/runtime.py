@@ -1,4 +1,4 @@
-"""The one owner of live state: groups, home parameters, captured programs, variants, and what runs now.
+"""The one owner of live state: groups, home parameters, variants, and what runs now.
 
 A step: facts of all ranks are agreed on, a variant is chosen, rows move to its pipelines, parameters are gathered,
 the stage runs, and one loss comes out on every rank.
@@ -6,8 +6,7 @@ the stage runs, and one loss comes out on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,15 +15,12 @@ from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import BatchError, HetuFxError, StateError
-from hetu_fx.graph.graph import Graph
 from hetu_fx.plan import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
-from hetu_fx.switching.batches import ReadBatch, read_batch
 from hetu_fx.switching.buffers import Buffers
+from hetu_fx.switching.execution import Execution, Reading, StepInputs
 from hetu_fx.switching.policy import BatchFacts, Health, VariantFacts, choose
-from hetu_fx.switching.programs import Programs
 from hetu_fx.switching.rows import RowPlan, plan_rows
-from hetu_fx.switching.run_step import StepInputs, run_step
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.variant import Variant
 
@@ -36,13 +32,11 @@ class Settings:
     Attributes:
         shared: every rank passes the same whole batch (`data="global"`); otherwise each its own rows.
         outputs: "auto" (other outputs than the loss in evaluation only), "all" or "loss".
-        backend: what compiles device graphs; None runs them eagerly.
         seed: of all random numbers that the model draws.
     """
 
     shared: bool
     outputs: str
-    backend: Any
     seed: int | None
 
 
@@ -72,11 +66,11 @@ class Runtime:
         self,
         model: nn.Module,
         table: GroupTable,
-        programs: Programs,
+        execution: Execution[Any],
         homes: Mapping[str, nn.Parameter],
         settings: Settings,
     ) -> None:
-        self.model, self.table, self.programs, self.homes = model, table, programs, homes
+        self.model, self.table, self.execution, self.homes = model, table, execution, homes
         self.settings = settings
         self.buffers = Buffers(model, table)
         self.variants: dict[str, Variant] = {}
@@ -94,10 +88,9 @@ class Runtime:
         """Add a variant; its device graphs are made when a batch first needs them."""
         if name in self.variants:
             raise StateError(f"there is a variant {name!r} already; choose another name")
-        plan.check(num_blocks=self.programs.num_blocks, world_size=self.table.size)
-        self.variants[name] = Variant(
-            name, plan, self.table, self.homes, self.settings.backend, dict(planned_rates or {})
-        )
+        self.execution.check(plan, self.table.size)
+        rates = dict(planned_rates or {})
+        self.variants[name] = self.execution.variant(name, plan, self.table, self.homes, rates)
         self.current = self.current or name
         return self.variants[name]
 
@@ -131,12 +124,12 @@ class Runtime:
         self.current = name
         self.switches += 1
 
-    def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ReadBatch, StepFacts]:
+    def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reading[Any], StepFacts]:
         """Read the batch and agree with all ranks; an error on one rank is raised on all."""
-        batch: ReadBatch | None = None
+        batch: Reading[Any] | None = None
         local: LocalFacts | HetuFxError
         try:
-            batch = read_batch(args, kwargs, self.programs, self.model.training)
+            batch = self.execution.read(args, kwargs, self.model.training)
             local = replace(batch.facts, compute_seconds=self.report.timer.seconds)
         except HetuFxError as error:
             local = error
@@ -146,29 +139,23 @@ class Runtime:
             facts = replace(facts, counts=batch.facts.counts)
         return batch, facts
 
-    def _run(self, batch: ReadBatch, facts: StepFacts) -> Any:
+    def _run(self, batch: Reading[Any], facts: StepFacts) -> Any:
         rows = self._rows(facts)
-        if batch.program.graph.training and torch.is_grad_enabled():
+        if self.model.training and torch.is_grad_enabled():
             self.step += 1
-        variant = self.variants[self.current]
         inputs = StepInputs(
-            batch=batch,
             counts=facts.counts,
             rows=rows,
             step=self.step,
             buffers=self.buffers,
             seed=self.settings.seed or 0,
             shared=self.settings.shared,
-            wants_values=self._wants_values(batch.program.graph),
+            outputs=self.settings.outputs,
             syncs_gradients=self.syncs_gradients,
         )
-        with without_autocast():
-            made = run_step(variant, inputs)
+        made = batch.run(self.variants[self.current], inputs)
         self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), made.timer)
-        output = batch.program.graph.rebuild(made.values)
-        if self.programs.loss_fn is None:
-            return output
-        return LossAndOutput(made.values.get(batch.program.loss_name), output)
+        return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
 
     def _rows(self, facts: StepFacts) -> RowPlan:
         if self.settings.shared and len(set(facts.rows)) > 1:
@@ -179,11 +166,6 @@ class Runtime:
         if sum(facts.rows) == 0:
             raise BatchError("the batch has no rows on any rank")
         return plan_rows(self.variants[self.current].plan, facts.rows, shared=self.settings.shared)
-
-    def _wants_values(self, graph: Graph) -> bool:
-        if graph.loss is None or self.settings.outputs == "all":
-            return True
-        return self.settings.outputs == "auto" and not graph.training
 
     def close(self) -> None:
         """Forget variants; groups are left to torch.distributed."""
@@ -211,13 +193,3 @@ def choose_variant(runtime: Runtime, facts: StepFacts) -> str:
         for name, variant in runtime.variants.items()
     ]
     return choose(variants, BatchFacts(facts.longest, sum(facts.rows)), runtime.health)
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
-    with ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield

@@ -16,6 +16,7 @@ from hetu_fx.graph.graph import OutputKind
 from hetu_fx.switching.feeds import move_tensor, value_source, value_target
 from hetu_fx.switching.rows import RowPlan
 from hetu_fx.switching.shapes import Bindings, evaluate
+from hetu_fx.switching.step import applied
 from hetu_fx.transforms.deduced import DeducedGraph
 
 
@@ -57,6 +58,47 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
         target = value_target(rows, rows_dim, shared=shared)
         routes.append(ValueRoute(leaf.name, source, target, shape, meta.dtype(node), rows_dim))
     return tuple(routes)
+
+
+def anchored(routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
+    """Make every output depend on the anchor, also on ranks that computed nothing."""
+    held: dict[str, Tensor] = {}
+    for route in routes:
+        value = values.get(route.name)
+        if route.dtype.is_floating_point:
+            held[route.name] = (value if value is not None else 0.0) + anchor.to(route.dtype)
+        elif value is not None:
+            held[route.name] = value
+    return held
+
+
+def hand_out(
+    routes: tuple[ValueRoute, ...],
+    values: Mapping[str, Tensor],
+    table: GroupTable,
+    *,
+    shared: bool,
+    has_work: bool,
+    differentiable: bool,
+) -> dict[str, Tensor]:
+    """Move outputs to the ranks that asked; collective.
+
+    Args:
+        routes: of all outputs that are wanted.
+        values: this rank's pieces by name.
+        table: the world.
+        shared: every rank asks for all rows.
+        has_work: this rank had rows; without, its pieces are placeholders.
+        differentiable: a loss may be computed of them, whose gradient comes back.
+    """
+    if not differentiable:
+        return bring_back(routes, {name: value.detach() for name, value in values.items()}, table)
+    returned: dict[str, Tensor] = {}
+    for route in routes:
+        piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
+        holds = route.source.holds(table.rank) and has_work
+        returned[route.name] = applied(BringBack, piece, holds, route, table, shared)
+    return returned
 
 
 def bring_back(routes: tuple[ValueRoute, ...], made: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:

@@ -1,0 +1,114 @@
+"""Run one step of the module as it is on this rank: rows here, parameters here, forward, one loss for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.graph.containers import unflatten
+from hetu_fx.switching.eager_module import EagerBatch, EagerModule, EagerOutput
+from hetu_fx.switching.eager_outputs import OutputForm, common_form, eager_routes, form_of_output, tell
+from hetu_fx.switching.eager_variant import EagerVariant, UsedOnly
+from hetu_fx.switching.execution import StepInputs, StepOutputs
+from hetu_fx.switching.feeds import rows_for_pipeline
+from hetu_fx.switching.rows import Interval
+from hetu_fx.switching.step import GlobalLoss, applied
+from hetu_fx.switching.timer import ComputeTimer
+from hetu_fx.switching.values import anchored, hand_out
+
+
+def run_eager_step(module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> StepOutputs:
+    """Run one step; collective over the world."""
+    return _EagerStep(module, variant, batch, inputs).run()
+
+
+class _EagerStep:
+    """One step: read top to bottom in `run`."""
+
+    def __init__(self, module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> None:
+        self.module, self.variant, self.batch, self.inputs = module, variant, batch, inputs
+        self.table, self.plan = variant.table, variant.plan
+        self.interval = self._own_interval()
+        self.trains = torch.is_grad_enabled() and bool(variant.trained)
+        self.timer = ComputeTimer()
+
+    def run(self) -> StepOutputs:
+        rows = self._own_rows()
+        parameters = self.variant.gather(self.variant.bridge)
+        anchor: Tensor | None = None
+        if self.trains:
+            collector = UsedOnly(self.variant, parameters, syncs=self.inputs.syncs_gradients, timer=self.timer)
+            parameters, anchor = collector.leaves, collector.anchor()
+        if not self.module.model.training:
+            self.inputs.buffers.sync()
+        made, told = self._attempt(rows, parameters)
+        forms = tell(self.table, told)
+        form = common_form(forms)
+        self.inputs.buffers.mark_written(form.written, self.plan.devices[0])
+        values = self._values(forms, form, made, anchor)
+        loss = self._loss(form, made, anchor) if form.loss_name else None
+        if loss is not None:
+            values[form.loss_name] = loss
+        return StepOutputs(unflatten(form.tree, values), loss, self.timer)
+
+    def _own_interval(self) -> Interval:
+        place = self.plan.place(self.table.rank)
+        return Interval(0, 0) if place is None else self.inputs.rows.pipelines[place[0]]
+
+    def _own_rows(self) -> dict[str, Tensor]:
+        per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}
+        return rows_for_pipeline(per_row, self.inputs.rows, self.plan, self.table, shared=self.inputs.shared)
+
+    def _attempt(
+        self, rows: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> tuple[EagerOutput | None, OutputForm | Exception | None]:
+        """Run the module if this rank has rows; return what it made, and what the others are told of it."""
+        if len(self.interval) == 0:
+            return None, None
+        before = _versions(self.module.model)
+        try:
+            with self.timer:
+                made = self.module.call(self.batch, rows, parameters)
+        except Exception as error:  # whatever the user's code raises is told to all ranks, and raised by `tell`
+            return None, error
+        written = tuple(name for name, version in _versions(self.module.model).items() if version != before.get(name))
+        return made, form_of_output(made, written)
+
+    def _values(
+        self, forms: Mapping[int, OutputForm], form: OutputForm, made: EagerOutput | None, anchor: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the outputs other than the loss that belong to this rank's rows."""
+        training = self.module.model.training
+        if not self.inputs.wants_values(has_loss=bool(form.loss_name), training=training):
+            return {}
+        routes = eager_routes(forms, self.plan, self.inputs.rows, shared=self.inputs.shared)
+        values = {} if made is None else made.values
+        apart = anchor is not None and not form.loss_name
+        if anchor is not None and apart:
+            values = anchored(routes, values, anchor)
+        return hand_out(
+            routes, values, self.table, shared=self.inputs.shared, has_work=made is not None, differentiable=apart
+        )
+
+    def _loss(self, form: OutputForm, made: EagerOutput | None, anchor: Tensor | None) -> Tensor:
+        """Return the mean over all rows, from each replica's mean over its own."""
+        share = len(self.interval) / self.inputs.rows.total
+        if made is None or made.loss is None:
+            local = torch.zeros((), dtype=form.loss_dtype, device=_device(self.module.model))
+        else:
+            local = made.loss * share
+        if anchor is not None:
+            local = local + anchor.to(local.dtype)
+        loss: Tensor = applied(GlobalLoss, local, self.table, made is not None, 1.0, self.timer)
+        return loss
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return for each buffer which tensor it is, and how often it has been written."""
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

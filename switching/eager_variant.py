@@ -1,0 +1,82 @@
+"""A plan for the module as it is: a whole copy of the parameters on each replica, one device each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.plan import Plan
+from hetu_fx.switching.agreement import any_of
+from hetu_fx.switching.bridge import Bridge, BridgeEntry
+from hetu_fx.switching.gradients import Collector, layout_of
+from hetu_fx.switching.timer import ComputeTimer
+from hetu_fx.switching.variant import Variant
+
+
+class EagerVariant(Variant):
+    """A data parallel plan, and the bridge to and from its replicas."""
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        table: GroupTable,
+        homes: Mapping[str, nn.Parameter],
+        planned_rates: Mapping[int, float],
+    ) -> None:
+        super().__init__(name, plan, table, homes, planned_rates)
+        self.bridge = Bridge([self._entry(name, home) for name, home in homes.items()], table)
+
+    def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
+        """Every replica reads a copy, and has a summand of the gradient."""
+        copies = on_replicas(self.plan)
+        gradient = Annotation.on(self.plan.devices, Partial(len(self.plan.devices)))
+        trained = name in self.trained
+        at_home = layout_of(home).annotation
+        return BridgeEntry(name, tuple(home.shape), home.dtype, at_home, copies, gradient if trained else copies)
+
+
+def on_replicas(plan: Plan) -> Annotation:
+    """Return the annotation of a parameter: whole on each of the plan's devices."""
+    return Annotation.on(plan.devices, Duplicate(len(plan.devices)))
+
+
+class UsedOnly(Collector):
+    """Collects a step's gradients, and gives none to parameters that no replica has used.
+
+    A module may leave out parts of itself in some steps. On one device their parameters then have no gradient, which
+    is not a gradient of zeros: optimizers pass them over, weight decay included.
+    """
+
+    def __init__(
+        self, variant: EagerVariant, compute: Mapping[str, Tensor], *, syncs: bool, timer: ComputeTimer
+    ) -> None:
+        self._used: set[str] = set()
+        self._table = variant.table
+        super().__init__(
+            variant.bridge,
+            compute,
+            variant.trained,
+            variant.homes,
+            variant.kept_back,
+            syncs=syncs,
+            ran_ahead=False,
+            overlaps=True,
+            timer=timer,
+        )
+
+    def _arrived(self, name: str, leaf: Tensor) -> None:
+        self._used.add(name)
+        super()._arrived(name, leaf)
+
+    def finish(self, factor: Tensor) -> dict[str, Tensor]:
+        """Return the home gradients of the parameters that some rank has used; collective if they are synchronised."""
+        self._used |= self.kept.local.keys()
+        home = super().finish(factor)
+        if not home:
+            return home
+        used = any_of(self._table, [name in self._used for name in self.trained])
+        return {name: home[name] for name, is_used in zip(self.trained, used, strict=True) if is_used}

@@ -1,0 +1,116 @@
+"""How a model runs, as far as planning and the runtime need to know: as captured graphs, or as the module it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.plan import Plan
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.switching.agreement import LocalFacts
+from hetu_fx.switching.buffers import Buffers
+from hetu_fx.switching.rows import RowPlan
+from hetu_fx.switching.timer import ComputeTimer
+from hetu_fx.switching.variant import Variant
+from hetu_fx.topology import Cluster
+
+V = TypeVar("V", bound=Variant)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step needs besides the batch; see `Runtime` for where it comes from.
+
+    Attributes:
+        counts: global counts, in the order of the batch's local ones.
+        rows: which rows each rank brings and each pipeline takes.
+        step: number of the training step.
+        seed: of the numbers that graphs draw.
+        buffers: of the model.
+        shared: every rank passes the same batch.
+        outputs: which outputs are wanted: "auto", "all" or "loss".
+        syncs_gradients: gradients go home in this step; otherwise they are kept for a later one.
+    """
+
+    counts: tuple[float, ...]
+    rows: RowPlan
+    step: int
+    seed: int
+    buffers: Buffers
+    shared: bool
+    outputs: str
+    syncs_gradients: bool
+
+    def wants_values(self, *, has_loss: bool, training: bool) -> bool:
+        """Tell whether other outputs than the loss are wanted: always where there is none."""
+        return not has_loss or self.outputs == "all" or (self.outputs == "auto" and not training)
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step returns on this rank: the model's output, the loss, and the time in this rank's own ops.
+
+    Attributes:
+        output: as the model returns it; None in the place of what was not asked for.
+        loss: of the whole batch; None if the model has none.
+        timer: goes on in backward.
+    """
+
+    output: Any
+    loss: Tensor | None
+    timer: ComputeTimer
+
+
+@dataclass(frozen=True)
+class Reading(Generic[V]):
+    """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective)."""
+
+    facts: LocalFacts
+    run: Callable[[V, StepInputs], StepOutputs]
+
+
+class Execution(Protocol[V]):
+    """A way of running one model; made from an example batch, alike on all ranks.
+
+    Attributes:
+        forward: the model's own forward.
+        loss_fn: makes the loss of its output; None if the model does.
+        example_rows: rows of the example batch.
+    """
+
+    forward: Callable[..., Any]
+    loss_fn: Callable[..., Any] | None
+    example_rows: int
+
+    def costs(self, rows: int) -> ProgramCosts:
+        """Return what a step of so many rows costs."""
+
+    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
+        """Make the best plan for a cluster. Raises PlanError if none fits."""
+
+    def check(self, plan: Plan, world_size: int) -> None:
+        """Raise PlanError unless the model can run under the plan."""
+
+    def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
+        """Return where the plan reads each parameter, by name; those that it never reads are left out.
+
+        Raises HetuFxError if the model cannot run under the plan.
+        """
+
+    def variant(
+        self,
+        name: str,
+        plan: Plan,
+        table: GroupTable,
+        homes: Mapping[str, nn.Parameter],
+        planned_rates: Mapping[int, float],
+    ) -> V:
+        """Make a plan ready to run."""
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[V]:
+        """Read the arguments of a call of the model. Raises HetuFxError if they do not fit it."""

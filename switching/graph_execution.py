@@ -1,0 +1,80 @@
+"""Run a model as captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.plan import Plan
+from hetu_fx.planner.make_plan import PlanOptions, make_plan
+from hetu_fx.planner.profile import program_costs
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.switching.batches import ReadBatch, read_batch
+from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
+from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
+from hetu_fx.switching.programs import Batch, Programs
+from hetu_fx.switching.run_step import run_step
+from hetu_fx.topology import Cluster
+
+
+class GraphExecution:
+    """Captures a model when a form of batch first needs it, and runs device graphs made from that.
+
+    Args:
+        programs: captures the model.
+        example: a batch like those to come.
+        backend: what compiles device graphs; None runs them eagerly.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+
+    def __init__(self, programs: Programs, example: Batch, backend: Any) -> None:
+        self.programs, self.backend = programs, backend
+        self.forward, self.loss_fn = programs.forward, programs.loss_fn
+        self.program = programs.first(example, training=True)
+        self.example_rows = self.program.example_rows
+
+    def costs(self, rows: int) -> ProgramCosts:
+        """Return what a step of so many rows costs."""
+        return program_costs(self.program.graph, rows=rows, cut=self.program.tensor_cut)
+
+    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
+        """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
+        mixed = self.program.mixes_rows
+        options = PlanOptions(micro_batches=(1,) if mixed else (1, 2, 4, 8), pipelines=not mixed, name=name)
+        return make_plan(costs, cluster, options=options)
+
+    def check(self, plan: Plan, world_size: int) -> None:
+        """Raise PlanError unless the plan fits the model's blocks and the world."""
+        plan.check(num_blocks=self.programs.num_blocks, world_size=world_size)
+
+    def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
+        """Return where the plan's stages read each parameter."""
+        deduced = deduce_program(self.program, plan, wants_values=False)
+        return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
+
+    def variant(
+        self,
+        name: str,
+        plan: Plan,
+        table: GroupTable,
+        homes: Mapping[str, nn.Parameter],
+        planned_rates: Mapping[int, float],
+    ) -> GraphVariant:
+        """Make a variant; its device graphs are made when a batch first needs them."""
+        return GraphVariant(name, plan, table, homes, planned_rates, self.backend)
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[GraphVariant]:
+        """Read the arguments of a call, and capture the model if they have a form not seen yet."""
+        batch = read_batch(args, kwargs, self.programs, training)
+        return Reading(batch.facts, partial(_run, batch))
+
+
+def _run(batch: ReadBatch, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+    return run_step(variant, batch, inputs)

@@ -39,7 +39,7 @@ class _Tally:
 
 
 def tensor_classes(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
-    """Return the classes to split over a tensor-parallel group, best first, never two in one op."""
+    """Return the classes to split over a tensor-parallel group; never two that one op could split."""
     tallies = _tally(graph, factors, flow)
     eligible = [c for c in tallies if _is_eligible(c, factors) and tallies[c].flops > 0]
     ranked = sorted(eligible, key=lambda c: (-tallies[c].score, c.id))
@@ -179,7 +179,7 @@ def _layout(
 ) -> StageLayout:
     if len(stage.devices) == 1:
         return StageLayout(pipeline, index, stage.devices, {})
-    sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in classes}
+    sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in sorted(classes, key=lambda c: c.id)}
     return StageLayout(pipeline, index, stage.devices, sizes)
 
 

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, min_cut_rematerialization_partition
+from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms.device_graph import DeviceGraph
 
-Backend = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]] | None
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+Backend = str | Compiler | None
 
 
 def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
@@ -43,11 +44,22 @@ def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
     )
 
 
-def _aot(module: fx.GraphModule, compiler: Callable[..., Any]) -> Callable[..., Any]:
+def _boxed(compiler: Compiler) -> Compiler:
+    """Let compiled functions take their arguments as one list, which they may empty to free memory early."""
+
+    def compile_boxed(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        made = compiler(module, examples)
+        boxed: Callable[..., Any] = made if getattr(made, "_boxed_call", False) else make_boxed_func(made)
+        return boxed
+
+    return compile_boxed
+
+
+def _aot(module: fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:
     return aot_function(  # type: ignore[no-any-return]
         module.forward,
-        fw_compiler=compiler,
-        bw_compiler=compiler,
+        fw_compiler=_boxed(compiler),
+        bw_compiler=_boxed(compiler),
         partition_fn=min_cut_rematerialization_partition,
         dynamic=True,
     )

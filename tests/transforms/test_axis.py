@@ -1,0 +1,126 @@
+"""The states of values on one axis, forward and cotangent, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from hetu_fx.deduction.factors import FactorClass
+from hetu_fx.errors import DeductionError
+from hetu_fx.switching.program import Program
+from hetu_fx.transforms.axis import AxisDeduction, deduce_axis
+from hetu_fx.transforms.states import SUMMED, WHOLE, SplitOn
+from tests.transforms.plans import program_of
+
+aten = torch.ops.aten
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class OverRows(nn.Module):
+    """Calls a function of the rows of a projection."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return program_of(TwoLayers(), (torch.randn(4, 6),))
+
+
+def class_of(program: Program, parameter: str, dim: int) -> FactorClass:
+    return next(c for c in program.factors.classes if (parameter, dim) in program.factors.occurrences(c))
+
+
+def rows_of(program: Program) -> frozenset[FactorClass]:
+    return frozenset(c for c in program.factors.classes if c.is_batch)
+
+
+def deduced(program: Program, splits: frozenset[FactorClass], **options: bool) -> AxisDeduction:
+    given = {"keep_sums": False, "may_gather": True, **options}
+    return deduce_axis(program.graph, program.factors, program.flow, splits, **given)
+
+
+def ops(program: Program, target: object) -> list[fx.Node]:
+    return [node for node in program.graph.graph.nodes if node.target is target]
+
+
+def test_a_split_width_goes_in_columns_and_comes_out_as_a_sum(program: Program) -> None:
+    width = class_of(program, "up.weight", 0)
+    axis = deduced(program, frozenset({width}))
+    up, down = ops(program, aten.linear.default)
+    assert axis.states[up] == SplitOn(width)
+    assert axis.states[ops(program, aten.relu.default)[0]] == SplitOn(width)
+    assert axis.decisions[down].result == SUMMED
+    assert axis.states[down] == WHOLE
+
+
+def test_the_input_of_a_column_split_gets_summands_of_its_cotangent() -> None:
+    program = program_of(nn.Sequential(nn.Linear(6, 6), TwoLayers()), (torch.randn(4, 6),))
+    axis = deduced(program, frozenset({class_of(program, "1.up.weight", 0)}))
+    _, up, down = ops(program, aten.linear.default)
+    assert [need.summed_cotangent for need in axis.needs(up)] == [True, False, False]
+    assert not any(need.summed_cotangent for need in axis.needs(down)[:2])
+    assert list(axis.talking()) == [up]
+
+
+def test_only_one_device_adds_the_bias_of_a_row_split(program: Program) -> None:
+    axis = deduced(program, frozenset({class_of(program, "up.weight", 0)}))
+    up, down = ops(program, aten.linear.default)
+    assert [need.first_only for need in axis.needs(up)] == [False, False, False]
+    assert [need.first_only for need in axis.needs(down)] == [False, False, True]
+
+
+def test_nothing_is_split_where_no_class_is(program: Program) -> None:
+    axis = deduced(program, frozenset())
+    assert set(axis.states.values()) == {WHOLE}
+    assert not axis.talks
+
+
+def test_parameters_get_summands_of_their_gradients_from_split_rows(program: Program) -> None:
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    leaves = {leaf.node for leaf in program.graph.leaves if leaf.node in program.flow.parameters}
+    assert leaves <= axis.summed_cotangents
+    assert not axis.talks
+
+
+def test_a_sum_over_rows_stays_open_through_linear_ops() -> None:
+    program = program_of(OverRows(lambda y: y.sum(0) * 2), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    assert axis.states[program.graph.output_values[0]] == SUMMED
+    assert not axis.talks
+
+
+def test_a_sum_over_rows_is_needed_by_an_op_that_is_not_linear() -> None:
+    program = program_of(OverRows(lambda y: y.sum(0).tanh()), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    assert [node.target for node in axis.talking()] == [aten.tanh.default]
+
+
+def test_an_op_on_all_rows_at_once_is_refused_with_its_line_and_a_way_out() -> None:
+    program = program_of(OverRows(lambda y: y.cumsum(0)), (torch.randn(4, 6),))
+    with pytest.raises(DeductionError, match=r"cumsum.*test_axis\.py:\d+.*one pipeline and one micro-batch"):
+        deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+
+
+def test_an_op_that_needs_a_split_class_whole_gathers_it() -> None:
+    program = program_of(OverRows(lambda y: F.softmax(y, -1)), (torch.randn(4, 6),))
+    axis = deduced(program, frozenset({class_of(program, "layer.weight", 0)}))
+    softmax = ops(program, aten.softmax.int)[0]
+    assert axis.decisions[softmax].needs[0].state == WHOLE
+    assert list(axis.talking()) == [softmax]

@@ -19,7 +19,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell  # noqa: E402
+from cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell
 
 WORLD = 4
 SECONDS_IN_ALL = 3000 if os.environ.get("HETU_FX_PARITY") == "full" else 900

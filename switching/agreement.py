@@ -69,6 +69,7 @@ def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
         if isinstance(facts, HetuFxError):
             raise facts
         return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,))
+    facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[0] for row in gathered):
         _raise_everywhere(table, facts)
@@ -85,21 +86,17 @@ def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:
     """Do something local on every rank, and raise on all ranks if it failed on one; collective."""
-    result, mine = None, ""
-    error: HetuFxError | None = None
+    outcome: T | HetuFxError
     try:
-        result = act()
-    except HetuFxError as caught:
-        error, mine = caught, f"{type(caught).__name__}: {caught}"
-    if table.size > 1:
-        texts: list[str | None] = [None] * table.size
-        dist.all_gather_object(texts, mine, group=table.base)
-        if any(texts) and error is None:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-            raise StateError(f"another rank failed: {told}")
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+        outcome = act()
+    except HetuFxError as error:
+        outcome = error
+    told = _errors_of_all(table, outcome) if table.size > 1 else ""
+    if isinstance(outcome, HetuFxError):
+        raise outcome
+    if told:
+        raise StateError(f"another rank failed: {told}")
+    return outcome
 
 
 def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
@@ -111,14 +108,19 @@ def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(count > 0 for count in counts.tolist())
 
 
+def _fitting(facts: LocalFacts | HetuFxError) -> LocalFacts | HetuFxError:
+    """Return the facts, or an error to exchange in their place if they are more than a message holds."""
+    if isinstance(facts, HetuFxError) or (len(facts.sizes) <= _MAX_SIZES and len(facts.counts) <= _MAX_COUNTS):
+        return facts
+    return BatchError(
+        f"the batch has {len(facts.sizes)} sizes and {len(facts.counts)} counts, more than the {_MAX_SIZES} and "
+        f"{_MAX_COUNTS} that ranks agree on; pass fewer tensors"
+    )
+
+
 def _encode(facts: LocalFacts | HetuFxError) -> list[float]:
     if isinstance(facts, HetuFxError):
         return [1.0] + [0.0] * (_WIDTH - 1)
-    if len(facts.sizes) > _MAX_SIZES or len(facts.counts) > _MAX_COUNTS:
-        raise BatchError(
-            f"the batch has {len(facts.sizes)} sizes and {len(facts.counts)} counts, more than the "
-            f"{_MAX_SIZES} and {_MAX_COUNTS} that ranks agree on; pass fewer tensors"
-        )
     head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds]
     sizes = [*facts.sizes, *[0] * (_MAX_SIZES - len(facts.sizes))]
     return [*map(float, head), *map(float, sizes), *facts.counts, *[0.0] * (_MAX_COUNTS - len(facts.counts))]
@@ -138,20 +140,27 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
 
 
 def _raise_everywhere(table: GroupTable, facts: LocalFacts | HetuFxError) -> None:
-    mine = f"{type(facts).__name__}: {facts}" if isinstance(facts, HetuFxError) else None
-    texts: list[str | None] = [None] * table.size
-    dist.all_gather_object(texts, mine, group=table.base)
+    told = _errors_of_all(table, facts)
     if isinstance(facts, HetuFxError):
         raise facts
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     raise BatchError(f"another rank could not start this step: {told}")
+
+
+def _errors_of_all(table: GroupTable, mine: object) -> str:
+    """Return what the ranks that came with an error say, empty if none did; collective."""
+    texts = _texts(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, HetuFxError) else "")
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def _texts(table: GroupTable, mine: str) -> list[str]:
+    texts: list[str] = [""] * table.size
+    dist.all_gather_object(texts, mine, group=table.base)
+    return texts
 
 
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:
     if len({row[2] for row in gathered}) > 1:
-        texts: list[str | None] = [None] * table.size
-        dist.all_gather_object(texts, facts.signature, group=table.base)
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(_texts(table, facts.signature)))
         raise BatchError(f"the ranks' batches differ in keys, dtypes or static values; make them alike. {told}")
     for i, name in enumerate(facts.size_names):
         sizes = [int(row[_HEAD + i]) for row in gathered]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,7 +99,7 @@ def form_of(batch: Batch, training: bool) -> str:
 
 
 @contextmanager
-def _own_forward(model: nn.Module) -> Any:
+def _own_forward(model: nn.Module) -> Iterator[None]:
     """Let the model's class run its own forward for a while."""
     patched = model.__dict__.pop("forward", None)
     try:

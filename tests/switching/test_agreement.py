@@ -1,0 +1,108 @@
+"""What ranks tell each other before a step; a world of one, and the messages of others made up here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import BatchError, HetuFxError, PlanError, StateError
+from hetu_fx.switching import agreement
+from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree, any_of, together
+
+FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), 0.5)
+ALONE = GroupTable.dry(0, 1)
+TWO = GroupTable.dry(0, 2)
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give a function that says with what the other of two ranks comes."""
+
+    def comes_with(theirs: LocalFacts | HetuFxError) -> None:
+        text = f"{type(theirs).__name__}: {theirs}" if isinstance(theirs, HetuFxError) else theirs.signature
+        monkeypatch.setattr(agreement, "_exchange", lambda _, row: [row, agreement._encode(theirs)])
+        monkeypatch.setattr(agreement, "_texts", lambda _, mine: [mine, text])
+
+    return comes_with
+
+
+def test_a_rank_alone_agrees_with_itself() -> None:
+    assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,))
+
+
+def test_a_rank_alone_raises_its_error() -> None:
+    with pytest.raises(BatchError, match="no rows"):
+        agree(ALONE, BatchError("no rows"))
+
+
+def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
+    other(replace(FACTS, rows=1, longest=9, counts=(3.0,), compute_seconds=2.0))
+    assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0))
+
+
+def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:
+    other(PlanError("too few blocks"))
+    with pytest.raises(BatchError, match=r"could not start this step: rank 1: PlanError: too few blocks"):
+        agree(TWO, FACTS)
+
+
+def test_a_rank_raises_its_own_error_unchanged(other: Any) -> None:
+    other(FACTS)
+    with pytest.raises(PlanError, match="mine"):
+        agree(TWO, PlanError("mine"))
+
+
+def test_other_keys_on_another_rank_are_shown_side_by_side(other: Any) -> None:
+    other(replace(FACTS, signature="training y:float32[2]"))
+    with pytest.raises(BatchError, match=r"rank 0: training x:float32\[2\]; rank 1: training y:float32\[2\]"):
+        agree(TWO, FACTS)
+
+
+def test_unequal_lengths_are_refused_with_the_way_out(other: Any) -> None:
+    other(replace(FACTS, sizes=(9,)))
+    with pytest.raises(BatchError, match=r"dim 1 of input 'x' has sizes \[7, 9\] on ranks 0 to 1; pad"):
+        agree(TWO, FACTS)
+
+
+def test_a_rank_without_rows_may_have_any_length(other: Any) -> None:
+    other(replace(FACTS, rows=0, sizes=(0,), counts=(0.0,)))
+    assert agree(TWO, FACTS).rows == (4, 0)
+
+
+def test_more_sizes_than_a_message_holds_are_an_error_that_travels(other: Any) -> None:
+    other(FACTS)
+    with pytest.raises(BatchError, match=r"the batch has 25 sizes and 1 counts.*pass fewer tensors"):
+        agree(TWO, replace(FACTS, sizes=(1,) * 25))
+
+
+def test_messages_of_facts_and_errors_have_one_length() -> None:
+    lengths = {len(agreement._encode(entry)) for entry in (FACTS, BatchError("no"), LocalFacts(0, ""))}
+    assert len(lengths) == 1
+
+
+def test_different_texts_have_different_exact_digests() -> None:
+    first, second = (agreement._digest(replace(FACTS, signature=text)) for text in ("a", "b"))
+    assert first != second
+    assert int(float(first)) == first
+
+
+def test_what_fails_on_another_rank_only_fails_here_too(other: Any) -> None:
+    other(PlanError("too few blocks"))
+    with pytest.raises(StateError, match="another rank failed: rank 1: PlanError: too few blocks"):
+        together(TWO, lambda: 3)
+
+
+def test_doing_together_alone_gives_the_result_or_the_error() -> None:
+    def fail() -> int:
+        raise PlanError("mine")
+
+    assert together(ALONE, lambda: 3) == 3
+    with pytest.raises(PlanError, match="mine"):
+        together(ALONE, fail)
+
+
+def test_alone_the_flags_of_any_rank_are_ones_own() -> None:
+    assert any_of(ALONE, [True, False]) == (True, False)

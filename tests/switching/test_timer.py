@@ -1,0 +1,73 @@
+"""A rank's own time: what communication waited is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hetu_fx.comm_ops.groups import GroupTable, using
+from hetu_fx.switching import timer as module
+from hetu_fx.switching.timer import ComputeTimer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def table() -> Iterator[GroupTable]:
+    with using(GroupTable.dry(0, 2)) as table:
+        yield table
+
+
+def test_waiting_for_others_is_left_out(clock: Clock, table: GroupTable) -> None:
+    timer = ComputeTimer()
+    with timer:
+        clock.now += 5
+        table.seconds_waited += 3
+    assert timer.seconds == 2
+
+
+def test_several_spans_add_up_and_what_is_between_does_not(clock: Clock, table: GroupTable) -> None:
+    timer = ComputeTimer()
+    for _ in range(2):
+        with timer:
+            clock.now += 1
+        clock.now += 10
+        table.seconds_waited += 10
+    assert timer.seconds == 2
+
+
+def test_stopping_twice_counts_once(clock: Clock, table: GroupTable) -> None:
+    timer = ComputeTimer()
+    timer.stop()
+    timer.start()
+    clock.now += 4
+    timer.stop()
+    clock.now += 4
+    timer.stop()
+    assert timer.seconds == 4
+
+
+def test_a_span_that_fails_is_counted_too(clock: Clock, table: GroupTable) -> None:
+    def fail(timer: ComputeTimer) -> None:
+        with timer:
+            clock.now += 1
+            raise KeyError
+
+    timer = ComputeTimer()
+    with pytest.raises(KeyError):
+        fail(timer)
+    assert timer.seconds == 1

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hetu_fx.errors import StateError
-from hetu_fx.plan import Plan
+from hetu_fx.plan import Plan, micro_batch_rows
+from hetu_fx.planner.cost import stage_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.health import HealthTracker
@@ -37,7 +38,7 @@ class Adaptation:
 
     Args:
         runtime: what runs.
-        costs: of the program, for the share of work that each device has.
+        costs: of the program, for the work that each device has.
         cluster: the devices as measured at the start; None if they were not, then plans are never replaced.
         planner: makes a plan of a given name for a cluster.
     """
@@ -58,22 +59,24 @@ class Adaptation:
         if self.cluster is None or report.variant == "":
             return
         seconds = dict(enumerate(facts.compute_seconds))
-        self.tracker.observe(seconds, self._work(report.variant, report.rows))
+        self.tracker.observe(seconds, self._work(self.cluster, report.variant, report.rows))
         rates = self.tracker.changed()
         if rates is not None and self.runtime.pinned is None:
             self.replan(rates)
 
-    def _work(self, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
-        """Return the FLOPs that each device had in a step."""
+    def _work(self, cluster: Cluster, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
+        """Return the compute seconds that each device is expected to take for a step while it is healthy.
+
+        Not just FLOPs: what an op takes besides its work would make a device with few rows look slow, so that it
+        gets fewer still.
+        """
         plan = self.runtime.variants[variant].plan.with_blocks(self.costs.num_blocks)
         work: dict[int, float] = {}
         for pipeline, count in zip(plan.pipelines, rows, strict=True):
-            start = 0
-            for stage in pipeline.stages:
-                part = self.costs.stage(start, start + (stage.blocks or 0))
-                for device, ratio in zip(stage.devices, stage.ratios, strict=True):
-                    work[device] = count * part.flops_at(ratio / sum(stage.ratios))
-                start += stage.blocks or 0
+            micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
+            for stage in stage_costs(pipeline, self.costs, cluster):
+                for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):
+                    work[device] = sum(map(seconds, micro_batches))
         return work
 
     def replan(self, rates: Mapping[int, float]) -> str:

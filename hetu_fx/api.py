@@ -65,7 +65,8 @@ def auto_parallelize(
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
     by its share of the rows, which is exact for means over rows. A mean over tokens, of which rows have unequal
-    numbers, is weighted by rows too, and then differs from the mean over all tokens; a warning says so. Inputs whose
+    numbers, is weighted by rows too, and then differs from the mean over all tokens; a warning says so. What the
+    forward works out from all rows (batch statistics) it works out from each device's own. Inputs whose
     dim 0 is as large as the first one's in `batch` are cut by rows; outputs other than the loss must have one entry
     per row in dim 0 (on one device they may be anything). Buffers that the forward writes in training (running
     statistics) stay each device's own until an evaluation, a save or a change of plan takes over those of the plan's

@@ -35,7 +35,7 @@ class Buffers:
         self._stale.update(annotations)
 
     def mark_written(self, names: Iterable[str], owner: int) -> None:
-        """Remember buffers that ranks have written each for itself; `owner`'s values will count."""
+        """Remember buffers that each rank writes for itself; the values of rank `owner` will count."""
         self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
 
     @property

@@ -26,7 +26,8 @@ from hetu_fx.topology import Cluster
 BY_ROWS = (
     "capture='eager' with several replicas: each replica's loss is weighted by its share of the rows. That is exact "
     "for a mean over rows; a mean over tokens, of which rows have unequal numbers, or a loss divided by a given number "
-    "differs from that of one device, as the module does not tell what it divides by"
+    "differs from that of one device, as the module does not tell what it divides by. What the forward works out from "
+    "all rows (batch statistics), it works out from each replica's own"
 )
 
 

@@ -1,7 +1,7 @@
 """What replicas of an eager module have made, told to all ranks: a module that runs as it is may do anything.
 
-Every rank learns in every step what the others' outputs look like, which of their buffers were written, and whether
-their forward failed, so that a replica without rows can return what the others do, and all ranks raise together.
+Every rank learns in every step what the others' outputs look like and whether their forward failed, so that a replica
+without rows can return what the others do, and all ranks raise together.
 """
 
 from __future__ import annotations
@@ -43,14 +43,12 @@ class OutputForm:
         values: its tensors but the loss.
         loss_name: where the loss stands; empty if there is none.
         loss_dtype: the loss's.
-        written: names of the buffers that the forward wrote.
     """
 
     tree: Tree
     values: Mapping[str, Spec]
     loss_name: str
     loss_dtype: torch.dtype
-    written: tuple[str, ...]
 
     @property
     def constants(self) -> dict[str, object]:
@@ -58,16 +56,16 @@ class OutputForm:
         return {leaf.name: leaf.value for leaf in walk(self.tree) if isinstance(leaf, Constant)}
 
     def alike(self) -> OutputForm:
-        """Return what must be alike on all replicas: sizes, plain values and written buffers may differ."""
+        """Return what must be alike on all replicas: sizes and plain values may differ."""
         values = {name: replace(spec, shape=(len(spec.shape),)) for name, spec in self.values.items()}
-        return replace(self, tree=_without_constants(self.tree, self.constants), values=values, written=())
+        return replace(self, tree=_without_constants(self.tree, self.constants), values=values)
 
 
-def form_of_output(output: EagerOutput, written: tuple[str, ...]) -> OutputForm:
+def form_of_output(output: EagerOutput) -> OutputForm:
     """Return the form of what this rank's replica made."""
     values = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in output.values.items()}
     dtype = torch.float64 if output.loss is None else output.loss.dtype
-    return OutputForm(without_opaque(output.tree), values, output.loss_name, dtype, written)
+    return OutputForm(without_opaque(output.tree), values, output.loss_name, dtype)
 
 
 def tell(table: GroupTable, mine: OutputForm | Exception | None) -> dict[int, OutputForm]:
@@ -121,8 +119,7 @@ def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
                 f"the module's outputs differ in form between replicas: rank {first_rank} made {_told(first)}, rank "
                 f"{rank} made {_told(form)}; return the same structure for any rows"
             )
-    written = sorted({name for form in forms.values() for name in form.written})
-    return replace(first, tree=_without_constants(first.tree, differing_constants(forms)), written=tuple(written))
+    return replace(first, tree=_without_constants(first.tree, differing_constants(forms)))
 
 
 def differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int, object]]:

@@ -41,12 +41,10 @@ class _EagerStep:
         if self.trains:
             collector = UsedOnly(self.variant, parameters, syncs=self.inputs.syncs_gradients, timer=self.timer)
             parameters, anchor = collector.leaves, collector.anchor()
-        if not self.module.model.training:
-            self.inputs.buffers.sync()
+        self._share_buffers()
         made, told = self._attempt(rows, parameters)
         forms = tell(self.table, told)
         form = common_form(forms)
-        self.inputs.buffers.mark_written(form.written, self.plan.devices[0])
         values = self._values(forms, form, made, anchor)
         loss = self._loss(form, made, anchor) if form.loss_name else None
         if loss is not None:
@@ -61,20 +59,29 @@ class _EagerStep:
         per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}
         return rows_for_pipeline(per_row, self.inputs.rows, self.plan, self.table, shared=self.inputs.shared)
 
+    def _share_buffers(self) -> None:
+        """Let all ranks evaluate with the same buffers; in training each replica writes its own.
+
+        Which of them it writes cannot be told: batch normalization does not count up a tensor's version.
+        """
+        model, buffers = self.module.model, self.inputs.buffers
+        if model.training:
+            buffers.mark_written((name for name, _ in model.named_buffers()), self.plan.devices[0])
+        else:
+            buffers.sync()
+
     def _attempt(
         self, rows: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> tuple[EagerOutput | None, OutputForm | Exception | None]:
         """Run the module if this rank has rows; return what it made, and what the others are told of it."""
         if len(self.interval) == 0:
             return None, None
-        before = _versions(self.module.model)
         try:
             with self.timer:
                 made = self.module.call(self.batch, rows, parameters)
         except Exception as error:  # whatever the user's code raises is told to all ranks, and raised by `tell`
             return None, error
-        written = tuple(name for name, version in _versions(self.module.model).items() if version != before.get(name))
-        return made, form_of_output(made, written)
+        return made, form_of_output(made)
 
     def _values(
         self, forms: Mapping[int, OutputForm], form: OutputForm, made: EagerOutput | None, anchor: Tensor | None
@@ -103,11 +110,6 @@ class _EagerStep:
             local = local + anchor.to(local.dtype)
         loss: Tensor = applied(GlobalLoss, local, self.table, made is not None, 1.0, self.timer)
         return loss
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return for each buffer which tensor it is, and how often it has been written."""
-    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
@@ -38,6 +38,19 @@ class EagerVariant(Variant):
         at_home = layout_of(home).annotation
         return BridgeEntry(name, tuple(home.shape), home.dtype, at_home, copies, gradient if trained else copies)
 
+    def flush(self) -> None:
+        """Bring gradients that were kept back home, of the parameters that some rank has used; collective."""
+        if self.kept_back.bridge is not None:
+            used = used_anywhere(self.kept_back.local.keys(), self)
+            self.kept_back.flush({name: self.homes[name] for name in used})
+
+
+def used_anywhere(names: Collection[str], variant: EagerVariant) -> tuple[str, ...]:
+    """Return the trained parameters that are among some rank's `names`; collective."""
+    trained = [name for name in variant.homes if name in variant.trained]
+    flags = any_of(variant.table, [name in names for name in trained])
+    return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
+
 
 def on_replicas(plan: Plan) -> Annotation:
     """Return the annotation of a parameter: whole on each of the plan's devices."""
@@ -55,7 +68,7 @@ class UsedOnly(Collector):
         self, variant: EagerVariant, compute: Mapping[str, Tensor], *, syncs: bool, timer: ComputeTimer
     ) -> None:
         self._used: set[str] = set()
-        self._table = variant.table
+        self._variant = variant
         super().__init__(
             variant.bridge,
             compute,
@@ -78,5 +91,4 @@ class UsedOnly(Collector):
         home = super().finish(factor)
         if not home:
             return home
-        used = any_of(self._table, [name in self._used for name in self.trained])
-        return {name: home[name] for name, is_used in zip(self.trained, used, strict=True) if is_used}
+        return {name: home[name] for name in used_anywhere(self._used, self._variant)}

@@ -40,12 +40,13 @@ class KeptBack:
         return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
 
     def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
-        """Bring everything kept home into `.grad`; collective if something was kept, on all ranks alike."""
+        """Bring what was kept for `homes` into `.grad`; collective if something was kept, on all ranks alike."""
         bridge, self.bridge = self.bridge, None
         if bridge is None:
             return
         kept, self.local = self.local, {}
-        for name, gradient in as_home(bridge.reduce(kept), homes).items():
+        wanted = {name: piece for name, piece in bridge.reduce(kept).items() if name in homes}
+        for name, gradient in as_home(wanted, homes).items():
             home = homes[name]
             home.grad = gradient if home.grad is None else home.grad + gradient
 

@@ -45,7 +45,7 @@ class Variant:
 
     def flush(self) -> None:
         """Bring gradients that were kept back home into `.grad`; collective if there are any."""
-        self.kept_back.flush(self.homes)
+        self.kept_back.flush({name: self.homes[name] for name in self.trained})
 
 
 def local_of(home: nn.Parameter) -> Tensor:

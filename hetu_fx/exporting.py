@@ -143,6 +143,7 @@ def _exported(
     for node in exported.graph.nodes:
         for key in _TRACES:  # they carry paths of the author's machine
             node.meta.pop(key, None)
+    exported.example_inputs = None  # they are as large as the weights, which the file leaves out
     return exported
 
 

@@ -5,7 +5,7 @@ Communication ops name ranks by value; when they run they look up the runtime's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
@@ -30,8 +30,10 @@ class GroupTable:
     Logical rank i is the i-th rank of `process_group` (the whole world if None). Without torch.distributed it
     is a world of one. All its ranks give a table the same `name`, or, if None, make their tables over it in
     the same order. Every wait of a group that the table makes is bounded by `timeout` (that of
-    `process_group` if None).
+    `process_group` if None). `listener` is told (what, start, end) of every communication.
     """
+
+    listener: Callable[[str, float, float], None] | None = None
 
     def __init__(
         self,
@@ -66,6 +68,12 @@ class GroupTable:
             name = str(_tables_over.get(base, 0))
             _tables_over[base] = _tables_over.get(base, 0) + 1
         self._name = f"hetu_fx/{base.group_name}/{name}"
+
+    def add_wait(self, what: str, start: float, end: float) -> None:
+        """Count a communication's time (of perf_counter), and tell the listener if there is one."""
+        self.seconds_waited += end - start
+        if self.listener is not None:
+            self.listener(what, start, end)
 
     @property
     def base(self) -> ProcessGroup:
@@ -171,7 +179,7 @@ def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
             "a peer is dead, stuck, or runs another plan"
         ) from error
     finally:
-        active().seconds_waited += perf_counter() - start
+        active().add_wait(what, start, perf_counter())
 
 
 _active: GroupTable | None = None

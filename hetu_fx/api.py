@@ -153,6 +153,13 @@ class Handle:
         """
         return self._adaptation.replan(rates)
 
+    def on_communication(self, listener: Callable[[str, float, float], None] | None) -> None:
+        """Call `listener(what, start, end)` after each communication of this process; None: no more.
+
+        Times are those of time.perf_counter. A timeline of what a step waits for is made from them.
+        """
+        self._runtime.table.listener = listener
+
     def save(self, folder: str | Path, **options: Any) -> None:
         """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `saving.save_model`'s.
 

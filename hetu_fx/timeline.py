@@ -23,6 +23,7 @@ COLORS = {
     "gather": "#c77dba",
     "gradients": "#d1605e",
     "optimizer": "#7d7d7d",
+    "communication": "#f2d9a0",
 }
 """Colours of the picture by an event's kind; other kinds are drawn in `_OTHER`."""
 

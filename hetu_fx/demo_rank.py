@@ -53,12 +53,18 @@ class Training:
 
     def run(self) -> None:
         """Train."""
+        self.hetu.on_communication(self._add_communication)
         for step in range(self.settings.steps):
             if step == self.settings.slow_at:
                 self.slowed = self.devices.slow()
                 self.screen.event(f"step {step + 1}: {self.slowed}; hetu_fx is not told")
             self._step(step)
+        self.hetu.on_communication(None)
         self.screen.finish()
+
+    def _add_communication(self, what: str, start: float, end: float) -> None:
+        name = f"step {len(self.records) + 1}: {what}"
+        self.events.append(Event(dist.get_rank(), name, start, end, "communication"))
 
     def _step(self, step: int) -> None:
         before = self.hetu.current, dict(self.hetu.health), set(self.hetu.variants)

@@ -16,7 +16,7 @@ from hetu_fx.timeline import Event, Timeline
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One training step: `seconds` from the end of the step before, `longest` sequence, devices' `rates`."""
+    """One training step as rank 0 saw it: its `seconds`, its `longest` sequence, the devices' `rates` by then."""
 
     step: int
     loss: float

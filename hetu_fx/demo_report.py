@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hetu_fx.demo_settings import DemoSettings
 from hetu_fx.documents import table_text
 from hetu_fx.timeline import Event, Timeline
 
+PALETTE = ("#4c9be8", "#e8b84c", "#c77dba", "#2f6f4f", "#7d7d7d", "#8c6d4f", "#4cb8b0")
 TOLERANCE = 1e-4
 """How far losses may be from those of one process, at any step."""
 
@@ -186,15 +188,14 @@ def _draw_losses(axes: Any, run: RunRecord, reference: Reference, found: Compari
 
 
 def _draw_steps(axes: Any, run: RunRecord, settings: DemoSettings) -> None:
-    palette = ("#4c9be8", "#e8b84c", "#c77dba", "#d1605e", "#7d7d7d")
-    for color, name in zip(palette, run.plans, strict=False):
+    for color, name in zip(itertools.cycle(PALETTE), run.plans, strict=False):
         chosen = [record for record in run.records if record.variant == name]
         values = [record.tokens_per_second for record in chosen]
         axes.bar([record.step + 1 for record in chosen], values, color=color, label=f"plan {name!r}")
     axes.axvline(settings.slow_at + 0.5, color="#d1605e", linestyle="--")
     axes.set_title(f"tokens per second (dashed: {run.slowed})", fontsize=10)
     axes.set_xlabel("step (the first step on a plan makes its graphs)")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.25), ncols=3)
 
 
 def _draw_bars(axes: Any, run: RunRecord, found: Comparison) -> None:

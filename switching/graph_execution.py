@@ -20,6 +20,7 @@ from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
 from hetu_fx.switching.programs import Batch, Programs
 from hetu_fx.switching.run_step import run_step
 from hetu_fx.topology import Cluster
+from hetu_fx.transforms.lower import check_backend
 
 
 class GraphExecution:
@@ -35,6 +36,7 @@ class GraphExecution:
     """
 
     def __init__(self, programs: Programs, example: Batch, backend: Any) -> None:
+        check_backend(backend)
         self.programs, self.backend = programs, backend
         self.forward, self.loss_fn = programs.forward, programs.loss_fn
         self.program = programs.first(example, training=True)

@@ -10,14 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms.device_graph import DeviceGraph
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 Backend = str | Compiler | None
+
+
+def check_backend(backend: Backend) -> None:
+    """Raise EnvironmentProblem for a backend that `lower` does not know."""
+    if not (backend is None or callable(backend) or backend in ("aot_eager", "inductor")):
+        raise EnvironmentProblem(
+            f"compile={backend!r} is not known; use None, 'aot_eager', 'inductor' or a function of a GraphModule and "
+            f"example inputs"
+        )
 
 
 def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
@@ -36,12 +46,9 @@ def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
         return torch.compile(module, backend="inductor", dynamic=True)
     if backend == "aot_eager":
         return _aot(module, lambda graph_module, _: graph_module.forward)
-    if callable(backend):
-        return _aot(module, backend)
-    raise EnvironmentProblem(
-        f"compile={backend!r} is not known; use None, 'aot_eager', 'inductor' or a function of a GraphModule and "
-        f"example inputs"
-    )
+    check_backend(backend)
+    assert callable(backend)
+    return _aot(module, backend)
 
 
 def _boxed(compiler: Compiler) -> Compiler:
@@ -56,10 +63,13 @@ def _boxed(compiler: Compiler) -> Compiler:
 
 
 def _aot(module: fx.GraphModule, compiler: Compiler) -> Callable[..., Any]:
-    return aot_function(  # type: ignore[no-any-return]
-        module.forward,
+    """Compile by functorch's joint graph, anew where sizes of 1, grad mode or leaves that want gradients change.
+
+    What the partition recomputes in backward is never communication: it keeps the results of ops that it does not know.
+    """
+    backend = aot_autograd(
         fw_compiler=_boxed(compiler),
         bw_compiler=_boxed(compiler),
         partition_fn=min_cut_rematerialization_partition,
-        dynamic=True,
     )
+    return torch.compile(module, backend=backend, dynamic=True)

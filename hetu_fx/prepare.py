@@ -20,7 +20,7 @@ from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.plan import Plan
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.switching.agreement import together
+from hetu_fx.switching.agreement import agree, from_first, together
 from hetu_fx.switching.eager_execution import EagerExecution
 from hetu_fx.switching.execution import Execution
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -58,7 +58,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     together(table, lambda: check_model(wanted.model))
     execution = together(table, lambda: execution_of(wanted))
     with using(table):
-        costs, cluster = _measured(wanted, execution, table)
+        rows = _rows_of_examples(wanted, execution, table)
+        costs, cluster = _measured(wanted, execution, rows, table)
         plans = together(table, lambda: _plans(wanted, execution, costs, cluster))
         layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
         homes = move_home(wanted.model, layouts, table)
@@ -137,9 +138,20 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def _measured(wanted: Preparation, execution: Execution[Any], table: GroupTable) -> tuple[ProgramCosts, Cluster | None]:
-    rows = execution.example_rows * (1 if wanted.settings.shared else table.size)
-    costs = together(table, lambda: execution.costs(rows))
+def _rows_of_examples(wanted: Preparation, execution: Execution[Any], table: GroupTable) -> int:
+    """Return how many rows all ranks' examples have together, once they are found to fit together."""
+    batch = wanted.batch
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    reading = together(table, lambda: execution.read(args, kwargs, True))
+    rows = agree(table, reading.facts).rows
+    return max(1, rows[0] if wanted.settings.shared else sum(rows))
+
+
+def _measured(
+    wanted: Preparation, execution: Execution[Any], rows: int, table: GroupTable
+) -> tuple[ProgramCosts, Cluster | None]:
+    # Examples of unequal sizes cost differently, so that all ranks plan with the first one's.
+    costs = from_first(table, together(table, lambda: execution.costs(rows)))
     match wanted.cluster:
         case Cluster():
             return costs, wanted.cluster
@@ -165,6 +177,8 @@ def _given_plans(
         case "auto":
             assert cluster is not None
             return (execution.plan(costs, cluster, "auto"),)
+        case str() as word if not Path(word).exists():
+            raise PlanError(f"plan={word!r} is neither 'auto' nor a plan file; write one by Plan.write, or use 'auto'")
         case str() | Path() as path:
             return (Plan.read(path),)
         case Plan() as plan:
@@ -195,7 +209,5 @@ def _checked_layouts(
 
 def _seeded(settings: Settings, table: GroupTable) -> Settings:
     """Return settings with a seed that all ranks share: the given one, or rank 0's."""
-    seed = [torch.initial_seed() % 2**62 if settings.seed is None else settings.seed]
-    if table.size > 1:
-        dist.broadcast_object_list(seed, src=table.to_global(0), group=table.base)
-    return replace(settings, seed=seed[0])
+    seed = torch.initial_seed() % 2**62 if settings.seed is None else settings.seed
+    return replace(settings, seed=from_first(table, seed))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.errors import BatchError, HetuFxError, StateError
+from hetu_fx.errors import BatchError, StateError
 
 T = TypeVar("T")
 
@@ -58,15 +58,15 @@ class StepFacts:
     compute_seconds: tuple[float, ...]
 
 
-def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
+def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     """Exchange facts between all ranks of the table; collective.
 
     Raises:
         BatchError: on every rank, if the ranks' batches do not fit together.
-        HetuFxError: on every rank, if some rank came with an error.
+        Exception: on every rank, if some rank came with an error: there its own, on the others a BatchError.
     """
     if table.size == 1:
-        if isinstance(facts, HetuFxError):
+        if isinstance(facts, Exception):
             raise facts
         return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,))
     facts = _fitting(facts)
@@ -85,14 +85,18 @@ def agree(table: GroupTable, facts: LocalFacts | HetuFxError) -> StepFacts:
 
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:
-    """Do something local on every rank, and raise on all ranks if it failed on one; collective."""
-    outcome: T | HetuFxError
+    """Do something local on every rank, and raise on all ranks if it failed on one; collective.
+
+    Raises:
+        Exception: the rank's own error; a StateError where another rank failed.
+    """
+    outcome: T | Exception
     try:
         outcome = act()
-    except HetuFxError as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         outcome = error
     told = _errors_of_all(table, outcome) if table.size > 1 else ""
-    if isinstance(outcome, HetuFxError):
+    if isinstance(outcome, Exception):
         raise outcome
     if told:
         raise StateError(f"another rank failed: {told}")
@@ -108,9 +112,17 @@ def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(count > 0 for count in counts.tolist())
 
 
-def _fitting(facts: LocalFacts | HetuFxError) -> LocalFacts | HetuFxError:
+def from_first(table: GroupTable, value: T) -> T:
+    """Return rank 0's value on every rank; collective."""
+    values = [value]
+    if table.size > 1:
+        dist.broadcast_object_list(values, src=table.to_global(0), group=table.base)
+    return values[0]
+
+
+def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
     """Return the facts, or an error to exchange in their place if they are more than a message holds."""
-    if isinstance(facts, HetuFxError) or (len(facts.sizes) <= _MAX_SIZES and len(facts.counts) <= _MAX_COUNTS):
+    if isinstance(facts, Exception) or (len(facts.sizes) <= _MAX_SIZES and len(facts.counts) <= _MAX_COUNTS):
         return facts
     return BatchError(
         f"the batch has {len(facts.sizes)} sizes and {len(facts.counts)} counts, more than the {_MAX_SIZES} and "
@@ -118,8 +130,8 @@ def _fitting(facts: LocalFacts | HetuFxError) -> LocalFacts | HetuFxError:
     )
 
 
-def _encode(facts: LocalFacts | HetuFxError) -> list[float]:
-    if isinstance(facts, HetuFxError):
+def _encode(facts: LocalFacts | Exception) -> list[float]:
+    if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
     head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds]
     sizes = [*facts.sizes, *[0] * (_MAX_SIZES - len(facts.sizes))]
@@ -139,16 +151,16 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
     return everyone.view(table.size, len(row)).tolist()
 
 
-def _raise_everywhere(table: GroupTable, facts: LocalFacts | HetuFxError) -> None:
+def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:
     told = _errors_of_all(table, facts)
-    if isinstance(facts, HetuFxError):
+    if isinstance(facts, Exception):
         raise facts
     raise BatchError(f"another rank could not start this step: {told}")
 
 
 def _errors_of_all(table: GroupTable, mine: object) -> str:
     """Return what the ranks that came with an error say, empty if none did; collective."""
-    texts = _texts(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, HetuFxError) else "")
+    texts = _texts(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else "")
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable, using
-from hetu_fx.errors import BatchError, HetuFxError, StateError
+from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plan import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
@@ -127,11 +127,11 @@ class Runtime:
     def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reading[Any], StepFacts]:
         """Read the batch and agree with all ranks; an error on one rank is raised on all."""
         batch: Reading[Any] | None = None
-        local: LocalFacts | HetuFxError
+        local: LocalFacts | Exception
         try:
             batch = self.execution.read(args, kwargs, self.model.training)
             local = replace(batch.facts, compute_seconds=self.report.timer.seconds)
-        except HetuFxError as error:
+        except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
         facts = agree(self.table, local)
         assert batch is not None

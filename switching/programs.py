@@ -61,8 +61,19 @@ class Programs:
         # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
         # has some cannot be swapped for its home tensor.
         with plain_parameters(self.model), _own_forward(self.model):
-            graph = capture(self.model, batch, loss_fn=self.loss_fn, training=training)
+            graph = capture(self.model, batch, loss_fn=self._loss_fn_for(batch, training), training=training)
         return make_program(graph, frozen)
+
+    def _loss_fn_for(self, batch: Batch, training: bool) -> Callable[..., Any] | None:
+        """Return the loss function; in evaluation, none for a batch without what it needs (labels)."""
+        if training or self.loss_fn is None:
+            return self.loss_fn
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        try:
+            inspect.signature(self.loss_fn).bind(None, *args, **kwargs)
+        except TypeError:
+            return None
+        return self.loss_fn
 
 
 def batch_of(forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:

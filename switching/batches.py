@@ -45,10 +45,10 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     batch = batch_of(programs.forward, args, kwargs)
     program = programs.find(batch, training)
     tensors = input_tensors(program.graph, batch)
-    bindings = bind(program.inputs, tensors)
-    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs)}
+    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs) if tensors[name].dim()}
     if len(set(rows.values())) > 1:
         raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
+    bindings = bind(program.inputs, tensors)
     count = next(iter(rows.values()), 1)
     sizes = sizes_besides_rows(tensors, program.row_inputs)
     facts = LocalFacts(

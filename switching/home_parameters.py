@@ -71,12 +71,15 @@ def _pieces_of_first(
 def move_optimizer_state(
     optimizer: torch.optim.Optimizer, homes: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout]
 ) -> None:
-    """Cut the parameter-shaped state that an optimizer has already into home pieces."""
+    """Cut the parameter-shaped state that an optimizer has already into home pieces.
+
+    A step count is no such state, even where the parameter has no dims either.
+    """
     for name, home in homes.items():
         state = optimizer.state.get(home, {})
         for key, value in state.items():
-            whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
-            if whole and value.dim() and tuple(value.shape) == tuple(home.shape):
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor) and key != "step"
+            if whole and tuple(value.shape) == tuple(home.shape):
                 state[key] = HomeTensor.from_full(value, layouts[name])
 
 

@@ -9,15 +9,16 @@ flow further back through ops on parameters alone; at an activation they are sum
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Summed, Whole
 
@@ -71,11 +72,15 @@ def deduce_axis(
     Raises:
         DeductionError: naming the op, the user's line and the way out.
     """
-    walk = _Forward(graph, factors, splits, keep_sums, may_gather)
+    forward = _Forward(graph, factors, splits, keep_sums, may_gather)
     for node in graph.graph.nodes:
-        walk.visit(node)
-    defers = (lambda node: True) if keep_sums else (lambda node: not flow.through_inputs(node))
-    return _with_cotangents(graph, flow, defers, splits, walk.decisions, walk.states)
+        forward.visit(node)
+    backward = _Backward(flow, forward, lambda node: keep_sums or not flow.through_inputs(node))
+    if keep_sums and splits:
+        backward.start(node for _, node in graph.outputs_of(OutputKind.VALUE))
+    for node in reversed(graph.graph.nodes):
+        backward.visit(node)
+    return AxisDeduction(splits, backward.marked, forward.states, frozenset(backward.summed))
 
 
 class _Forward:
@@ -193,45 +198,54 @@ def _summed_up(state: AxisState) -> AxisState:
     return WHOLE if isinstance(state, Summed) else state
 
 
-def _with_cotangents(
-    graph: Graph,
-    flow: Flow,
-    defers: Callable[[fx.Node], bool],
-    splits: Splits,
-    decisions: Mapping[fx.Node, Decision],
-    states: dict[fx.Node, AxisState],
-) -> AxisDeduction:
-    """Mark the edges that give back summands, from the last op to the first.
+class _Backward:
+    """The backward walk: marks the edges that give back summands, from the last op to the first.
 
-    `defers` tells of which values the cotangent may stay unsummed, if all consumers give back summands.
+    `may_stay` tells of which values the cotangent may stay unsummed, if all consumers give back summands.
     """
-    marked: dict[fx.Node, Decision] = {}
-    flags: dict[fx.Node, list[bool]] = {}
-    summed: set[fx.Node] = set()
-    for node in reversed(graph.graph.nodes):
-        if defers(node) and flags.get(node) and all(flags[node]):
-            summed.add(node)
-        if is_item(node) and node in flow.differentiable:
-            flags.setdefault(whole_of(node), []).append(node in summed)
-        if node in decisions:
-            marked[node] = _marked(node, decisions[node], flow, states, node in summed)
-            for need in marked[node].needs:
-                if need.node in flow.differentiable:
-                    flags.setdefault(need.node, []).append(need.summed_cotangent)
-    return AxisDeduction(splits, marked, states, frozenset(summed))
 
+    def __init__(self, flow: Flow, walk: _Forward, may_stay: Callable[[fx.Node], bool]) -> None:
+        self.flow, self.may_stay = flow, may_stay
+        self.decisions, self.states = walk.decisions, walk.states
+        self.marked: dict[fx.Node, Decision] = {}
+        self.flags: dict[fx.Node, list[bool]] = defaultdict(list)
+        self.summed: set[fx.Node] = set()
 
-def _marked(
-    node: fx.Node, decision: Decision, flow: Flow, states: Mapping[fx.Node, AxisState], own_summed: bool
-) -> Decision:
-    def mark(need: Need) -> Need:
-        wanted = decision.factor is not None or isinstance(decision.result, Summed) or own_summed
-        summed = (
-            wanted
-            and isinstance(need.state, Whole)
-            and need.node in flow.differentiable
-            and node in flow.differentiable
-        )
-        return Need(need.node, need.state, summed, need.first_only)
+    def start(self, outputs: Iterable[fx.Node]) -> None:
+        """Take note of outputs: the gradient of one that is whole in all replicas comes to one of them only."""
+        for node in outputs:
+            if isinstance(self.states.get(node), Whole):
+                self.flags[node].append(True)
 
-    return Decision(decision.factor, tuple(mark(need) for need in decision.needs), decision.result)
+    def visit(self, node: fx.Node) -> None:
+        if is_item(node):
+            return  # decided with its op, for all results alike
+        results = [node, *(user for user in node.users if is_item(user))]
+        flags = [flag for result in results for flag in self.flags[result]]
+        if flags and all(flags) and self.may_stay(node) and self._passes_on(node):
+            self.summed.update(results)
+        if node in self.decisions:
+            self.marked[node] = self._marked(node, self.decisions[node])
+            for need in self.marked[node].needs if node in self.flow.differentiable else ():
+                self.flags[need.node].append(need.summed_cotangent)
+
+    def _passes_on(self, node: fx.Node) -> bool:
+        """Tell whether summands of the result's cotangent become summands of the operands'.
+
+        Not where an operand is split or itself a sum: each part of it, each summand, has the whole cotangent.
+        """
+        decision = self.decisions.get(node)
+        if decision is None:
+            return True
+        read = [need.state for need in decision.needs if need.node in self.flow.differentiable]
+        return all(isinstance(state, Whole) for state in (decision.result, *read))
+
+    def _marked(self, node: fx.Node, decision: Decision) -> Decision:
+        wanted = decision.factor is not None or isinstance(decision.result, Summed) or node in self.summed
+        flows = wanted and node in self.flow.differentiable
+
+        def mark(need: Need) -> Need:
+            summed = flows and isinstance(need.state, Whole) and need.node in self.flow.differentiable
+            return replace(need, summed_cotangent=summed)
+
+        return replace(decision, needs=tuple(map(mark, decision.needs)))

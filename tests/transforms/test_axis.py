@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
+from hetu_fx.graph.graph import LeafKind
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.axis import AxisDeduction, deduce_axis
 from hetu_fx.transforms.states import SUMMED, WHOLE, SplitOn
@@ -38,6 +41,29 @@ class OverRows(nn.Module):
         return self.function(self.layer(x))
 
 
+class InPieces(nn.Module):
+    """A parameter in two pieces, one of them changed before it meets the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.split([4, 6], 1)
+        return (x @ first.tanh()).sum() + (x @ second).sum()
+
+
+class WithNorm(nn.Module):
+    """Also returns a norm of its parameters, which no row has to do with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), self.layer.weight.pow(2).sum()
+
+
 @pytest.fixture(scope="module")
 def program() -> Program:
     return program_of(TwoLayers(), (torch.randn(4, 6),))
@@ -49,6 +75,10 @@ def class_of(program: Program, parameter: str, dim: int) -> FactorClass:
 
 def rows_of(program: Program) -> frozenset[FactorClass]:
     return frozenset(c for c in program.factors.classes if c.is_batch)
+
+
+def parameters_of(program: Program) -> set[fx.Node]:
+    return {leaf.node for leaf in program.graph.leaves_of(LeafKind.PARAMETER)}
 
 
 def deduced(program: Program, splits: frozenset[FactorClass], **options: bool) -> AxisDeduction:
@@ -94,8 +124,7 @@ def test_nothing_is_split_where_no_class_is(program: Program) -> None:
 
 def test_parameters_get_summands_of_their_gradients_from_split_rows(program: Program) -> None:
     axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
-    leaves = {leaf.node for leaf in program.graph.leaves if leaf.node in program.flow.parameters}
-    assert leaves <= axis.summed_cotangents
+    assert parameters_of(program) <= axis.summed_cotangents
     assert not axis.talks
 
 
@@ -124,3 +153,35 @@ def test_an_op_that_needs_a_split_class_whole_gathers_it() -> None:
     softmax = ops(program, aten.softmax.int)[0]
     assert axis.decisions[softmax].needs[0].state == WHOLE
     assert list(axis.talking()) == [softmax]
+
+
+def test_the_cotangent_of_a_mean_over_rows_is_summed_before_it_goes_back_to_the_rows() -> None:
+    program = program_of(OverRows(lambda y: y - y.mean(0)), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    subtracted = ops(program, aten.sub.Tensor)[0]
+    rows, mean = axis.needs(subtracted)
+    assert (rows.summed_cotangent, mean.summed_cotangent) == (False, True)
+    assert mean.node not in axis.summed_cotangents
+
+
+@pytest.mark.parametrize("function", [lambda y: y, lambda y: y - y.detach().sum()], ids=["rows", "with a detached sum"])
+def test_gradients_of_parameters_stay_summands_until_the_end(function: Callable[[Tensor], Tensor]) -> None:
+    program = program_of(OverRows(function), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    assert parameters_of(program) <= axis.summed_cotangents
+
+
+def test_summands_of_a_cotangent_flow_back_through_ops_on_parameters() -> None:
+    program = program_of(InPieces(), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    assert parameters_of(program) <= axis.summed_cotangents
+    assert not axis.talks
+
+
+def test_an_output_that_is_whole_everywhere_gets_its_gradient_in_one_place() -> None:
+    program = program_of(WithNorm(), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    norm = program.graph.output_values[1]
+    assert axis.states[norm] == WHOLE
+    assert norm in axis.summed_cotangents
+    assert not axis.talks

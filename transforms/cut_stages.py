@@ -49,17 +49,20 @@ def _by_blocks(graph: Graph, blocks: tuple[int, ...]) -> Mapping[fx.Node, int]:
 
 
 def _by_parameters(graph: Graph, flow: Flow, num_stages: int) -> Mapping[fx.Node, int]:
-    """Place nodes by the share of parameter elements that are read up to them."""
+    """Place an op that reads parameters by the middle of them among all, others with the last such op before."""
     leaves = {leaf.node for leaf in graph.leaves}
     seen: set[fx.Node] = set()
-    read: dict[fx.Node, int] = {}
-    total = 0
+    middles: dict[fx.Node, float] = {}
+    total, middle = 0, 0.0
     for node in graph.graph.nodes:
         fresh = [n for n in node.all_input_nodes if n in leaves and n in flow.parameters and n not in seen]
+        size = sum(map(meta.numel, fresh))
+        if size:
+            middle = total + size / 2
         seen.update(fresh)
-        total += sum(meta.numel(n) for n in fresh)
-        read[node] = total
-    return {node: min(num_stages - 1, num_stages * max(0, at - 1) // max(total, 1)) for node, at in read.items()}
+        total += size
+        middles[node] = middle
+    return {node: min(num_stages - 1, int(num_stages * middle / max(total, 1))) for node, middle in middles.items()}
 
 
 def _check(stages: Mapping[fx.Node, int], num_stages: int) -> None:

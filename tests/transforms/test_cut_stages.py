@@ -89,6 +89,11 @@ def test_without_blocks_stages_get_about_even_shares_of_the_parameters(layers: P
     assert parameters_by_stage(layers, (0, 0)) == [{"first.weight"}, {"second.weight", "third.weight"}]
 
 
+def test_a_first_layer_with_more_than_half_of_the_parameters_is_a_stage_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(6, 30, bias=False), nn.Tanh(), nn.Linear(30, 2, bias=False))
+    assert parameters_by_stage(program_of(model, (torch.randn(4, 6),)), (0, 0)) == [{"0.weight"}, {"2.weight"}]
+
+
 def test_a_stage_that_would_hold_nothing_is_refused(layers: Program) -> None:
     with pytest.raises(PlanError, match=r"stage\(s\) \[\d(, \d)*\] of 9 would hold no operation.*use fewer stages"):
         cut_stages(layers.graph, layers.flow, (0,) * 9)

@@ -74,20 +74,23 @@ class Engine:
         *,
         train: bool,
         timer: ComputeTimer,
+        skips_empty: bool = True,
     ) -> Outcome:
         """Run the actions in order; gradients accumulate in the leaves among `shared`.
 
         Args:
             order: forwards, and backwards if `train`.
-            micro_batches: by number; those without rows are passed over by all stages alike.
+            micro_batches: by number.
             shared: parameters, buffers, constants and counts, the same for all micro-batches.
             train: keep what backwards need.
             timer: runs while this rank computes.
+            skips_empty: pass over micro-batches without rows, all stages alike; not where replicas talk in the middle
+                of the model.
         """
         outcome, flights = Outcome(timer=timer), {}
         for action in order:
             micro = micro_batches[action.micro_batch]
-            if micro.rows == 0:
+            if micro.rows == 0 and skips_empty:
                 continue
             if action.phase is Phase.FORWARD:
                 flights[action.micro_batch] = self._forward(micro, shared, outcome, train)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
 from hetu_fx.comm_ops.bsr_run import run_moves
 from hetu_fx.comm_ops.groups import GroupTable
@@ -46,14 +46,24 @@ def _row_moves(rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...]) -> BsrPla
 
 
 def value_source(
-    groups: Sequence[Sequence[int]], shardings: Sequence[Sharding], rows_dim: int | None, rows: RowPlan
+    groups: Sequence[Sequence[int]],
+    shardings: Sequence[Sharding],
+    rows_dim: int | None,
+    rows: RowPlan,
+    *,
+    summed: bool = False,
 ) -> Annotation:
-    """Return where an output lies after the pipelines have run: by rows over the pipelines, or the first one's."""
-    if rows_dim is None or len(groups) == 1:
-        return Annotation((DeviceGroup(tuple(groups[0])),), (shardings[0],))
-    units = tuple(map(len, rows.pipelines))
+    """Return where an output lies after the pipelines have run.
+
+    That is by rows over the pipelines; as summands of a sum over rows; or, if rows do not matter, on the first
+    pipeline that had some.
+    """
+    if len(groups) == 1 or (rows_dim is None and not summed):
+        first = next(i for i, interval in enumerate(rows.pipelines) if len(interval))
+        return Annotation((DeviceGroup(tuple(groups[first])),), (shardings[first],))
     devices = tuple(DeviceGroup(tuple(group)) for group in groups)
-    return Annotation(devices, tuple(shardings), Split(rows_dim, units))
+    top = Partial(len(groups)) if rows_dim is None else Split(rows_dim, tuple(map(len, rows.pipelines)))
+    return Annotation(devices, tuple(shardings), top)
 
 
 def value_target(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annotation:

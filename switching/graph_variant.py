@@ -80,11 +80,6 @@ class StagePlan:
         spread = isinstance(self.deduced.batch.states[loss], Summed)
         return self.device.rank == holders[0] and (spread or layout.pipeline == 0)
 
-    def value_rows_dim(self, name: str) -> int | None:
-        """Return the dim of an output that counts rows, if it has one."""
-        assert self.device is not None
-        return next(value.rows_dim for value in self.device.values if value.name == name)
-
 
 class GraphVariant(Variant):
     """A plan, and the device graphs that have been made for it."""

@@ -106,15 +106,15 @@ class _Step:
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         engine = self.stage.engine
         if engine is not None:
-            order = forwards(len(micro_batches))
-            feeds = self._shared_feeds(compute)
-            self.outcome = engine.run(order, micro_batches, feeds, train=False, timer=self.outcome.timer)
-        values = {name: self._joined(name, pieces) for name, pieces in self.outcome.values.items()}
-        return self._local_loss(self.outcome.loss), values
+            order, skips = forwards(len(micro_batches)), not self.stage.talks_in_step
+            feeds, timer = self._shared_feeds(compute), self.outcome.timer
+            self.outcome = engine.run(order, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
+        return self._local_loss(self.outcome.loss), self._joined()
 
-    def _joined(self, name: str, pieces: list[Tensor]) -> Tensor:
-        rows_dim = self.stage.value_rows_dim(name)
-        return pieces[-1] if rows_dim is None else torch.cat(pieces, rows_dim)
+    def _joined(self) -> dict[str, Tensor]:
+        """Return this rank's pieces of the outputs, of all micro-batches together."""
+        made = self.outcome.values
+        return {route.name: route.joined(made[route.name]) for route in self._routes() if route.name in made}
 
     def _run_under_autograd(
         self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
@@ -155,8 +155,7 @@ class _Step:
             self.outcome = run(order, micro_batches, feeds, train=True, timer=self.outcome.timer)
         loss = self._local_loss(self.outcome.loss)
         assert loss is not None
-        values = {name: self._joined(name, pieces) for name, pieces in self.outcome.values.items()}
-        return loss + anchor.to(loss.dtype), values
+        return loss + anchor.to(loss.dtype), self._joined()
 
     def _collector(self, compute: Mapping[str, Tensor], *, ran_ahead: bool) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.annotation import Annotation, Sharding, cotangent
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
@@ -18,6 +18,7 @@ from hetu_fx.switching.rows import RowPlan
 from hetu_fx.switching.shapes import Bindings, evaluate
 from hetu_fx.switching.step import applied
 from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.states import Summed
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class ValueRoute:
         shape: its global shape in this step.
         dtype: its dtype.
         rows_dim: the dim that counts rows; None if there is none.
+        summed: it is a sum over rows, so that pipelines and micro-batches have summands of it.
     """
 
     name: str
@@ -38,6 +40,20 @@ class ValueRoute:
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows_dim: int | None
+    summed: bool = False
+
+    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return what a pipeline has made of its micro-batches' pieces; at least one."""
+        if self.summed:
+            return torch.stack(list(pieces)).sum(0)
+        return pieces[-1] if self.rows_dim is None else torch.cat(list(pieces), self.rows_dim)
+
+    def without_rows(self, zero: Tensor, table: GroupTable) -> Tensor:
+        """Return what a rank of the source gives that had no rows: the 0-d `zero` made as large as its part.
+
+        That is an empty tensor for rows, a summand of zeros for a sum over rows.
+        """
+        return zero.expand([size for size in self.source.local_shape(table.rank, self.shape) if size is not None])
 
 
 def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, shared: bool) -> tuple[ValueRoute, ...]:
@@ -53,10 +69,11 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
             for p, stages in enumerate(deduced.annotated.stages)
         ]
         shardings = [Sharding((deduced.axis(node, deduced.tensor(at).states[node], at),)) for at in layouts]
-        source = value_source([at.devices for at in layouts], shardings, rows_dim, rows)
+        summed = isinstance(deduced.batch.states.get(node), Summed)
+        source = value_source([at.devices for at in layouts], shardings, rows_dim, rows, summed=summed)
         shape = evaluate(tuple(meta.expression(size) for size in meta.shape(node)), sizes)
         target = value_target(rows, rows_dim, shared=shared)
-        routes.append(ValueRoute(leaf.name, source, target, shape, meta.dtype(node), rows_dim))
+        routes.append(ValueRoute(leaf.name, source, target, shape, meta.dtype(node), rows_dim, summed))
     return tuple(routes)
 
 
@@ -96,20 +113,34 @@ def hand_out(
     returned: dict[str, Tensor] = {}
     for route in routes:
         piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
-        holds = route.source.holds(table.rank) and has_work
+        holds = route.source.holds(table.rank)
+        if holds and not has_work:
+            piece = route.without_rows(piece, table)
         returned[route.name] = applied(BringBack, piece, holds, route, table, shared)
     return returned
 
 
 def bring_back(routes: tuple[ValueRoute, ...], made: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
     """Move outputs to the ranks that asked; collective. `made` holds this rank's pieces by name."""
-    return {route.name: _moved(route, made.get(route.name), table) for route in routes}
+    return {route.name: _moved(route, _piece_of(route, made, table), table) for route in routes}
+
+
+def _piece_of(route: ValueRoute, made: Mapping[str, Tensor], table: GroupTable) -> Tensor | None:
+    if route.name in made or not route.source.holds(table.rank):
+        return made.get(route.name)
+    return route.without_rows(torch.zeros((), dtype=route.dtype), table)
 
 
 def _moved(route: ValueRoute, piece: Tensor | None, table: GroupTable) -> Tensor:
     moved = move_tensor(piece, route.source, route.target, route.shape, route.dtype, table)
     assert moved is not None, "every rank is a target"
     return moved
+
+
+def _with_summed_copies(target: Annotation) -> Annotation:
+    """Return where the gradient of an output lies: ranks that have a copy of it each have a summand."""
+    axes = [Partial(axis.ways) if isinstance(axis, Duplicate) else axis for axis in target.shardings[0].axes]
+    return Annotation.on(target.ranks, *axes)
 
 
 class BringBack(torch.autograd.Function):
@@ -133,7 +164,7 @@ class BringBack(torch.autograd.Function):
         share = 1.0 if ctx.shared or ctx.table.size == 1 else 1.0 / ctx.table.size
         back = move_tensor(
             (gradient * share).contiguous(),
-            route.target,
+            route.target if ctx.shared else _with_summed_copies(route.target),
             cotangent(route.source),
             route.shape,
             route.dtype,

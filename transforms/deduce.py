@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
+from hetu_fx.graph.graph import OutputKind
 from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_axis
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.stages import AnnotatedGraph
+from hetu_fx.transforms.states import Summed
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Deduce:
 
         batch = axis(rows, keep_sums=True, may_gather=False)
         if not annotated.runs_in_step:
-            _check_sums(batch)
+            _check_sums(annotated, batch)
         return DeducedGraph(
             annotated,
             batch=batch,
@@ -39,9 +42,11 @@ class Deduce:
         )
 
 
-def _check_sums(batch: AxisDeduction) -> None:
-    """Refuse sums over the batch in the middle of a model that runs in stages or micro-batches."""
-    node = next(batch.talking(), None)
+def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
+    """Refuse sums over the batch in the middle of a model, or in its buffers, that runs in stages or micro-batches."""
+    updates = [node for _, node in annotated.graph.outputs_of(OutputKind.BUFFER_UPDATE)]
+    summed = (node for node in updates if isinstance(batch.states.get(node), Summed))
+    node = next(chain(batch.talking(), summed), None)
     if node is not None:
         raise PlanError(
             f"'{node.name}' ({meta.source_line(node)}) needs a sum over the whole batch in the middle of the model, "

@@ -54,16 +54,12 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A value that leaves a stage: its logical shape (int or sympy expression per dim), and where it lies.
-
-    `rows_dim` is the dim that counts rows of the batch (None: the value does not grow with the batch).
-    """
+    """A value that a stage hands to another: its logical shape (int or sympy expression per dim), where it lies."""
 
     name: str
     shape: LogicalShape
     dtype: torch.dtype
     differentiable: bool
-    rows_dim: int | None
     annotation: Annotation
 
 
@@ -89,4 +85,3 @@ class DeviceGraph:
     results: tuple[Result, ...]
     handovers_in: tuple[Handover, ...]
     handovers_out: tuple[Handover, ...]
-    values: tuple[Value, ...]

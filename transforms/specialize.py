@@ -25,7 +25,7 @@ from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import callee, overload
-from hetu_fx.graph.graph import Leaf, OutputKind
+from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.axis import is_item, whole_of
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
@@ -99,9 +99,6 @@ class _Builder:
             handovers_in=tuple(self._handover(node, self._source(node), self.layout) for node in stage.received),
             handovers_out=tuple(
                 self._handover(node, self.layout, target) for node in stage.sent for target in self._targets(node)
-            ),
-            values=tuple(
-                self._value(leaf.name, node, self.layout) for leaf, node in outputs if leaf.kind is OutputKind.VALUE
             ),
         )
 
@@ -222,9 +219,9 @@ class _Builder:
         return self.deduced.shape(node)
 
     def _output(self, kind: ResultKind, node: fx.Node) -> fx.Node:
-        """Return the local value of an output; buffers and values are read without sums left open."""
+        """Return the local value of an output; other sums over the batch than those in buffers are made later."""
         state = self.batch.states.get(node, WHOLE)
-        if kind in (ResultKind.LOSS, ResultKind.SENT) or not isinstance(state, Summed):
+        if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
             return self.values[node]
         states = tuple(self.deduced.tensor(at).states[node] for at in self._replicas)
         return self._edge(Need(node, self.tensor.states[node]), Need(node, WHOLE), states)
@@ -239,18 +236,14 @@ class _Builder:
 
     def _handover(self, node: fx.Node, source: StageLayout, target: StageLayout) -> Handover:
         _check_sendable(node)
-        value = self._value(node.name, node, source)
-        return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
-
-    def _value(self, name: str, node: fx.Node, layout: StageLayout) -> Value:
-        return Value(
-            name,
+        value = Value(
+            node.name,
             tuple(meta.expression(size) for size in meta.shape(node)),
             meta.dtype(node),
             node in self.annotated.flow.differentiable,
-            self.annotated.factors.row_dim(node),
-            self.deduced.value_annotation(node, layout),
+            self.deduced.value_annotation(node, source),
         )
+        return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
 
 
 def _check_sendable(node: fx.Node) -> None:

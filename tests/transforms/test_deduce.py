@@ -36,6 +36,19 @@ class Sorted(nn.Module):
         return self.layer(x).sort(0).values.sum()
 
 
+class Counting(nn.Module):
+    """Keeps the sum of all rows in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum(0)
+        return self.layer(x).sum()
+
+
 MICRO_BATCHES = Plan((pipeline((0,), micro_batches=2),))
 
 
@@ -107,3 +120,10 @@ def test_a_parameter_is_read_by_its_stage_alone(llama: Program) -> None:
     readers = {leaf.name: [layout.index for layout in made.readers(leaf)] for leaf in made.parameters()}
     assert readers["model.embed_tokens.weight"] == [0]
     assert readers["lm_head.weight"] == [1]
+
+
+def test_a_buffer_that_sums_over_rows_is_refused_under_micro_batches() -> None:
+    program = program_of(Counting(), (torch.randn(4, 6),))
+    assert deduced(program, Plan.data_parallel((0, 1))).talks_across_replicas
+    with pytest.raises(PlanError, match=r"test_deduce\.py:\d+\) needs a sum over the whole batch"):
+        deduced(program, MICRO_BATCHES)

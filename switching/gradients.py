@@ -7,7 +7,9 @@ the home parameters: its backward runs last, waits for the buckets and gives the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +88,23 @@ class Collector:
         self._reduction = Reduction(bridge) if syncs else None
         self._scales = ran_ahead
         if overlaps and syncs:
-            for name in self.leaves.keys() & trained:
-                self.leaves[name].register_post_accumulate_grad_hook(lambda leaf, name=name: self._arrived(name, leaf))
+            self._listen(self.leaves.keys() & trained)
+
+    def _listen(self, names: Collection[str]) -> None:
+        """Hand each gradient on when it arrives.
+
+        The hooks must not own the collector, which owns the leaves: python cannot collect a cycle through a tensor's
+        hooks, and every step would leave its parameters behind.
+        """
+        myself = weakref.ref(self)
+
+        def arrived(name: str, leaf: Tensor) -> None:
+            collector = myself()
+            assert collector is not None, "the anchor keeps the collector until backward has run"
+            collector._arrived(name, leaf)
+
+        for name in names:
+            self.leaves[name].register_post_accumulate_grad_hook(partial(arrived, name))
 
     def anchor(self) -> Tensor:
         """Return the zero that this rank's loss must have added, so that its backward ends in `finish`.

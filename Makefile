@@ -2,7 +2,7 @@
 #
 #   make test      every test: first those that need no processes, then the distributed ones
 #   make parity    the whole parity matrix (make test runs a covering selection)
-#   make lint      ruff and mypy
+#   make lint      ruff (rules and format) and mypy
 #   make demo      train a model on four unequal emulated devices
 #   make clean     remove .venv and everything that tools wrote
 #
@@ -54,6 +54,7 @@ parity: setup
 
 lint: setup
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 
 demo: setup

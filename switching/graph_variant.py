@@ -14,6 +14,7 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plan import Plan
+from hetu_fx.switching.agreement import together
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.engine import Engine
@@ -98,10 +99,10 @@ class GraphVariant(Variant):
         self._stages: dict[tuple[int, bool], StagePlan] = {}
 
     def stage(self, program: Program, wants_values: bool) -> StagePlan:
-        """Return the program under this plan; made at the first call."""
+        """Return the program under this plan; made at the first call, which is collective."""
         key = (id(program), wants_values)
         if key not in self._stages:
-            self._stages[key] = self._make(program, wants_values)
+            self._stages[key] = together(self.table, lambda: self._make(program, wants_values))
         return self._stages[key]
 
     def _make(self, program: Program, wants_values: bool) -> StagePlan:

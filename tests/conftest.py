@@ -1,6 +1,7 @@
 """Runs the `check_*` functions of a test module on several gloo processes, once per module.
 
-As a fixture: `gloo_checks(module file, world)` gives {check name: [per rank: None or the traceback]}.
+As a fixture: `gloo_checks(module file, world)` gives {check name: [per rank: None or the traceback]}. The processes
+meet after every check, so that a check may leave some of them out; they stop after the first that fails.
 As a script (`python conftest.py FILE WORLD RANK FOLDER`): one of those processes.
 """
 
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from types import ModuleType
 
 import pytest
@@ -30,22 +33,24 @@ def gloo_checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     """Give a function that runs the checks of a file on `world` processes, and remembers what came out."""
     known: dict[tuple[str, int], Outcome] = {}
 
-    def run(file: str, world: int) -> Outcome:
+    def run(file: str, world: int, seconds: float = SECONDS_IN_ALL) -> Outcome:
         if (file, world) not in known:
-            known[file, world] = run_checks(file, world, tmp_path_factory.mktemp("gloo"))
+            known[file, world] = run_checks(file, world, tmp_path_factory.mktemp("gloo"), seconds)
         return known[file, world]
 
     return run
 
 
-def run_checks(file: str, world: int, folder: Path) -> Outcome:
+def run_checks(file: str, world: int, folder: Path, seconds: float) -> Outcome:
     """Start the processes, wait for all of them (bounded), leave none behind."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, __file__, file, str(world)]
     workers = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(world)]
     try:
+        deadline = monotonic() + seconds
         for worker in workers:
-            worker.wait(timeout=SECONDS_IN_ALL)
+            with suppress(subprocess.TimeoutExpired):  # its report says how far it got
+                worker.wait(timeout=max(0.0, deadline - monotonic()))
     finally:
         for worker in workers:
             worker.kill()
@@ -75,7 +80,7 @@ def checks(module: ModuleType) -> list[str]:
 
 
 def work(file: str, world: int, rank: int, folder: Path) -> None:
-    """Be one rank: run the checks until one fails, and write down what happened."""
+    """Be one rank: run the checks until one fails on any rank, and write down what happened."""
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -85,6 +90,7 @@ def work(file: str, world: int, rank: int, folder: Path) -> None:
         world_size=world,
         timeout=timedelta(seconds=SECONDS_PER_WAIT),
     )
+    meeting = dist.FileStore(f"{folder}/meeting", world)
     module = load(file)
     report: dict[str, str | None] = {}
     for name in checks(module):
@@ -93,11 +99,16 @@ def work(file: str, world: int, rank: int, folder: Path) -> None:
             report[name] = None
         except Exception:
             report[name] = traceback.format_exc()
+        (folder / f"rank_{rank}.json").write_text(json.dumps(report))
+        meeting.set(f"{name}/{rank}", "failed" if report[name] else "passed")
+        if any(meeting.get(f"{name}/{other}") == b"failed" for other in range(world)):
             break
-    (folder / f"rank_{rank}.json").write_text(json.dumps(report))
-    # A process whose peers failed must not wait for them in a destructor.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    try:
+        work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    except BaseException:
+        traceback.print_exc()
+    # A process whose peers failed must not wait for them in a destructor.
+    os._exit(0)

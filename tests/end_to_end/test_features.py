@@ -1,0 +1,35 @@
+"""What works beside plain training, on gloo ranks: the checks of the `checks_*` files, on processes started once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import checks_batches  # noqa: E402
+import checks_errors  # noqa: E402
+import checks_state  # noqa: E402
+import checks_variants  # noqa: E402
+from twins import WORLD  # noqa: E402
+
+SECONDS_IN_ALL = 600
+CHECKS = {
+    name: check
+    for module in (checks_batches, checks_variants, checks_state, checks_errors)
+    for name, check in vars(module).items()
+    if name.startswith("check_")
+}
+# The ranks run what they find in this module.
+globals().update(CHECKS)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(SECONDS_IN_ALL + 60)
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_four_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD, SECONDS_IN_ALL)[name] if report]
+    assert not failures, "\n".join(failures)

@@ -4,37 +4,35 @@
     folder/plans/NAME.json            the plans
     folder/variants/NAME/rank0.pt2    the device graph of rank 0 (torch.export), weights left out
     folder/variants/NAME/rank0.txt    the same, to read
-    folder/single.pt2                 the model's own graph, for one device
+    folder/variants/NAME/rank0.safetensors    what it needs and no checkpoint has: constants, unsaved buffers
+    folder/single.pt2                 the model's own graph, for one device; single.safetensors as above
 
 A device graph takes its slots (inputs, parameters, values of earlier stages) as arguments, in order; the manifest
-says where each parameter's part lies, so that `ExportedRank.load_weights` can cut it out of a checkpoint.
+says where each parameter's part lies, so that it can be cut out of a checkpoint; see `hetu_fx.exported`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, fx
 
-from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import ExportError
+from hetu_fx.exported import FORMAT, digest
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.switching.agreement import together
-from hetu_fx.switching.buffers import local_part
+from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
 from hetu_fx.switching.program import Program
@@ -42,7 +40,6 @@ from hetu_fx.switching.runtime import Runtime
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 
-FORMAT = "hetu_fx.export/1"
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
 
 
@@ -62,6 +59,8 @@ def export_runtime(runtime: Runtime, folder: Path) -> None:
     rank = runtime.table.rank
     together(runtime.table, lambda: _make_room(folder, aside) if rank == 0 else None)
     with using(runtime.table):
+        for variant in _graph_variants(runtime).values():
+            variant.stage(program, False)  # makes its graph; collective
         entries = together(runtime.table, lambda: _export_variants(runtime, program, aside))
     gathered = _gathered(runtime.table, entries)
     together(runtime.table, lambda: _finish(runtime, program, aside, folder, gathered) if rank == 0 else None)
@@ -76,13 +75,16 @@ def _make_room(folder: Path, aside: Path) -> None:
 
 def _export_variants(runtime: Runtime, program: Program, folder: Path) -> dict[str, Any]:
     return {
-        name: _export_variant(variant, program, folder / "variants" / name)
-        for name, variant in runtime.variants.items()
-        if isinstance(variant, GraphVariant)
+        name: _export_variant(runtime, variant, program, folder / "variants" / name)
+        for name, variant in _graph_variants(runtime).items()
     }
 
 
-def _export_variant(variant: GraphVariant, program: Program, folder: Path) -> dict[str, Any] | None:
+def _graph_variants(runtime: Runtime) -> dict[str, GraphVariant]:
+    return {name: variant for name, variant in runtime.variants.items() if isinstance(variant, GraphVariant)}
+
+
+def _export_variant(runtime: Runtime, variant: GraphVariant, program: Program, folder: Path) -> dict[str, Any] | None:
     stage = variant.stage(program, False)
     if stage.device is None:
         return None
@@ -91,14 +93,41 @@ def _export_variant(variant: GraphVariant, program: Program, folder: Path) -> di
     exported = export_device(stage.deduced, stage.device)
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(str(stage.device.graph) + "\n")
+    save_file(_unsaved_values(stage, runtime.buffers), path.with_suffix(".safetensors"))
     return {
-        "file": str(path.relative_to(folder.parent.parent)),
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        **_file_entry(path),
+        "values": _file_entry(path.with_suffix(".safetensors")),
         "pipeline": stage.device.layout.pipeline,
         "stage": stage.device.layout.index,
         "slots": [_slot_entry(stage, slot) for slot in stage.device.slots],
         "results": [{"kind": r.kind.value, "name": r.name} for r in stage.device.results],
     }
+
+
+def _file_entry(path: Path) -> dict[str, str]:
+    """Name a file of a variant inside the export's folder, with its hash."""
+    return {
+        "file": path.relative_to(path.parents[2]).as_posix(),
+        "sha256": digest(path),
+    }
+
+
+def _unsaved_values(stage: StagePlan, buffers: Buffers) -> dict[str, Tensor]:
+    """Return this rank's parts of what no checkpoint holds."""
+    leaves = _unsaved_buffers(stage.deduced.annotated.graph)
+    parts = {name: buffers.read(name, stage.buffers[name]) for name in leaves if name in stage.buffers}
+    return _by_key(stage.constants, parts)
+
+
+def _unsaved_buffers(graph: Graph) -> list[str]:
+    return [leaf.name for leaf in graph.leaves_of(LeafKind.BUFFER) if not leaf.persistent]
+
+
+def _by_key(constants: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under "kind/name", each with memory of its own."""
+    values = {f"{SlotKind.CONSTANT}/{name}": value for name, value in constants.items()}
+    values |= {f"{SlotKind.BUFFER}/{name}": value for name, value in buffers.items()}
+    return {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in values.items()}
 
 
 def _slot_entry(stage: StagePlan, slot: Slot) -> dict[str, Any]:
@@ -173,7 +202,10 @@ def _gathered(table: GroupTable, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
-    torch.export.save(export_single(program.graph), aside / "single.pt2")
+    graph = program.graph
+    torch.export.save(export_single(graph), aside / "single.pt2")
+    unsaved = {name: runtime.model.get_buffer(name) for name in _unsaved_buffers(graph)}
+    save_file(_by_key(graph.constants, unsaved), aside / "single.safetensors")
     (aside / "plans").mkdir(exist_ok=True)
     for name, variant in runtime.variants.items():
         variant.plan.write(aside / "plans" / f"{name}.json")
@@ -185,7 +217,8 @@ def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entri
         "world": runtime.table.size,
         "single": {
             "file": "single.pt2",
-            "slots": [{"kind": x.kind.value, "name": x.name} for x in program.graph.leaves],
+            "values": "single.safetensors",
+            "slots": [{"kind": x.kind.value, "name": x.name} for x in graph.leaves],
         },
         "variants": {
             name: {
@@ -215,77 +248,3 @@ def _sync(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-@dataclass(frozen=True)
-class ExportedRank:
-    """One rank's exported graph, loaded.
-
-    Call it with values by (kind, name), such as {("input", "input_ids"): ids, ("parameter", "lm_head.weight"): w};
-    it returns results by (kind, name). Communication inside it goes to the ranks of torch.distributed's world.
-    """
-
-    rank: int
-    program: torch.export.ExportedProgram
-    slots: tuple[Mapping[str, Any], ...]
-    results: tuple[tuple[str, str], ...]
-
-    def __call__(self, values: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Run the graph."""
-        keys = [(slot["kind"], slot["name"]) for slot in self.slots]
-        missing = [key for key in keys if key not in values]
-        if missing:
-            raise ExportError(f"the exported graph of rank {self.rank} needs values for {missing}")
-        made = self.program.module()(*(values[key] for key in keys))
-        return dict(zip(self.results, made, strict=True))
-
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
-        """Return this rank's parts of whole parameters and buffers, given by name, as values to call with."""
-        parts = {}
-        for slot in self.slots:
-            if "lies" in slot:
-                whole = tensors[slot["name"]]
-                part = local_part(whole, parse_annotation(slot["lies"]), self.rank)
-                parts[slot["kind"], slot["name"]] = part.contiguous()
-        return parts
-
-
-def load_exported(folder: str | Path, variant: str, rank: int) -> ExportedRank:
-    """Load one rank's graph of an exported variant.
-
-    Raises:
-        ExportError: the folder is no export, was written by another format, has no such graph, or is damaged.
-    """
-    manifest = _manifest(Path(folder))
-    try:
-        entry = manifest["variants"][variant]["ranks"][str(rank)]
-    except KeyError as error:
-        known = {name: sorted(v["ranks"]) for name, v in manifest["variants"].items()}
-        raise ExportError(f"{folder} has no graph of variant {variant!r} for rank {rank}; it has {known}") from error
-    path = Path(folder) / entry["file"]
-    if hashlib.sha256(path.read_bytes()).hexdigest() != entry["sha256"]:
-        raise ExportError(f"{path} has changed since it was exported (its hash differs); export again")
-    with _imports(manifest["imports"]):
-        program = torch.export.load(path)
-    results = tuple((result["kind"], result["name"]) for result in entry["results"])
-    return ExportedRank(rank, program, tuple(entry["slots"]), results)
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "manifest.json"
-    if not path.exists():
-        raise ExportError(f"{folder} is no export: there is no manifest.json in it")
-    manifest: dict[str, Any] = json.loads(path.read_text())
-    if manifest.get("format") != FORMAT:
-        raise ExportError(f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT!r}")
-    return manifest
-
-
-@contextlib.contextmanager
-def _imports(names: list[str]) -> Iterator[None]:
-    """Make the ops known that the file uses; names come from a file, so only our own modules are imported."""
-    for name in names:
-        if not name.startswith("hetu_fx."):
-            raise ExportError(f"the export asks for module {name!r}, which is not part of hetu_fx; refused")
-        import_module(name)
-    yield

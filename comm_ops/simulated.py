@@ -61,10 +61,6 @@ def _along_axis(step: AxisStep, values: Locals) -> Locals:
     }
 
 
-def _at(values: Locals, ranks: Sequence[int]) -> list[Tensor]:
-    return [values[rank] for rank in ranks]
-
-
 def _play(call: Call, position: int, inputs: Sequence[Tensor]) -> Tensor:
     match call.op, call.args:
         case "identity", _:

@@ -146,7 +146,7 @@ def export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.Ex
     examples, dims = [], []
     for slot in device.slots:
         node = _slot_node(graph, slot)
-        shape = _local_hints(deduced, device, node, slot)
+        shape = _local_hints(deduced, device, node)
         examples.append(torch.zeros(shape, dtype=meta.dtype(node)))
         dims.append(_open_dims(node))
     module = fx.GraphModule(torch.nn.Module(), device.graph)
@@ -180,7 +180,7 @@ def _open_dims(node: fx.Node) -> dict[int, Any]:
     return {i: torch.export.Dim.AUTO for i, size in enumerate(meta.shape(node)) if meta.is_symbolic(size)}
 
 
-def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node, slot: Slot) -> tuple[int, ...]:
+def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node) -> tuple[int, ...]:
     annotation = deduced.value_annotation(node, device.layout)
     local = annotation.local_shape(device.rank, deduced.shape(node))
     return tuple(hint if size is None else size for size, hint in zip(local, meta.hints(node), strict=True))

@@ -50,11 +50,6 @@ class Bridge:
         ]
 
     @property
-    def gather_buckets(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of each gather bucket, in order."""
-        return tuple(bucket.names for bucket in self.plan.gathers)
-
-    @property
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)

@@ -52,7 +52,7 @@ class Outcome:
 class _Flight:
     """A micro-batch between its forward and its backward."""
 
-    received: list[Tensor]
+    received: dict[str, Tensor]
     sent: dict[str, Tensor]
     loss: Tensor | None
 
@@ -108,7 +108,7 @@ class Engine:
         received = self._receive(micro, train)
         with torch.set_grad_enabled(train):
             results = self._call(self._arguments(micro, shared, received), outcome)
-        flight = _Flight(list(received.values()), {}, None)
+        flight = _Flight(received, {}, None)
         for result, value in zip(self.device.results, results, strict=True):
             match result.kind:
                 case ResultKind.SENT:
@@ -132,28 +132,23 @@ class Engine:
         return received
 
     def _backward(self, micro: MicroBatch, flight: _Flight, outcome: Outcome) -> None:
-        cotangents = self._cotangents(micro, flight)
+        cotangents = self._cotangents(micro)
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append((flight.loss, torch.ones_like(flight.loss)))
         with outcome.timer:
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-        grads = dict(zip((s.name for s in self._received_slots()), flight.received, strict=True))
         for channel in self.inward:
-            channel.send_back([_gradient(grads[name]) for name in channel.returned], micro.bindings)
+            channel.send_back([_gradient(flight.received[name]) for name in channel.returned], micro.bindings)
 
-    def _cotangents(self, micro: MicroBatch, flight: _Flight) -> dict[str, Tensor]:
+    def _cotangents(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Collect the cotangents of sent values; one read by several stages gets their sum."""
         total: dict[str, Tensor] = {}
         for channel in self.outward:
             for name, grad in zip(channel.returned, channel.receive_back(micro.bindings), strict=True):
                 total[name] = total[name] + grad if name in total else grad
         return total
-
-    def _received_slots(self) -> list[Slot]:
-        names = [handover.value.name for channel in self.inward for handover in channel.handovers]
-        return [Slot(SlotKind.RECEIVED, name) for name in names]
 
     def _arguments(self, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
         return [self._feed(slot, micro, shared, received) for slot in self.device.slots]

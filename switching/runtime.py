@@ -167,10 +167,6 @@ class Runtime:
             raise BatchError("the batch has no rows on any rank")
         return plan_rows(self.variants[self.current].plan, facts.rows, shared=self.settings.shared)
 
-    def close(self) -> None:
-        """Forget variants; groups are left to torch.distributed."""
-        self.variants.clear()
-
 
 def names_of(plans: Sequence[Plan]) -> list[str]:
     """Return a name for each plan: its own, or a number."""

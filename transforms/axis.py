@@ -116,7 +116,7 @@ class _Forward:
         return SUMMED if self.keep_sums else WHOLE
 
     def _decide(self, node: fx.Node, op: OpFactors) -> Decision:
-        factor = self._pick(node, op)
+        factor = self._pick(op)
         if factor is not None:
             return self._split_on(node, op, factor)
         summed = frozenset(i for i, o in enumerate(op.operands) if isinstance(self.states[o.node], Summed))
@@ -131,7 +131,7 @@ class _Forward:
         node = op.operands[position].node
         return Need(node, self.states[node] if position in op.unread else state)
 
-    def _pick(self, node: fx.Node, op: OpFactors) -> FactorClass | None:
+    def _pick(self, op: OpFactors) -> FactorClass | None:
         """Return the split factor to compute a part of: the one most operands are already split on."""
         candidates = [c for c in (op.classes & self.splits) - op.whole if self._worth(op, c)]
         return max(candidates, key=lambda c: (self._already_split(op, c), -c.id), default=None)

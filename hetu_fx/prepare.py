@@ -55,6 +55,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     join_world()
     table = GroupTable(wanted.process_group)
     warn_if_alone(table)
+    check_group(table)
     together(table, lambda: check_model(wanted.model))
     execution = together(table, lambda: execution_of(wanted))
     with using(table):
@@ -117,6 +118,20 @@ def warn_if_alone(table: GroupTable) -> None:
             "'torchrun --nproc-per-node 2 SCRIPT' or 'ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu "
             "--num_processes 2 --num_machines 1 SCRIPT'",
             stacklevel=4,
+        )
+
+
+def check_group(table: GroupTable) -> None:
+    """Refuse a process group of other ranks than the first ones: optimizers and backward look ranks up in the world.
+
+    Raises:
+        EnvironmentProblem: on every rank of the group.
+    """
+    ranks = [table.to_global(rank) for rank in range(table.size)]
+    if ranks != list(range(table.size)):
+        raise EnvironmentProblem(
+            f"process_group has ranks {ranks}, but it must be the first ranks of the world; start the processes in "
+            f"another order, or leave ranks out by the plan (a plan need not use every device)"
         )
 
 

@@ -81,6 +81,12 @@ def check_models_that_cannot_be(rank: int, world: int, folder: Path) -> None:
         hetu_fx.auto_parallelize(model, batch_of("mlp", 4), plan=dp(1, 1), process_group=group)
 
 
+def check_groups_of_other_ranks(rank: int, world: int, folder: Path) -> None:
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        refused(EnvironmentProblem, r"process_group has ranks \[1, 2\], but it must be the first", group)
+
+
 def check_examples_that_disagree(rank: int, world: int, folder: Path) -> None:
     if (group := world_of(2)) is None:
         return

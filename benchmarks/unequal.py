@@ -27,7 +27,7 @@ from benchmarks.report import Bar, Row, finish, median_ratio, parser
 from hetu_fx.emulate import EmulateSpec, run
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
-SIZE = Size(width=256, layers=4, rows=64, tokens=128)
+SIZE = Size(width=256, layers=4, rows=64, tokens=256)
 IDEAL_BAR = 0.90
 DDP_BAR = 1.8
 EVEN, FAIR, AUTO = "DDP, even rows", "DDP, rows by speed (inexact mean)", "hetu_fx, plan auto"

@@ -16,7 +16,7 @@ from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.planner.cut import FactorCut
 from hetu_fx.transforms.annotate import tensor_classes
 from hetu_fx.transforms.axis import deduce_axis
-from hetu_fx.transforms.flow import Flow, flow_of
+from hetu_fx.transforms.flow import Flow, flow_of, reached_from
 from hetu_fx.transforms.pass_ import run_passes
 from hetu_fx.transforms.passes import GRAPH_PASSES
 from hetu_fx.transforms.prologue import extract_prologue
@@ -56,11 +56,15 @@ class Program:
         """Return the name of the loss output; empty if the model has none."""
         return next((leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.LOSS)), "")
 
+    @property
+    def _reached_by_counts(self) -> frozenset[fx.Node]:
+        return reached_from(self.graph, (leaf.node for leaf in self.graph.leaves_of(LeafKind.COUNT)))
+
     @cached_property
     def loss_is_mean(self) -> bool:
         """Tell whether the loss is divided by a count of the batch inside the graph, not by a given number."""
         loss = self.graph.loss
-        return loss is not None and bool(self.counts) and loss in _reached_by_counts(self.graph)
+        return loss is not None and bool(self.counts) and loss in self._reached_by_counts
 
     @cached_property
     def row_inputs(self) -> frozenset[str]:
@@ -100,11 +104,3 @@ def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
 def _has_rows(leaf: Leaf, graph: Graph) -> bool:
     sizes = meta.shape(leaf.node)
     return bool(sizes) and meta.expression(sizes[0]) == graph.batch_symbol
-
-
-def _reached_by_counts(graph: Graph) -> frozenset[fx.Node]:
-    reached = {leaf.node for leaf in graph.leaves_of(LeafKind.COUNT)}
-    for node in graph.graph.nodes:
-        if not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return frozenset(reached)

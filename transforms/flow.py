@@ -45,13 +45,14 @@ def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
     parameters = {node for node, leaf in kinds.items() if leaf.kind is LeafKind.PARAMETER}
     trained = {node for node in parameters if kinds[node].name not in frozen}
     return Flow(
-        _reached(graph, inputs),
-        _reached(graph, parameters),
+        reached_from(graph, inputs),
+        reached_from(graph, parameters),
         frozenset(n for n in _differentiable(graph, trained)),
     )
 
 
-def _reached(graph: Graph, start: Iterable[fx.Node]) -> frozenset[fx.Node]:
+def reached_from(graph: Graph, start: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Return the ops that some of the given nodes reach, and those nodes."""
     reached = set(start)
     for node in graph.graph.nodes:
         if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):

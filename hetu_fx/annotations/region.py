@@ -72,9 +72,8 @@ def whole(size: int) -> Intervals:
 def cut(intervals: Intervals, split: Split, position: int) -> Intervals:
     """Keep the part of `intervals`, laid end to end, that `position` of `split` holds."""
     size = length(intervals)
-    parts = split.parts(size)
-    start, middle = sum(parts[:position]), sum(parts)
-    stop = start + parts[position]
+    start, stop = split.bounds(size, position)
+    middle = size // (split.outer * split.inner)
     kept: list[Interval] = []
     for block in range(split.outer):
         base = block * middle

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hetu_fx.errors import AnnotationError
 
@@ -21,6 +22,7 @@ class Split:
     units: tuple[int, ...]
     outer: int = 1
     inner: int = 1
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         units = tuple(self.units)
@@ -33,6 +35,8 @@ class Split:
             raise AnnotationError(f"split of dim {self.dim} needs units >= 0, not all zero, got {units}")
         divisor = math.gcd(*units)
         object.__setattr__(self, "units", tuple(unit // divisor for unit in units))
+        # Summed up once, so that asking for every part takes linear time.
+        object.__setattr__(self, "_starts", tuple(itertools.accumulate(self.units, initial=0)))
 
     @classmethod
     def even(cls, dim: int, ways: int, outer: int = 1, inner: int = 1) -> Split:
@@ -46,19 +50,29 @@ class Split:
 
     def parts(self, size: int) -> tuple[int, ...]:
         """Give the middle factor's part of each position, for a dim of `size`; raise where it divides not."""
+        unit = self._unit(size)
+        return tuple(count * unit for count in self.units)
+
+    def bounds(self, size: int, position: int) -> tuple[int, int]:
+        """Give where the part of `position` starts and stops in the middle factor."""
+        unit = self._unit(size)
+        return self._starts[position] * unit, self._starts[position + 1] * unit
+
+    def local_size(self, size: int, position: int) -> int:
+        """Give the length of the dim that `position` holds."""
+        return self.outer * self.units[position] * self._unit(size) * self.inner
+
+    def _unit(self, size: int) -> int:
+        """Give the entries of the middle factor that one unit stands for; raise where it divides not."""
         middle, rest = divmod(size, self.outer * self.inner)
-        total = sum(self.units)
+        total = self._starts[-1]
         if rest or middle % total:
             raise AnnotationError(
                 f"cannot split dim {self.dim} of size {size} in parts {':'.join(map(str, self.units))}"
                 f"{self._factor_text()}; choose parts whose sum divides "
                 f"{size if rest else middle}"
             )
-        return tuple(unit * (middle // total) for unit in self.units)
-
-    def local_size(self, size: int, position: int) -> int:
-        """Give the length of the dim that `position` holds."""
-        return self.outer * self.parts(size)[position] * self.inner
+        return middle // total
 
     def _factor_text(self) -> str:
         if self.outer == 1 and self.inner == 1:

@@ -67,6 +67,9 @@ def flatten(annotation: Annotation) -> Annotation:
     top, sharding = annotation.top, annotation.shardings[0]
     if top is None or any(other != sharding for other in annotation.shardings):
         return annotation
+    if isinstance(top, Duplicate) and sharding.num_summands > 1:
+        # Groups hold equal values, but need not hold equal summands; copies inside a group do.
+        return annotation
     if isinstance(top, Split) and any(split.dim == top.dim for split in sharding.splits):
         return annotation
     return Annotation.on(annotation.ranks, top, *sharding.axes)

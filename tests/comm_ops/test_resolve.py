@@ -71,6 +71,8 @@ CASES = [
     ("P(2) over {[0,1] P(2); [2]}", "[3,4] S(0, 2)", ["batched_send_receive"]),
     ("D(2) over {[2]; [0,1] S(0, 2:1)}", "D(2) over {[0]; [1]}", ["batched_send_receive"]),
     ("S(0, 2) over {[0]; [1]}", "[0,1] S(0, 2)", []),
+    # The groups' summands differ, though their sums are equal: no rank may add summands of both.
+    ("D(2) over {[0,1] P(2); [2,3] P(2)}", "[0,2,1,3] D(4)", ["batched_send_receive"]),
 ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def _along_axes(group: DeviceGroup, before: Sharding, after: Sharding, back: Sha
     if None in ops or _cuts_what_it_joins(refined[0], ops, refined[1]):
         return None
     current, steps = list(refined[0]), []
-    for axis in _order([op or "" for op in ops]):
+    for axis in _order([op or "" for op in ops], refined[1]):
         following = [*current[:axis], refined[1][axis], *current[axis + 1 :]]
         steps.append(_axis_step(group, ops[axis] or "", axis, (current, following, refined[2]), shape))
         current = following
@@ -158,12 +158,21 @@ def _cuts_what_it_joins(before: Sequence[Atom], ops: Sequence[str | None], after
     return bool(joined & cut)
 
 
-def _order(ops: Sequence[str]) -> list[int]:
-    """Order axes so that tensors shrink first and grow last; cuts coarse to fine, joins fine to coarse."""
-    axes: list[int] = []
-    for name in ("local_slice", "reduce_scatter", "identity", "all_reduce"):
-        axes += [axis for axis, op in enumerate(ops) if op == name]
+def _order(ops: Sequence[str], after: Sequence[Atom]) -> list[int]:
+    """Order axes so that tensors shrink first and grow last; cuts of a dim coarse to fine, joins fine to coarse."""
+    axes = [axis for axis, op in enumerate(ops) if op == "local_slice" and not _refines_a_sum(axis, ops, after)]
+    axes += [axis for axis, op in enumerate(ops) if op in ("local_slice", "reduce_scatter") and axis not in axes]
+    axes += [axis for axis, op in enumerate(ops) if op in ("identity", "all_reduce")]
     return axes + [axis for axis in reversed(range(len(ops))) if ops[axis] == "all_gather"]
+
+
+def _refines_a_sum(axis: int, ops: Sequence[str], after: Sequence[Atom]) -> bool:
+    """Tell whether this piece cuts what a reduce-scatter along a coarser axis leaves of the same dim."""
+    piece = after[axis]
+    if not isinstance(piece, Piece) or not piece.coarser:
+        return False
+    coarser = [atom for atom, op in zip(after[:axis], ops[:axis], strict=True) if op == "reduce_scatter"]
+    return any(isinstance(atom, Piece) and atom.split.dim == piece.split.dim for atom in coarser)
 
 
 def _axis_step(

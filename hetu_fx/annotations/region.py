@@ -43,6 +43,11 @@ class Region:
         return tuple(length(intervals) for intervals in self.dims)
 
     @property
+    def role(self) -> str:
+        """What the local tensor is: a "copy" of the value there, or a "summand" of it."""
+        return "copy" if self.summand is None else "summand"
+
+    @property
     def boxes(self) -> tuple[Box, ...]:
         """The disjoint boxes in local row-major order; none for an empty region."""
         return tuple(Box(bounds) for bounds in itertools.product(*self.dims))

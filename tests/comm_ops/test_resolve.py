@@ -71,6 +71,9 @@ CASES = [
     ("P(2) over {[0,1] P(2); [2]}", "[3,4] S(0, 2)", ["batched_send_receive"]),
     ("D(2) over {[2]; [0,1] S(0, 2:1)}", "D(2) over {[0]; [1]}", ["batched_send_receive"]),
     ("S(0, 2) over {[0]; [1]}", "[0,1] S(0, 2)", []),
+    # The finer cut waits for the coarser one, though slices of other dims come before sums.
+    ("[0-3] P(2) D(2)", "[0-3] S(0, 4)", ["reduce_scatter", "local_slice"]),
+    ("[0-3] P(2) D(2)", "[0-3] S(0, 2) S(1, 2)", ["local_slice", "reduce_scatter"]),
     # The groups' summands differ, though their sums are equal: no rank may add summands of both.
     ("D(2) over {[0,1] P(2); [2,3] P(2)}", "[0,2,1,3] D(4)", ["batched_send_receive"]),
 ]  # fmt: skip

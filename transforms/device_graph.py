@@ -75,7 +75,10 @@ class Handover:
 
 @dataclass(frozen=True, eq=False)
 class DeviceGraph:
-    """What one rank runs: its stage's graph with local shapes, and what it exchanges with other stages."""
+    """What one rank runs: its stage's graph with local shapes, and what it exchanges with other stages.
+
+    `differentiable` are the communications through which a gradient comes back.
+    """
 
     rank: int
     layout: StageLayout
@@ -85,3 +88,4 @@ class DeviceGraph:
     results: tuple[Result, ...]
     handovers_in: tuple[Handover, ...]
     handovers_out: tuple[Handover, ...]
+    differentiable: frozenset[fx.Node]

@@ -73,6 +73,7 @@ class _Builder:
         self.slots: list[Slot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[_Edge, fx.Node] = {}
+        self.differentiable: set[fx.Node] = set()
 
     def build(self) -> DeviceGraph:
         stage = stage_nodes(self.annotated, self.layout)
@@ -100,6 +101,7 @@ class _Builder:
             handovers_out=tuple(
                 self._handover(node, self.layout, target) for node in stage.sent for target in self._targets(node)
             ),
+            differentiable=frozenset(self.differentiable),
         )
 
     def _leaf(self, node: fx.Node, leaf: Leaf) -> fx.Node:
@@ -213,6 +215,8 @@ class _Builder:
         for call in resolution.calls(self.rank):
             arguments: Any = (value, *call.args)
             value = self._traced(node, self.graph.call_function(COMM_OPS[call.op].overload, arguments))
+            if node in self.annotated.flow.differentiable:
+                self.differentiable.add(value)
         return value
 
     def _shape(self, node: fx.Node) -> tuple[int | None, ...]:

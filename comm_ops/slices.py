@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
-from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import Intervals, length, merge, offsets
+from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops.change import Change
 
 Dims = tuple[Intervals, ...]
+Owners = tuple[tuple[tuple[int, ...], ...], ...]
+Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Slice:
     """
 
     dims: Dims
-    owners: tuple[tuple[tuple[int, ...], ...], ...]
+    owners: Owners
     receivers: tuple[int, ...]
 
     @property
@@ -41,17 +44,22 @@ class Slice:
 
 @lru_cache(maxsize=4096)
 def finest_slices(change: Change) -> tuple[Slice, ...]:
-    """List the finest slices of a change, in row-major order of their first entry's class."""
-    annotations = (change.source, change.target)
-    regions = [a.region(rank, change.shape).dims for a in annotations for rank in a.ranks]
-    classes = [_classes([dims[dim] for dims in regions]) for dim in range(len(change.shape))]
-    owners = _holders(change.source, change, classes)
-    receivers = _holders(change.target, change, classes)
-    slices = []
-    for index in itertools.product(*map(range, map(len, classes))):
-        dims = tuple(classes[dim][number] for dim, number in enumerate(index))
-        slices.append(Slice(dims, _owners(change, owners.get(index, ())), _receivers(change, receivers.get(index, ()))))
-    return tuple(slices)
+    """List the finest slices of a change, in row-major order of their first entry's class.
+
+    Linear in the ranks and in the slices: slices that the same regions hold share one list of ranks.
+    """
+    before, after = _held(change.source, change.shape), _held(change.target, change.shape)
+    classes = [_classes({dims[dim] for dims in (*before, *after)}) for dim in range(len(change.shape))]
+    owners, receivers = _holders(before, classes), _holders(after, classes)
+    owners_of, receivers_of = _owner_table(change, before), _receiver_table(change, after)
+    return tuple(
+        Slice(
+            tuple(classes[dim].members[number] for dim, number in enumerate(index)),
+            owners_of(tuple(owners.get(index, ()))),
+            receivers_of(tuple(receivers.get(index, ()))),
+        )
+        for index in itertools.product(*(range(len(found.members)) for found in classes))
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -68,61 +76,103 @@ def _locate_dim(held: Intervals, wanted: Intervals) -> Intervals:
     return merge(located)
 
 
-def _classes(held: Iterable[Intervals]) -> tuple[Intervals, ...]:
-    """Group the cells between all cut points by the distinct interval lists that contain them."""
-    distinct = sorted(set(held))
-    points = sorted({point for intervals in distinct for bounds in intervals for point in bounds})
-    cells: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    covers = [_cover(intervals, points) for intervals in distinct]
-    for number, cell in enumerate(itertools.pairwise(points)):
-        holders = tuple(index for index, cover in enumerate(covers) if number in cover)
-        if holders:
-            cells.setdefault(holders, []).append(cell)
-    return tuple(merge(bounds) for bounds in cells.values())
+@dataclass(frozen=True, slots=True)
+class _Classes:
+    """The classes of one dim's cells, and which of them make up each interval list that a rank holds."""
+
+    members: tuple[Intervals, ...]
+    inside: Mapping[Intervals, tuple[int, ...]]
 
 
-def _cover(intervals: Intervals, points: Sequence[int]) -> set[int]:
+def _held(annotation: Annotation, shape: Shape) -> dict[Dims, list[int]]:
+    """List the ranks that hold each distinct region; ranks with equal split coordinates share one."""
+    known: dict[tuple[int, ...], Dims] = {}
+    held: dict[Dims, list[int]] = {}
+    for index, (group, sharding) in enumerate(zip(annotation.groups, annotation.shardings, strict=True)):
+        cuts = [isinstance(axis, Split) for axis in sharding.axes]
+        for position, rank in enumerate(group.ranks):
+            key = (index, *itertools.compress(sharding.coordinates(position), cuts))
+            if key not in known:
+                known[key] = annotation.region(rank, shape).dims
+            held.setdefault(known[key], []).append(rank)
+    return held
+
+
+def _classes(distinct: Collection[Intervals]) -> _Classes:
+    """Group the cells between all cut points by the interval lists that contain them."""
+    ordered = sorted(distinct)
+    points = sorted({point for intervals in ordered for bounds in intervals for point in bounds})
+    cover = _cover(ordered, points)
+    numbers: dict[tuple[int, ...], int] = {}
+    cells: list[list[tuple[int, int]]] = []
+    inside: dict[Intervals, dict[int, None]] = {intervals: {} for intervals in ordered}
+    for cell, holders in zip(itertools.pairwise(points), cover, strict=False):
+        if not holders:
+            continue
+        number = numbers.setdefault(tuple(holders), len(numbers))
+        if number == len(cells):
+            cells.append([])
+            for holder in holders:
+                inside[ordered[holder]][number] = None
+        cells[number].append(cell)
+    return _Classes(tuple(map(merge, cells)), {intervals: tuple(found) for intervals, found in inside.items()})
+
+
+def _cover(ordered: Sequence[Intervals], points: Sequence[int]) -> list[list[int]]:
+    """List, for every cell, the numbers of the interval lists that contain it."""
     number = {point: index for index, point in enumerate(points)}
-    return {cell for start, stop in intervals for cell in range(number[start], number[stop])}
+    cover: list[list[int]] = [[] for _ in points]
+    for index, intervals in enumerate(ordered):
+        for start, stop in intervals:
+            for cell in range(number[start], number[stop]):
+                cover[cell].append(index)
+    return cover
 
 
-def _holders(
-    annotation: Annotation, change: Change, classes: Sequence[Sequence[Intervals]]
-) -> dict[tuple[int, ...], list[int]]:
+def _holders(held: Iterable[Dims], classes: Sequence[_Classes]) -> dict[tuple[int, ...], list[int]]:
+    """List the numbers of the regions that hold each product of classes."""
     holders: dict[tuple[int, ...], list[int]] = {}
-    firsts = [{intervals[0][0]: number for number, intervals in enumerate(dim)} for dim in classes]
-    for rank in annotation.ranks:
-        dims = annotation.region(rank, change.shape).dims
-        inside = [_inside(held, first) for held, first in zip(dims, firsts, strict=True)]
-        for index in itertools.product(*inside):
-            holders.setdefault(index, []).append(rank)
+    for number, dims in enumerate(held):
+        for index in itertools.product(*(found.inside[part] for part, found in zip(dims, classes, strict=True))):
+            holders.setdefault(index, []).append(number)
     return holders
 
 
-@lru_cache(maxsize=4096)
-def _inside_cached(held: Intervals, firsts: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    return tuple(number for point, number in firsts if any(start <= point < stop for start, stop in held))
+def _rank_table(annotation: Annotation, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], tuple[int, ...]]:
+    """Give the function from numbers of regions to the ranks that hold them, in the annotation's order."""
+    by_number = list(held.values())
+    order = {rank: position for position, rank in enumerate(annotation.ranks)}
+
+    def ranks_of(numbers: Numbers) -> tuple[int, ...]:
+        if len(numbers) == 1:
+            return tuple(by_number[numbers[0]])
+        return tuple(sorted(itertools.chain.from_iterable(by_number[n] for n in numbers), key=order.__getitem__))
+
+    return ranks_of
 
 
-def _inside(held: Intervals, firsts: dict[int, int]) -> tuple[int, ...]:
-    return _inside_cached(held, tuple(firsts.items()))
-
-
-def _owners(change: Change, ranks: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    source = change.source
+def _owner_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], Owners]:
+    """Give the function from numbers of regions to their ranks, by copy and summand."""
+    source, ranks_of = change.source, _rank_table(change.source, held)
     if not source.has_partial:
-        return ((tuple(ranks),),)
-    copies = []
-    for members in source.copy_sets:
-        summands: dict[int, list[int]] = {}
-        for rank in ranks:
-            if rank in members:
-                summands.setdefault(source.region(rank, change.shape).summand or 0, []).append(rank)
-        copies.append(tuple(tuple(summands[number]) for number in sorted(summands)))
-    return tuple(copies)
+        return cache(lambda numbers: ((ranks_of(numbers),),))
+    copies = source.copy_sets
+    copy_of = {rank: number for number, members in enumerate(copies) for rank in members}
+    summand_of = {rank: source.region(rank, change.shape).summand or 0 for rank in source.ranks}
+
+    @cache
+    def owners_of(numbers: Numbers) -> Owners:
+        found: list[dict[int, list[int]]] = [{} for _ in copies]
+        for rank in ranks_of(numbers):
+            found[copy_of[rank]].setdefault(summand_of[rank], []).append(rank)
+        return tuple(tuple(tuple(copy[number]) for number in sorted(copy)) for copy in found)
+
+    return owners_of
 
 
-def _receivers(change: Change, ranks: Sequence[int]) -> tuple[int, ...]:
-    if not change.target.has_partial:
-        return tuple(ranks)
-    return tuple(rank for rank in ranks if not change.target.region(rank, change.shape).summand)
+def _receiver_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], tuple[int, ...]]:
+    target, ranks_of = change.target, _rank_table(change.target, held)
+    if not target.has_partial:
+        return cache(ranks_of)
+    valued = {rank for rank in target.ranks if not target.region(rank, change.shape).summand}
+    return cache(lambda numbers: tuple(rank for rank in ranks_of(numbers) if rank in valued))

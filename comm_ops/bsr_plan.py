@@ -1,8 +1,8 @@
 """Batched send-receive on paper (Hetu v2 section 5.3): which slice goes from whom to whom.
 
-Every receiver gets every slice it lacks from one owner: itself, else the owner on its node that has sent
-least within nodes so far, else the owner that has sent least between nodes. Of a partial source every summand
-is sent to the receiver, which adds them in the order of their numbers. In a partial target the first summand
+Every receiver gets every slice it lacks from one owner, whom `bsr_senders` chooses: by default itself, else the
+least loaded owner on its node, else the least loaded one elsewhere. Of a partial source every summand is sent to
+the receiver, which adds them in the order of their numbers. In a partial target the first summand
 takes the value and the others are zero. All moves of a plan share the load counters and travel in one message
 per ordered pair of ranks. Plans depend on nothing but their arguments.
 
@@ -14,12 +14,12 @@ each gets and sums its own chunk, and passes it on in a second round.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import length, merge, select
+from hetu_fx.comm_ops.bsr_senders import SENDERS, NodeOf, OwnerSet, Senders
 from hetu_fx.comm_ops.change import Change
 from hetu_fx.comm_ops.slices import Dims, Slice, finest_slices
 from hetu_fx.errors import AnnotationError, ResolveError
@@ -95,70 +95,51 @@ class BsrPlan:
         return sum(num_bytes for sender, _, num_bytes in messages if sender == rank)
 
 
-class _Loads:
-    """Bytes that every rank has sent so far, within its node and to others."""
-
-    def __init__(self, node_of: Callable[[int], int]) -> None:
-        self.node_of = node_of
-        self.near: defaultdict[int, int] = defaultdict(int)
-        self.far: defaultdict[int, int] = defaultdict(int)
-        self._neighbours: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
-
-    def sender(self, owners: tuple[int, ...], receiver: int) -> int:
-        """Choose the owner that sends to `receiver`; of equals the first."""
-        if receiver in owners:
-            return receiver
-        near = self._near(owners, self.node_of(receiver))
-        return min(near, key=self.near.__getitem__) if near else min(owners, key=self.far.__getitem__)
-
-    def price(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Compare transfers: local, then inside a node, then between nodes; then by load."""
-        if sender == receiver:
-            return 0, 0
-        return (1, self.near[sender]) if self._same_node(sender, receiver) else (2, self.far[sender])
-
-    def add(self, sender: int, receiver: int, num_bytes: int) -> None:
-        """Count a transfer."""
-        if sender != receiver:
-            counter = self.near if self._same_node(sender, receiver) else self.far
-            counter[sender] += num_bytes
-
-    def _same_node(self, a: int, b: int) -> bool:
-        return self.node_of(a) == self.node_of(b)
-
-    def _near(self, owners: tuple[int, ...], node: int) -> tuple[int, ...]:
-        key = owners, node
-        if key not in self._neighbours:
-            self._neighbours[key] = tuple(owner for owner in owners if self.node_of(owner) == node)
-        return self._neighbours[key]
-
-
 def plan_moves(
-    moves: Sequence[Move], *, node_of: Callable[[int], int] = lambda rank: 0, relays: bool = False
+    moves: Sequence[Move],
+    *,
+    node_of: NodeOf = lambda rank: 0,
+    relays: bool = False,
+    senders: str = "load",
 ) -> BsrPlan:
-    """Plan moves together, so that their messages are fused and their load is shared.
+    """Plan moves together, so that their messages are fused and their load is shared; linear in the table.
 
-    `node_of` gives the node of a rank. Raises ResolveError where an annotation does not fit its shape.
+    `node_of` gives the node of a rank, `senders` names a choice of `SENDERS`. Raises ResolveError where an
+    annotation does not fit its shape, or where there is no such choice.
     """
-    loads = _Loads(node_of)
+    if senders not in SENDERS:
+        raise ResolveError(f"there is no choice of senders {senders!r}; choose one of {', '.join(SENDERS)}")
+    loads = SENDERS[senders](node_of)
     transfers: list[Transfer] = []
     passed_on: list[Transfer] = []
     for number, move in enumerate(moves):
         for part in _slices(move):
+            copies = [[loads.owners(ranks) for ranks in copy] for copy in part.owners]
             teams = relay_teams(part, node_of) if relays and not move.target.has_partial else []
             for team in teams:
                 for chunk, first in zip(_chunks(part, len(team)), team, strict=False):
-                    transfers += _transfers(number, move, chunk, first, loads)
+                    transfers += _transfers(number, move, chunk, copies, first, loads)
                     passed_on += _pass_on(number, move, chunk, first, team, loads)
             relayed = {rank for team in teams for rank in team}
             for receiver in part.receivers:
                 if receiver not in relayed:
-                    transfers += _transfers(number, move, part, receiver, loads)
+                    transfers += _transfers(number, move, part, copies, receiver, loads)
     relay = BsrPlan(tuple(map(_in_place, moves)), tuple(passed_on)) if passed_on else None
     return BsrPlan(tuple(moves), tuple(transfers), relay)
 
 
-def relay_teams(part: Slice, node_of: Callable[[int], int]) -> list[tuple[int, ...]]:
+def plan_each(
+    moves: Sequence[Move],
+    *,
+    node_of: NodeOf = lambda rank: 0,
+    relays: bool = False,
+    senders: str = "load",
+) -> tuple[BsrPlan, ...]:
+    """Plan every move alone, as `plan_moves` does: nothing fused and no load shared, for comparison."""
+    return tuple(plan_moves([move], node_of=node_of, relays=relays, senders=senders) for move in moves)
+
+
+def relay_teams(part: Slice, node_of: NodeOf) -> list[tuple[int, ...]]:
     """List the receivers of a slice that had better share what they get, team by team."""
     summands, receivers = min(map(len, part.owners)), len(part.receivers)
     if summands > 1:
@@ -188,7 +169,7 @@ def _chunks(part: Slice, count: int) -> list[Slice]:
     ]
 
 
-def _pass_on(number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: _Loads) -> list[Transfer]:
+def _pass_on(number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: Senders) -> list[Transfer]:
     others = [rank for rank in team if rank != first]
     for rank in others:
         loads.add(first, rank, chunk.numel * move.itemsize)
@@ -209,8 +190,10 @@ def _slices(move: Move) -> tuple[Slice, ...]:
         raise ResolveError(f"cannot move {change}: {error}") from error
 
 
-def _transfers(number: int, move: Move, part: Slice, receiver: int, loads: _Loads) -> list[Transfer]:
-    choices = [[loads.sender(owners, receiver) for owners in copy] for copy in part.owners]
+def _transfers(
+    number: int, move: Move, part: Slice, copies: Sequence[Sequence[OwnerSet]], receiver: int, loads: Senders
+) -> list[Transfer]:
+    choices = [[loads.sender(owners, receiver) for owners in copy] for copy in copies]
     if len(choices) > 1:
         choices.sort(key=lambda senders: sorted((loads.price(s, receiver) for s in senders), reverse=True))
     senders = choices[0]

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.rule import Dim, Dims, Factoring
+from hetu_fx.deduction.rule import Dim, Dims, Factoring, names_in
 from hetu_fx.deduction.size import Size, product
 from hetu_fx.errors import RuleError
 
@@ -49,11 +49,14 @@ class Line:
         shapes = [operand.shape for operand in call.operands]
         sizes = _sizes([*patterns, *self.results], [*shapes, *call.results], self.text)
         additive = frozenset(i for i, pattern in enumerate(patterns) if pattern.additive)
+        operands = tuple(_bind(p, s, sizes, self.text) for p, s in zip(patterns, shapes, strict=True))
+        results = tuple(_bind(p, s, sizes, self.text) for p, s in zip(self.results, call.results, strict=True))
+        whole = frozenset[str]().union(*(pattern.whole for pattern in (*patterns, *self.results)))
         return Factoring(
-            operands=tuple(_bind(p, s, sizes, self.text) for p, s in zip(patterns, shapes, strict=True)),
-            results=tuple(_bind(p, s, sizes, self.text) for p, s in zip(self.results, call.results, strict=True)),
+            operands=operands,
+            results=results,
             sizes=sizes,
-            whole=frozenset().union(*(pattern.whole for pattern in (*patterns, *self.results))),
+            whole=whole & names_in((*operands, *results)),  # a dim of size 1 has no factor
             linear=_linear_sets(linear, len(patterns), additive),
             additive=additive,
         )

@@ -46,6 +46,12 @@ def test_brackets_keep_factors_whole() -> None:
     assert (factoring.whole, factoring.reduced) == ({"k"}, frozenset())
 
 
+def test_a_whole_factor_of_a_dim_of_size_1_is_left_out() -> None:
+    line = parse_line("b [k] -> b [k]")
+    factoring = line.factor(call(aten.softmax.int, torch.ones(3, 1), -1), "none")
+    assert (factoring.whole, factoring.operands) == (frozenset(), ((("b",), ()),))
+
+
 def test_sizes_inside_a_product_follow_from_where_they_stand_alone() -> None:
     line = parse_line("b (g a) -> b g a")
     factoring = line.factor(call(aten.reshape.default, torch.ones(3, 8), [3, 2, 4]), "none")

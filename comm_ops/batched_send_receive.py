@@ -18,14 +18,15 @@ from hetu_fx.errors import CommError
 
 
 @lru_cache(maxsize=4096)
-def _plan(change: Change, itemsize: int) -> BsrPlan:
+def plan_change(change: Change, itemsize: int) -> BsrPlan:
+    """Plan the op's messages for entries of `itemsize` bytes: what runs, and what it is priced by."""
     return plan_moves([Move(change.source, change.target, change.shape, itemsize)], relays=True)
 
 
 def _eager(x: Tensor, change: str, adjoint: str) -> Tensor:
     parsed, table = parse_change(change), active()
     mine = x.detach() if parsed.source.holds(table.rank) else None
-    (result,) = run_moves(_plan(parsed, x.element_size()), [mine], table, like=[x])
+    (result,) = run_moves(plan_change(parsed, x.element_size()), [mine], table, like=[x])
     if result is None:
         return _fake(x, change, adjoint)
     return fresh(result) if result is mine else result

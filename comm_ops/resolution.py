@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
 from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops import COMM_OPS
-from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.batched_send_receive import plan_change
 from hetu_fx.comm_ops.change import Change, format_shape
 from hetu_fx.comm_ops.cost import Topology, messages_cost
 from hetu_fx.comm_ops.split_plan import slice_groups
@@ -109,7 +109,7 @@ class MoveStep:
     def rounds(self, itemsize: int) -> list[list[tuple[int, int, int]]]:
         """List the (sender, receiver, bytes) of the forward, round by round."""
         _numel(self.shape)
-        plan = plan_moves([Move(self.source, self.target, self.shape, itemsize)], relays=True)
+        plan = plan_change(Change(self.source, self.target, self.shape), itemsize)
         return [part.messages for part in plan.rounds]
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
+from hetu_fx.comm_ops.batched_send_receive import plan_change
+from hetu_fx.comm_ops.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.bsr_run import pack, unpack
 from hetu_fx.comm_ops.change import Change
 from hetu_fx.comm_ops.layout import join_parts, take_part
@@ -91,7 +92,7 @@ def _across_groups(step: TopStep, values: Locals) -> Locals:
 
 def _moved(step: MoveStep, values: Locals) -> Locals:
     like = next(iter(values.values()))
-    plan = plan_moves([Move(step.source, step.target, step.shape, like.element_size())], relays=True)
+    plan = plan_change(Change(step.source, step.target, step.shape), like.element_size())
     ranks = {*step.source.ranks, *step.target.ranks}
     held = {rank: [values[rank] if step.source.holds(rank) else None] for rank in ranks}
     return {rank: result for rank, (result,) in simulate_moves(plan, held, [like]).items() if result is not None}

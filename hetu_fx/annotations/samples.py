@@ -38,19 +38,14 @@ def random_annotation(
 def random_pair(
     random: Random, ranks: Sequence[int], shape: tuple[int, ...], *, partial: bool = True
 ) -> tuple[Annotation, Annotation]:
-    """Draw a source and a target, related often enough that no way of resolving a change goes untried.
-
-    Unrelated; on the same groups; with the same top as well; differing in the top alone; on disjoint devices.
-    """
-    kind = random.choice(("any", "any", "groups", "top", "shardings", "disjoint"))
-    if kind == "disjoint" and len(ranks) > 1:
-        half = random.randrange(1, len(ranks))
-        source = random_annotation(random, ranks[:half], shape, partial=partial)
-        return source, random_annotation(random, ranks[half:], shape, partial=partial)
-    source = random_annotation(random, ranks, shape, partial=partial)
-    same = None if kind in ("any", "disjoint") else source.groups
-    target = random_annotation(random, ranks, shape, partial=partial, groups=same)
-    return source, _alike(source, target, kind, shape)
+    """Draw a source and a target, related often enough that no way of resolving a change goes untried."""
+    while True:
+        try:
+            source, target = random.choice(_PAIRS)(random, ranks, shape, partial)
+            target.check_shape(shape)
+        except AnnotationError:  # related blindly, so drawn again where it does not fit
+            continue
+        return source, target
 
 
 def random_cotangent(random: Random, annotation: Annotation) -> Annotation:
@@ -60,20 +55,62 @@ def random_cotangent(random: Random, annotation: Annotation) -> Annotation:
     return Annotation(annotation.groups, shardings, top)
 
 
-def _alike(source: Annotation, target: Annotation, kind: str, shape: tuple[int, ...]) -> Annotation:
-    """Give the target the source's top or shardings, if it still fits."""
-    try:
-        match kind:
-            case "top":
-                mixed = Annotation(target.groups, target.shardings, source.top)
-            case "shardings":
-                mixed = Annotation(target.groups, source.shardings, target.top)
-            case _:
-                return target
-        mixed.check_shape(shape)
-    except AnnotationError:  # mixed blindly
-        return target
-    return mixed
+_Pair = tuple[Annotation, Annotation]
+
+
+def _unrelated(random: Random, ranks: Sequence[int], shape: tuple[int, ...], partial: bool) -> _Pair:
+    first, second = (random_annotation(random, ranks, shape, partial=partial) for _ in range(2))
+    return first, second
+
+
+def _on_the_same_groups(random: Random, ranks: Sequence[int], shape: tuple[int, ...], partial: bool) -> _Pair:
+    source = random_annotation(random, ranks, shape, partial=partial)
+    return source, random_annotation(random, ranks, shape, partial=partial, groups=source.groups)
+
+
+def _on_other_devices(random: Random, ranks: Sequence[int], shape: tuple[int, ...], partial: bool) -> _Pair:
+    middle = len(ranks) // 2
+    source = random_annotation(random, ranks[:middle], shape, partial=partial)
+    return source, random_annotation(random, ranks[middle:], shape, partial=partial)
+
+
+def _by_axes(random: Random, ranks: Sequence[int], shape: tuple[int, ...], partial: bool) -> _Pair:
+    """Change the states of some axes, as a collective does."""
+    source = random_annotation(random, ranks, shape, partial=partial)
+    shardings = tuple(Sharding(_changed(random, s.axes, shape, partial, 0.5)) for s in source.shardings)
+    tops = () if source.top is None else (source.top,)
+    (top,) = _changed(random, tops, shape, partial, 0.3) or (None,)
+    return source, Annotation(source.groups, shardings, top)
+
+
+def _by_top(random: Random, ranks: Sequence[int], shape: tuple[int, ...], partial: bool) -> _Pair:
+    source = random_annotation(random, ranks, shape, partial=partial)
+    tops = () if source.top is None else (source.top,)
+    (top,) = _changed(random, tops, shape, partial, 1.0) or (None,)
+    return source, Annotation(source.groups, source.shardings, top)
+
+
+def _group_by_group(random: Random, ranks: Sequence[int], shape: tuple[int, ...], partial: bool) -> _Pair:
+    """Keep the top and some of the groups; the others give way to a part of their devices, or to spare ones."""
+    source = random_annotation(random, ranks, shape, partial=partial)
+    spare = [rank for rank in ranks if not source.holds(rank)]
+    groups = []
+    for group in source.groups:
+        count = random.randint(1, len(group)) if random.random() < 0.5 else 0
+        groups.append(DeviceGroup(group.ranks[:count]) if count else group)
+    if spare:
+        groups[random.randrange(len(groups))] = DeviceGroup(tuple(spare))
+    target = random_annotation(random, ranks, shape, partial=partial, groups=groups)
+    return source, Annotation(target.groups, target.shardings, source.top)
+
+
+_PAIRS = (_unrelated, _on_the_same_groups, _on_other_devices, _by_axes, _by_axes, _by_top, _group_by_group)
+
+
+def _changed(
+    random: Random, axes: Sequence[State], shape: tuple[int, ...], partial: bool, share: float
+) -> tuple[State, ...]:
+    return tuple(_state(random, a.ways, shape, partial) if random.random() < share else a for a in axes)
 
 
 def _dual(random: Random, state: State) -> State:

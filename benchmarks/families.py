@@ -1,0 +1,90 @@
+"""The model families of the coverage benchmark: what each is made from, and the batches it is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+from benchmarks import family_batches as batches
+from benchmarks.family_configs import IN_FLOAT32, KINDS, WHOLE_BATCH
+from benchmarks.family_nets import NETS
+
+AUTO: Mapping[str, tuple[Any, batches.MakeBatch]] = {
+    "causal": (hf.AutoModelForCausalLM, batches.causal),
+    "masked": (hf.AutoModelForMaskedLM, batches.masked),
+    "translation": (hf.AutoModelForSeq2SeqLM, batches.translation),
+    "text": (hf.AutoModelForSequenceClassification, batches.classified_text),
+    "image": (hf.AutoModelForImageClassification, batches.image),
+    "pixels": (hf.AutoModelForSemanticSegmentation, batches.segmented),
+    "video": (hf.AutoModelForVideoClassification, batches.video),
+    "wave": (hf.AutoModelForCTC, batches.wave),
+    "frames": (hf.AutoModelForCTC, batches.transcribed_frames),
+    "sound": (hf.AutoModelForAudioClassification, batches.classified_spectrogram),
+    "speech": (hf.AutoModelForSpeechSeq2Seq, batches.spectrogram),
+    "speech frames": (hf.AutoModelForSpeechSeq2Seq, batches.framed_spectrogram),
+    "caption": (hf.AutoModelForImageTextToText, batches.captioned),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family in its smallest form.
+
+    Fields:
+        name: the model type; unique.
+        kind: what it is trained for.
+        make: makes the model, in training mode, without dropout.
+        batch: makes batches of so many rows and tokens.
+        dtype: what it can be computed in; torch's grouped matrix products know no float64.
+        micro_batches: 1 for a model that works out something from the whole batch (batch norm).
+    """
+
+    name: str
+    kind: str
+    make: Callable[[], nn.Module]
+    batch: batches.MakeBatch
+    dtype: torch.dtype = torch.float64
+    micro_batches: int = 2
+
+
+def _pretrained(kind: str, name: str, options: Mapping[str, Any]) -> Family:
+    auto, batch = AUTO[kind]
+    dtype = torch.float32 if name in IN_FLOAT32 else torch.float64
+    micro_batches = 1 if name in WHOLE_BATCH else 2
+    return Family(name, kind, lambda: _make(auto, name, options), batch, dtype, micro_batches)
+
+
+def _make(auto: Any, name: str, options: Mapping[str, Any]) -> nn.Module:
+    config = hf.AutoConfig.for_model(name.partition(" ")[0], **options)
+    _drop_nothing(config)
+    model: nn.Module = auto.from_config(config)
+    return model.train()
+
+
+def _drop_nothing(config: hf.PretrainedConfig) -> None:
+    """Set every rate of dropout to 0, in parts of the configuration too; masks have tests of their own."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, hf.PretrainedConfig):
+            _drop_nothing(value)
+        elif isinstance(value, float) and ("drop" in name or name.startswith("mask_")):
+            setattr(config, name, 0.0)
+
+
+def _net(name: str, make: Callable[[], nn.Module]) -> Family:
+    batch = batches.segmented if name in NETS_OF_PIXELS else batches.image
+    return Family(name, "net", lambda: make().train(), batch, micro_batches=1)
+
+
+NETS_OF_PIXELS = frozenset({"net: unet"})
+FAMILIES: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        *(_pretrained(kind, name, options) for kind, names in KINDS.items() for name, options in names.items()),
+        *(_net(name, make) for name, make in NETS.items()),
+    )
+}

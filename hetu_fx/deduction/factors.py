@@ -109,8 +109,9 @@ class OpFactors:
 
     @property
     def classes(self) -> frozenset[FactorClass]:
-        """Return the classes that occur in any operand or result."""
-        tensors = (*self.results, *(operand.dims for operand in self.operands))
+        """Return the classes that occur in any result, or in any operand whose values are read."""
+        read = (operand.dims for position, operand in enumerate(self.operands) if position not in self.unread)
+        tensors = (*self.results, *read)
         return frozenset(cls for dims in tensors for cls in flat(dims))
 
 

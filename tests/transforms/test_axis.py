@@ -141,6 +141,13 @@ def test_a_sum_over_rows_is_needed_by_an_op_that_is_not_linear() -> None:
     assert [node.target for node in axis.talking()] == [aten.tanh.default]
 
 
+def test_an_operand_that_only_lends_its_dtype_splits_nothing() -> None:
+    program = program_of(OverRows(lambda y: y * y.new_ones([])), (torch.randn(4, 6),))
+    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    assert axis.states[ops(program, aten.new_ones.default)[0]] == WHOLE
+    assert not axis.talks
+
+
 def test_an_op_on_all_rows_at_once_is_refused_with_its_line_and_a_way_out() -> None:
     program = program_of(OverRows(lambda y: y.cumsum(0)), (torch.randn(4, 6),))
     with pytest.raises(DeductionError, match=r"cumsum.*test_axis\.py:\d+.*one pipeline and one micro-batch"):

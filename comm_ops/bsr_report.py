@@ -49,6 +49,11 @@ def bsr_report(plans: Sequence[BsrPlan], node_of: NodeOf = lambda rank: 0) -> Bs
     )
 
 
+def least_bytes(move: Move) -> int:
+    """Count the bytes that any plan of one move must send."""
+    return _least(move, lambda rank: 0)[0]
+
+
 def _least(move: Move, node_of: NodeOf) -> tuple[int, int]:
     if move.source == move.target:
         return 0, 0

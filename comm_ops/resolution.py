@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
@@ -134,29 +135,40 @@ class Resolution:
 
     def bytes(self, itemsize: int) -> int:
         """Count the bytes that all ranks send; raise ResolveError on symbolic sizes."""
-        total = 0
-        for step in self.steps:
-            if isinstance(step, MoveStep):
-                total += sum(message[2] for messages in step.rounds(itemsize) for message in messages)
-            elif _TURNS.get(step.op, 1):
-                traffic = sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
-                total += _TURNS.get(step.op, 1) * traffic * itemsize
-        return total
+        return steps_bytes(self.steps, itemsize)
 
     def seconds(self, itemsize: int, topology: Topology) -> float:
         """Price the forward: a rank's steps one after the other, other ranks' beside them."""
-        busy: dict[int, float] = {}
-        for step in self.steps:
-            seconds = _step_seconds(step, itemsize, topology)
-            for rank in {*step.source.ranks, *step.target.ranks}:
-                busy[rank] = busy.get(rank, 0.0) + seconds
-        return max(busy.values(), default=0.0)
+        return steps_seconds(self.steps, itemsize, topology)
 
     def __str__(self) -> str:
         """Explain the steps, one per line."""
         lines = [f"  {step.op}: {step.source} -> {step.target}" for step in self.steps] or ["  nothing to do"]
         head = f"{self.source} -> {self.target} of {format_shape(self.shape)}"
         return "\n".join([head, *lines])
+
+
+def steps_bytes(steps: Iterable[CommStep], itemsize: int) -> int:
+    """Count the bytes that all ranks send; raise ResolveError on symbolic sizes."""
+    total = 0
+    for step in steps:
+        if isinstance(step, MoveStep):
+            total += sum(message[2] for messages in step.rounds(itemsize) for message in messages)
+        elif _TURNS.get(step.op, 1):
+            traffic = sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
+            total += _TURNS.get(step.op, 1) * traffic * itemsize
+    return total
+
+
+def steps_seconds(steps: Iterable[CommStep], itemsize: int, topology: Topology) -> float:
+    """Price steps: a rank's one after the other, other ranks' beside them."""
+    busy: dict[int, float] = {}
+    for step in steps:
+        seconds = _step_seconds(step, itemsize, topology)
+        ranks = {*step.source.ranks, *step.target.ranks}
+        done = max(busy.get(rank, 0.0) for rank in ranks) + seconds
+        busy |= dict.fromkeys(ranks, done)
+    return max(busy.values(), default=0.0)
 
 
 def _takes_part(step: CommStep, rank: int) -> bool:

@@ -6,6 +6,8 @@ import torch
 
 from hetu_fx.annotations.reference import shard, unshard
 from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.comm_ops.reference import run
+from hetu_fx.comm_ops.refusal import Refusal, RefusedError
 from hetu_fx.comm_ops.resolve import resolve, resolve_edge
 from hetu_fx.comm_ops.simulated import simulate
 from hetu_fx.errors import ResolveError
@@ -22,18 +24,17 @@ def resolved(source, target, shape=SHAPE):
 
 
 def check(resolution):
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(resolution.shape, generator=generator, dtype=torch.float64)
+    generator = np.random.default_rng(0)
+    value = generator.standard_normal(resolution.shape)
     source, target = resolution.source, resolution.target
-    locals_ = shard(value.numpy(), source, np.random.default_rng(0).standard_normal)
-    results = simulate(resolution, {rank: torch.from_numpy(x) for rank, x in locals_.items()})
-    assert set(results) >= set(target.ranks)
-    for copy in range(len(target.copy_sets)):
-        arrays = {rank: results[rank].numpy() for rank in target.ranks}
-        torch.testing.assert_close(torch.from_numpy(unshard(arrays, target, tuple(value.shape), copy)), value)
-    if not target.has_partial:
-        for rank, array in shard(value.numpy(), target).items():
-            torch.testing.assert_close(results[rank], torch.from_numpy(array))
+    locals_ = shard(value, source, generator.standard_normal)
+    played = simulate(resolution, {rank: torch.from_numpy(x) for rank, x in locals_.items()})
+    for results in (run(resolution, locals_), {rank: played[rank].numpy() for rank in target.ranks}):
+        for copy in range(len(target.copy_sets)):
+            np.testing.assert_allclose(unshard(results, target, value.shape, copy), value)
+        if not target.has_partial:
+            for rank, array in shard(value, target).items():
+                np.testing.assert_allclose(results[rank], array)
 
 
 CASES = [
@@ -65,17 +66,42 @@ CASES = [
     ("S(0, 2:1) over {[0,1] S(1, 2); [2]}", "D(2) over {[0,1] S(1, 2); [2]}", ["split_all_gather"]),
     ("S(0, 2:1) over {[0,1] S(0, 2); [2]}", "D(2) over {[0,1] S(0, 2); [2]}", ["batched_send_receive"]),
     ("P(3) over {[0,1] D(2); [2]; [3-6] D(4)}", "D(3) over {[0,1] D(2); [2]; [3-6] D(4)}",
-     ["split_all_reduce"]),
+     ["local_slice", "local_slice", "split_all_reduce", "all_gather", "all_gather"]),
     ("P(2) over {[0-2] S(1, 3); [3,4] S(1, 2)}", "D(2) over {[0-2] S(1, 3); [3,4] S(1, 2)}",
      ["split_all_reduce"]),
-    ("P(2) over {[0,1] P(2); [2]}", "[3,4] S(0, 2)", ["batched_send_receive"]),
+    # Summands are added up where they are, then sent.
+    ("P(2) over {[0,1] P(2); [2]}", "[3,4] S(0, 2)",
+     ["reduce_scatter", "split_reduce_scatter", "batched_send_receive"]),
+    ("[0-3] P(4)", "[4,5] D(2)", ["reduce_scatter", "batched_send_receive"]),
+    # A summand for a summand: nothing is added up.
+    ("[0,1] P(2)", "[2,3] P(2)", ["batched_send_receive"] * 2),
+    # Groups of one change resolve each in its own way (Hetu v2 section 6.2).
+    ("D(2) over {[0,1] P(2); [2]}", "D(2) over {[0,1] S(0, 2); [4]}", ["reduce_scatter", "batched_send_receive"]),
+    ("S(0, 2:1) over {[0,1] P(2); [2]}", "S(0, 2:1) over {[0,1] D(2); [3,4] S(1, 2)}",
+     ["all_reduce", "batched_send_receive"]),
+    # Unions of different size.
+    ("P(3) over {[0,1] S(0, 2); [2,3] S(0, 2); [4]}", "D(2) over {[5,6] S(0, 2); [7]}",
+     ["split_reduce_scatter", "batched_send_receive"]),
+    ("D(4) over {[0]; [1]; [2]; [3]}", "D(2) over {[0,1] S(0, 2); [2,3] S(0, 2)}", ["local_slice"]),
+    ("S(0, 3:1) over {[0,1] S(1, 2); [2]}", "D(3) over {[0]; [1]; [2]}", ["batched_send_receive"]),
+    # ZeRO: every finest slice is shared by the groups, so that each owns several ranges (fact sheet 3.3).
+    ("P(2) over {[0,1] S(0, 2); [2]}", "S(0, 2, 2x_x1) over {[0,1] S(0, 2); [2]}", ["split_reduce_scatter"]),
+    ("P(2) over {[0-2] S(0, 3); [3,4] S(0, 2)}", "S(0, 2, 6x_x1) over {[0-2] S(0, 3); [3,4] S(0, 2)}",
+     ["split_reduce_scatter"]),
+    ("S(0, 2, 6x_x1) over {[0-2] S(0, 3); [3,4] S(0, 2)}", "D(2) over {[0-2] S(0, 3); [3,4] S(0, 2)}",
+     ["split_all_gather"]),
+    # A fused projection: three boxes per device.
+    ("[0,1] S(0, 2, 3x_x4)", "[0,1] D(2)", ["all_gather"]),
+    ("[0,1] S(0, 2, 3x_x4)", "[0-3] S(0, 4, 3x_x1)", ["batched_send_receive"]),
+    ("P(2) over {[0,1] S(0, 2, 3x_x4); [2]}", "D(2) over {[0,1] S(0, 2, 3x_x4); [2]}", ["split_all_reduce"]),
     ("D(2) over {[2]; [0,1] S(0, 2:1)}", "D(2) over {[0]; [1]}", ["batched_send_receive"]),
     ("S(0, 2) over {[0]; [1]}", "[0,1] S(0, 2)", []),
     # The finer cut waits for the coarser one, though slices of other dims come before sums.
     ("[0-3] P(2) D(2)", "[0-3] S(0, 4)", ["reduce_scatter", "local_slice"]),
     ("[0-3] P(2) D(2)", "[0-3] S(0, 2) S(1, 2)", ["local_slice", "reduce_scatter"]),
     # The groups' summands differ, though their sums are equal: no rank may add summands of both.
-    ("D(2) over {[0,1] P(2); [2,3] P(2)}", "[0,2,1,3] D(4)", ["batched_send_receive"]),
+    ("D(2) over {[0,1] P(2); [2,3] P(2)}", "[0,2,1,3] D(4)",
+     ["reduce_scatter", "reduce_scatter", "batched_send_receive"]),
 ]  # fmt: skip
 
 
@@ -127,6 +153,67 @@ def test_bytes_are_counted_on_the_wire():
 def test_a_resolution_explains_itself():
     text = str(resolved("[0,1] P(2)", "[0,1] D(2)", (8, None)))
     assert text == "[0,1] P(2) -> [0,1] D(2) of 8x?\n  all_reduce: [0,1] P(2) -> [0,1] D(2)"
+
+
+class TwoNodes:
+    """Four ranks in each node; ten times faster inside."""
+
+    def bytes_per_second(self, a, b):
+        return 1e6 if a // 4 == b // 4 else 1e5
+
+    def latency_seconds(self, a, b):
+        return 1e-5
+
+    def node_of(self, rank):
+        return rank // 4
+
+
+# With a topology seconds decide. Each: source, target, steps by bytes alone, steps by seconds.
+MEASURED = [
+    # The slow link carries every entry once (H2's send, then gather).
+    ("[0,1] S(0, 2)", "[4-7] D(4)", ["batched_send_receive"], ["batched_send_receive", "all_gather"]),
+    ("[0]", "[0-7] D(8)", ["batched_send_receive"], ["batched_send_receive", "all_gather"]),
+    ("[0-3] P(4)", "[4-7] D(4)", ["reduce_scatter", "batched_send_receive"],
+     ["reduce_scatter", "batched_send_receive", "all_gather"]),
+    # Unions of different size, which the paper always moves.
+    ("P(3) over {[0,1] S(0, 2); [2,3] S(0, 2); [4]}", "D(2) over {[5,6] S(0, 2); [7]}",
+     ["split_reduce_scatter", "batched_send_receive"],
+     ["split_reduce_scatter", "batched_send_receive", "split_all_gather"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "target", "by_bytes", "by_seconds"), MEASURED)
+def test_measured_links_decide(source, target, by_bytes, by_seconds):
+    edge, shape, topology = (parse_annotation(source), parse_annotation(target)), (96, 96), TwoNodes()
+    cheap, fast = resolve(*edge, shape), resolve(*edge, shape, topology=topology, itemsize=4)
+    assert (ops(cheap), ops(fast)) == (by_bytes, by_seconds)
+    assert cheap.bytes(4) <= fast.bytes(4)
+    assert fast.seconds(4, topology) < cheap.seconds(4, topology)
+    check(cheap)
+    check(fast)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "gradient", "shape", "reason"),
+    [
+        ("[0-2] S(0, 3)", "[0-2] D(3)", "[0-2] D(3)", (8,), Refusal.SIZE),
+        ("[0-2] D(3)", "[0-2] S(1, 3, 2x_x1)", "[0-2] S(1, 3, 2x_x1)", (2, 9), Refusal.SIZE),
+        ("[0,1] S(0, 2)", "[0,1] D(2)", "[0,1] D(2)", (None, 6), Refusal.SYMBOLIC),
+        ("S(0, 2) over {[0]; [1]}", "[0,1] D(2)", "[0,1] D(2)", (None, 6), Refusal.SYMBOLIC),
+        ("[0,1] S(1, 2)", "[0,1] D(2)", "[0,1] D(2)", (8,), Refusal.NO_SUCH_DIM),
+        ("[0,1] S(0, 2)", "[0,1] D(2)", "[0,1] S(0, 2)", (8,), Refusal.GRADIENT),
+    ],
+)
+def test_what_is_refused_gives_a_reason_of_the_list(source, target, gradient, shape, reason):
+    with pytest.raises(RefusedError) as caught:
+        resolve_edge(*map(parse_annotation, (source, target, gradient)), shape)
+    assert caught.value.reason is reason
+    assert isinstance(caught.value, ResolveError)
+
+
+def test_no_reason_is_on_the_list_for_nothing():
+    (marker,) = (m for m in test_what_is_refused_gives_a_reason_of_the_list.pytestmark if m.name == "parametrize")
+    assert {case[-1] for case in marker.args[1]} == set(Refusal)
 
 
 def test_what_does_not_fit_is_refused_with_both_annotations():

@@ -68,7 +68,7 @@ def _keep(calls: Mapping[int, Call], values: Locals) -> Locals:
 def _join(calls: Mapping[int, Call], values: Locals) -> Locals:
     found: Locals = {}
     for rank, call in calls.items():
-        ranks, dim, sizes, outer, inner, _ = _args(call)
+        ranks, dim, sizes, outer, inner, *_ = _args(call)
         places = _places(sizes, outer, inner)
         shape = list(values[rank].shape)
         shape[dim] = sum(map(len, places))
@@ -87,7 +87,7 @@ def _sum_and_slice(calls: Mapping[int, Call], values: Locals) -> Locals:
 
 
 def _own(rank: int, call: Call, x: Array) -> Array:
-    ranks, dim, sizes, outer, inner = _args(call)
+    ranks, dim, sizes, outer, inner, *_ = _args(call)
     own: Array = x[_along(dim, _places(sizes, outer, inner)[list(ranks).index(rank)])]
     return own
 

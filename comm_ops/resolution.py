@@ -148,15 +148,20 @@ class Resolution:
         return "\n".join([head, *lines])
 
 
+def ring_turns(op: str) -> int:
+    """Count how often a collective's data goes around the ring of its ranks."""
+    return _TURNS.get(op, 1)
+
+
 def steps_bytes(steps: Iterable[CommStep], itemsize: int) -> int:
     """Count the bytes that all ranks send; raise ResolveError on symbolic sizes."""
     total = 0
     for step in steps:
         if isinstance(step, MoveStep):
             total += sum(message[2] for messages in step.rounds(itemsize) for message in messages)
-        elif _TURNS.get(step.op, 1):
+        elif ring_turns(step.op):
             traffic = sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
-            total += _TURNS.get(step.op, 1) * traffic * itemsize
+            total += ring_turns(step.op) * traffic * itemsize
     return total
 
 

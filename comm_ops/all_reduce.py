@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hetu_fx.comm_ops.choose_form import form_of_sums
 from hetu_fx.comm_ops.cost import all_reduce_cost
+from hetu_fx.comm_ops.form import parse_form
 from hetu_fx.comm_ops.groups import active
+from hetu_fx.comm_ops.in_form import sum_in_form
 from hetu_fx.comm_ops.op import CommOp, call
-from hetu_fx.comm_ops.wire import sum_over
 
 
-def _eager(x: Tensor, ranks: list[int], cotangent: str) -> Tensor:
-    return sum_over(x, ranks, active())
+def _eager(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
+    return sum_in_form(x, ranks, parse_form(form), active())
 
 
-def _fake(x: Tensor, ranks: list[int], cotangent: str) -> Tensor:
+def _fake(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _adjoint(gradient: Tensor, ranks: list[int], cotangent: str) -> Tensor:
+def _adjoint(gradient: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
     if cotangent == "duplicate":
         return gradient
-    return call("all_reduce", gradient, ranks, cotangent)
+    return call("all_reduce", gradient, ranks, cotangent, form)
 
 
 ALL_REDUCE = CommOp(
     name="all_reduce",
     summary="Sums over `ranks`. The gradient passes if it is a duplicate there, and is summed if partial.",
-    schema="(Tensor x, int[] ranks, str cotangent) -> Tensor",
+    schema='(Tensor x, int[] ranks, str cotangent, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,
     cost=all_reduce_cost,
+    form=form_of_sums,
 ).register()

@@ -100,12 +100,13 @@ def plan_moves(
     *,
     node_of: NodeOf = lambda rank: 0,
     relays: bool = False,
+    afar: bool = True,
     senders: str = "load",
 ) -> BsrPlan:
     """Plan moves together, so that their messages are fused and their load is shared; linear in the table.
 
-    `node_of` gives the node of a rank, `senders` names a choice of `SENDERS`. Raises ResolveError where an
-    annotation does not fit its shape, or where there is no such choice.
+    `node_of` gives the node of a rank, `senders` names a choice of `SENDERS`; without `afar` only sums are
+    relayed. Raises ResolveError where an annotation does not fit its shape, or where there is no such choice.
     """
     if senders not in SENDERS:
         raise ResolveError(f"there is no choice of senders {senders!r}; choose one of {', '.join(SENDERS)}")
@@ -115,7 +116,7 @@ def plan_moves(
     for number, move in enumerate(moves):
         for part in _slices(move):
             copies = [[loads.owners(ranks) for ranks in copy] for copy in part.owners]
-            teams = relay_teams(part, node_of) if relays and not move.target.has_partial else []
+            teams = relay_teams(part, node_of, afar=afar) if relays and not move.target.has_partial else []
             for team in teams:
                 for chunk, first in zip(_chunks(part, len(team)), team, strict=False):
                     transfers += _transfers(number, move, chunk, copies, first, loads)
@@ -139,20 +140,21 @@ def plan_each(
     return tuple(plan_moves([move], node_of=node_of, relays=relays, senders=senders) for move in moves)
 
 
-def relay_teams(part: Slice, node_of: NodeOf) -> list[tuple[int, ...]]:
+def relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tuple[int, ...]]:
     """List the receivers of a slice that had better share what they get, team by team."""
     summands, receivers = min(map(len, part.owners)), len(part.receivers)
     if summands > 1:
         # Per receiver: all other summands whole, against a share of them and the shares of the others.
         saves = (summands - 1) * receivers > summands - 1 + receivers - 1
         return [part.receivers] if saves and receivers > 1 else []
-    owners = {owner for copy in part.owners for ranks in copy for owner in ranks}
-    near = {node_of(owner) for owner in owners}
-    afar: dict[int, list[int]] = {}
+    if not afar:
+        return []
+    near = {node_of(owner) for copy in part.owners for ranks in copy for owner in ranks}
+    teams: dict[int, list[int]] = {}
     for receiver in part.receivers:
         if node_of(receiver) not in near:
-            afar.setdefault(node_of(receiver), []).append(receiver)
-    return [tuple(team) for team in afar.values() if len(team) > 1]
+            teams.setdefault(node_of(receiver), []).append(receiver)
+    return [tuple(team) for team in teams.values() if len(team) > 1]
 
 
 def _chunks(part: Slice, count: int) -> list[Slice]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from hetu_fx.comm_ops.form import by_node
 
 
 class Topology(Protocol):
@@ -14,6 +16,12 @@ class Topology(Protocol):
 
     def latency_seconds(self, a: int, b: int) -> float:
         """Seconds that an empty message takes from `a` to `b`."""
+
+    def node_of(self, rank: int) -> int:
+        """Number of the node that `rank` stands on; the ranks of a node share its link to the others."""
+
+
+Cost = Callable[[float, Sequence[int], Topology], float]
 
 
 def no_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -26,7 +34,7 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> flo
     hops = len(ranks) - 1
     if hops < 1:
         return 0.0
-    links = [(rank, ranks[(index + 1) % len(ranks)]) for index, rank in enumerate(ranks)]
+    links = _links(ranks)
     slowest = min(topology.bytes_per_second(a, b) for a, b in links)
     latency = max(topology.latency_seconds(a, b) for a, b in links)
     return hops * (latency + num_bytes / len(ranks) / slowest)
@@ -37,20 +45,55 @@ def all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) 
     return 2 * ring_cost(num_bytes, ranks, topology)
 
 
+def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price an all-gather or reduce-scatter that goes around a ring of nodes, and around one inside every node."""
+    levels = by_node(tuple(ranks), tuple(map(topology.node_of, ranks)))
+    inside = max(ring_cost(num_bytes, level, topology) for level in levels)
+    return inside + _across(num_bytes, levels, topology)
+
+
+def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price an all-reduce in two levels: a turn in, two across, a turn back inside."""
+    return 2 * two_level_ring_cost(num_bytes, ranks, topology)
+
+
+def _across(num_bytes: float, levels: Sequence[Sequence[int]], topology: Topology) -> float:
+    """Price a turn of all lanes at once: they share the nodes' links, so they take as long as one with all."""
+    return ring_cost(num_bytes, [level[0] for level in levels], topology)
+
+
+def grouped_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price uneven parts of `num_bytes` in all, sent one by one: a message per part."""
+    if len(ranks) < 2:
+        return 0.0
+    latency = max(topology.latency_seconds(a, b) for a, b in _links(ranks))
+    return ring_cost(num_bytes, ranks, topology) + latency
+
+
 def send_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price messages of `num_bytes` in all, spread evenly over the senders, on the slowest link."""
     links = [(a, b) for a in ranks for b in ranks if a != b]
     return max((_message(num_bytes / len(ranks), a, b, topology) for a, b in links), default=0.0)
 
 
-def messages_cost(messages: Iterable[tuple[int, int, int]], topology: Topology) -> float:
-    """Price (sender, receiver, bytes) messages: the busiest end of a device sets the time."""
+def messages_cost(messages: Iterable[tuple[int, int, float]], topology: Topology) -> float:
+    """Price (sender, receiver, bytes) messages: the busiest end of a device, or of a node's link, sets the time."""
     busy: dict[tuple[str, int], float] = {}
     for sender, receiver, num_bytes in messages:
         seconds = _message(num_bytes, sender, receiver, topology)
-        for end in (("out", sender), ("in", receiver)):
+        for end in (("out", sender), ("in", receiver), *_node_ends(sender, receiver, topology)):
             busy[end] = busy.get(end, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def _node_ends(sender: int, receiver: int, topology: Topology) -> list[tuple[str, int]]:
+    source, target = topology.node_of(sender), topology.node_of(receiver)
+    return [] if source == target else [("out of node", source), ("into node", target)]
+
+
+def _links(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """List the links of a ring."""
+    return [(rank, ranks[(index + 1) % len(ranks)]) for index, rank in enumerate(ranks)]
 
 
 def _message(num_bytes: float, a: int, b: int, topology: Topology) -> float:

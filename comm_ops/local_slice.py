@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hetu_fx.comm_ops.choose_form import form_of_parts
 from hetu_fx.comm_ops.cost import no_cost
 from hetu_fx.comm_ops.groups import active
 from hetu_fx.comm_ops.layout import check_size, part_shape, take_part
@@ -11,25 +12,28 @@ from hetu_fx.comm_ops.op import CommOp, call
 from hetu_fx.comm_ops.wire import fresh
 
 
-def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
+def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     check_size(x, dim, sum(sizes), outer, inner, "local_slice")
     return fresh(take_part(x, dim, sizes, active().position(ranks), outer, inner))
 
 
-def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
+def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     return x.new_empty(part_shape(x, dim, sizes[active().position(ranks)], outer, inner))
 
 
-def _adjoint(gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
-    return call("all_gather", gradient, ranks, dim, sizes, outer, inner, "duplicate")
+def _adjoint(
+    gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = ""
+) -> Tensor:
+    return call("all_gather", gradient, ranks, dim, sizes, outer, inner, "duplicate", form)
 
 
 LOCAL_SLICE = CommOp(
     name="local_slice",
     summary="Keeps this rank's part of `dim`; the gradient is gathered.",
-    schema="(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner) -> Tensor",
+    schema='(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,
     cost=no_cost,
+    form=form_of_parts,
 ).register()

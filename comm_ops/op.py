@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.cost import Topology
+from hetu_fx.comm_ops.choose_form import ChooseForm
+from hetu_fx.comm_ops.cost import Cost
 
 
 @dataclass(frozen=True, slots=True)
 class CommOp:
     """Holds all there is to know of the op `hetu::name`.
 
-    Every op takes a tensor x, then ranks and layouts by value (args: ints and strings), and gives a new
-    tensor. `eager(x, *args)` communicates, `fake(x, *args)` gives shape and dtype only,
-    `adjoint(gradient, *args)` maps the gradient of the result to that of x, and
-    `cost(bytes, ranks, topology)` is the forward's seconds, bytes being those of a rank's largest tensor.
+    Every op takes a tensor x, then ranks and layouts by value (args: ints and strings), the last the form in
+    which it is carried out (left out: flat), and gives a new tensor. `eager(x, *args)` communicates,
+    `fake(x, *args)` gives shape and dtype only, `adjoint(gradient, *args)` maps the gradient of the result to
+    that of x, `cost(bytes, ranks, topology)` is the forward's seconds in its flat form, bytes being those of a
+    rank's largest tensor, and `form(args, topology, choice)` chooses the form, the same on all ranks, from the
+    prices of the op, or, where only its adjoint communicates, of that.
     """
 
     name: str
@@ -28,7 +31,8 @@ class CommOp:
     eager: Callable[..., Tensor]
     fake: Callable[..., Tensor]
     adjoint: Callable[..., Tensor]
-    cost: Callable[[float, Sequence[int], Topology], float]
+    cost: Cost
+    form: ChooseForm
 
     def register(self) -> CommOp:
         """Register the op with torch.library, and give the record back."""

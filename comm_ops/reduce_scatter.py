@@ -4,33 +4,38 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hetu_fx.comm_ops.choose_form import form_of_parts
 from hetu_fx.comm_ops.cost import ring_cost
+from hetu_fx.comm_ops.form import parse_form
 from hetu_fx.comm_ops.groups import active
+from hetu_fx.comm_ops.in_form import reduce_in_form
 from hetu_fx.comm_ops.layout import check_size, part_shape, take_part
 from hetu_fx.comm_ops.op import CommOp, call
-from hetu_fx.comm_ops.wire import reduce_parts
 
 
-def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
+def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     check_size(x, dim, sum(sizes), outer, inner, "reduce_scatter")
     parts = [take_part(x, dim, sizes, position, outer, inner) for position in range(len(ranks))]
-    return reduce_parts(parts, ranks, active())
+    return reduce_in_form(parts, ranks, parse_form(form), active())
 
 
-def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
+def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     return x.new_empty(part_shape(x, dim, sizes[active().position(ranks)], outer, inner))
 
 
-def _adjoint(gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int) -> Tensor:
-    return call("all_gather", gradient, ranks, dim, sizes, outer, inner, "duplicate")
+def _adjoint(
+    gradient: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = ""
+) -> Tensor:
+    return call("all_gather", gradient, ranks, dim, sizes, outer, inner, "duplicate", form)
 
 
 REDUCE_SCATTER = CommOp(
     name="reduce_scatter",
     summary="Sums over `ranks` and keeps this rank's part of `dim`; the gradient is gathered.",
-    schema="(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner) -> Tensor",
+    schema='(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,
     cost=ring_cost,
+    form=form_of_parts,
 ).register()

@@ -7,35 +7,38 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.states import Partial
 from hetu_fx.comm_ops.change import Change, parse_change
+from hetu_fx.comm_ops.choose_form import form_of_parts
 from hetu_fx.comm_ops.cost import ring_cost
+from hetu_fx.comm_ops.form import parse_form
 from hetu_fx.comm_ops.groups import active
 from hetu_fx.comm_ops.op import CommOp, call
-from hetu_fx.comm_ops.split_run import gather_slices, result_like
+from hetu_fx.comm_ops.split_run import form_of_slices, gather_slices, result_like
 
 
-def _eager(x: Tensor, change: str, cotangent: str) -> Tensor:
-    return gather_slices(x, parse_change(change), active())
+def _eager(x: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
+    return gather_slices(x, parse_change(change), parse_form(form), active())
 
 
-def _fake(x: Tensor, change: str, cotangent: str) -> Tensor:
+def _fake(x: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
     return result_like(x, parse_change(change), active().rank)
 
 
-def _adjoint(gradient: Tensor, change: str, cotangent: str) -> Tensor:
+def _adjoint(gradient: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
     parsed = parse_change(change)
     source, target, shape = parsed.source, parsed.target, parsed.shape
     if cotangent == "partial":
         target = Annotation(target.groups, target.shardings, Partial(len(target.groups)))
-        return call("split_reduce_scatter", gradient, str(Change(target, source, shape)))
-    return call("batched_send_receive", gradient, str(Change(target, source, shape)), "")
+        return call("split_reduce_scatter", gradient, str(Change(target, source, shape)), form)
+    return call("batched_send_receive", gradient, str(Change(target, source, shape)), "", form)
 
 
 SPLIT_ALL_GATHER = CommOp(
     name="split_all_gather",
     summary="Joins the parts of all groups of a union; the gradient is cut if duplicate, else reduced.",
-    schema="(Tensor x, str change, str cotangent) -> Tensor",
+    schema='(Tensor x, str change, str cotangent, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,
     cost=ring_cost,
+    form=form_of_slices(form_of_parts),
 ).register()

@@ -5,30 +5,33 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.change import parse_change
+from hetu_fx.comm_ops.choose_form import form_of_sums
 from hetu_fx.comm_ops.cost import all_reduce_cost
+from hetu_fx.comm_ops.form import parse_form
 from hetu_fx.comm_ops.groups import active
 from hetu_fx.comm_ops.op import CommOp, call
-from hetu_fx.comm_ops.split_run import reduce_slices, result_like
+from hetu_fx.comm_ops.split_run import form_of_slices, reduce_slices, result_like
 
 
-def _eager(x: Tensor, change: str, cotangent: str) -> Tensor:
-    return reduce_slices(x, parse_change(change), active())
+def _eager(x: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
+    return reduce_slices(x, parse_change(change), parse_form(form), active())
 
 
-def _fake(x: Tensor, change: str, cotangent: str) -> Tensor:
+def _fake(x: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
     return result_like(x, parse_change(change), active().rank)
 
 
-def _adjoint(gradient: Tensor, change: str, cotangent: str) -> Tensor:
-    return gradient if cotangent == "duplicate" else call("split_all_reduce", gradient, change, cotangent)
+def _adjoint(gradient: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
+    return gradient if cotangent == "duplicate" else call("split_all_reduce", gradient, change, cotangent, form)
 
 
 SPLIT_ALL_REDUCE = CommOp(
     name="split_all_reduce",
     summary="Sums over the groups of a union. The gradient passes if duplicate over them, else is summed.",
-    schema="(Tensor x, str change, str cotangent) -> Tensor",
+    schema='(Tensor x, str change, str cotangent, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,
     cost=all_reduce_cost,
+    form=form_of_slices(form_of_sums),
 ).register()

@@ -6,32 +6,35 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.change import Change, parse_change
+from hetu_fx.comm_ops.choose_form import form_of_parts
 from hetu_fx.comm_ops.cost import ring_cost
+from hetu_fx.comm_ops.form import parse_form
 from hetu_fx.comm_ops.groups import active
 from hetu_fx.comm_ops.op import CommOp, call
-from hetu_fx.comm_ops.split_run import result_like, scatter_slices
+from hetu_fx.comm_ops.split_run import form_of_slices, result_like, scatter_slices
 
 
-def _eager(x: Tensor, change: str) -> Tensor:
-    return scatter_slices(x, parse_change(change), active())
+def _eager(x: Tensor, change: str, form: str = "") -> Tensor:
+    return scatter_slices(x, parse_change(change), parse_form(form), active())
 
 
-def _fake(x: Tensor, change: str) -> Tensor:
+def _fake(x: Tensor, change: str, form: str = "") -> Tensor:
     return result_like(x, parse_change(change), active().rank)
 
 
-def _adjoint(gradient: Tensor, change: str) -> Tensor:
+def _adjoint(gradient: Tensor, change: str, form: str = "") -> Tensor:
     parsed = parse_change(change)
     back = Change(parsed.target, cotangent(parsed.source), parsed.shape)
-    return call("split_all_gather", gradient, str(back), "duplicate")
+    return call("split_all_gather", gradient, str(back), "duplicate", form)
 
 
 SPLIT_REDUCE_SCATTER = CommOp(
     name="split_reduce_scatter",
     summary="Sums over the groups of a union and keeps the group's part; the gradient is gathered.",
-    schema="(Tensor x, str change) -> Tensor",
+    schema='(Tensor x, str change, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,
     cost=ring_cost,
+    form=form_of_slices(form_of_parts),
 ).register()

@@ -3,52 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.change import Change
+from hetu_fx.comm_ops.change import Change, parse_change
+from hetu_fx.comm_ops.choose_form import ChooseForm, nodes_of
+from hetu_fx.comm_ops.cost import Topology
+from hetu_fx.comm_ops.form import FLAT, Form
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.in_form import gather_in_form, reduce_in_form, sum_in_form
 from hetu_fx.comm_ops.packing import check_local, local_dims, local_shape_like, read, slice_shape, write
 from hetu_fx.comm_ops.slices import Dims
-from hetu_fx.comm_ops.split_plan import SliceGroup, groups_of
-from hetu_fx.comm_ops.wire import gather_parts, reduce_parts, sum_over
+from hetu_fx.comm_ops.split_plan import SliceGroup, groups_of, slice_groups
 
 
-def reduce_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
+def reduce_slices(x: Tensor, change: Change, form: Form, table: GroupTable) -> Tensor:
     """Sum over the groups of a union: partial top to duplicate top."""
     check_local(x, change.source, table.rank, change.shape, "a split collective")
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         # Read from x, not from result: a rank may be in several groups for one slice.
-        total = sum_over(take(x, change.source, change, group.parts[0], table.rank), group.ranks, table)
+        summand = take(x, change.source, change, group.parts[0], table.rank)
+        total = sum_in_form(summand, group.ranks, form.within(change.ranks, group.ranks), table)
         put(result, change.target, change, group.parts[0], table.rank, total)
     return result
 
 
-def gather_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
+def gather_slices(x: Tensor, change: Change, form: Form, table: GroupTable) -> Tensor:
     """Join over the groups of a union: split top to duplicate top."""
     check_local(x, change.source, table.rank, change.shape, "a split collective")
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         shapes = [[_numel(part, change, x)] for part in group.parts]
         flat = take(x, change.source, change, own_part(group, table.rank), table.rank)
-        flats = gather_parts(flat, shapes, group.ranks, table)
+        flats = gather_in_form(flat, shapes, group.ranks, form.within(change.ranks, group.ranks), table)
         for flat, part in zip(flats, group.parts, strict=True):
             put(result, change.target, change, part, table.rank, flat)
     return result
 
 
-def scatter_slices(x: Tensor, change: Change, table: GroupTable) -> Tensor:
+def scatter_slices(x: Tensor, change: Change, form: Form, table: GroupTable) -> Tensor:
     """Sum over the groups of a union, each keeping its part: partial top to split top."""
     check_local(x, change.source, table.rank, change.shape, "a split collective")
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         flats = [take(x, change.source, change, part, table.rank) for part in group.parts]
-        total = reduce_parts(flats, group.ranks, table)
+        total = reduce_in_form(flats, group.ranks, form.within(change.ranks, group.ranks), table)
         put(result, change.target, change, own_part(group, table.rank), table.rank, total)
     return result
+
+
+def form_of_slices(of_group: ChooseForm) -> ChooseForm:
+    """Give the choice of a split collective's form: that of its largest group that gains from two levels."""
+
+    def choose(args: Sequence[Any], topology: Topology, choice: str) -> Form:
+        change = parse_change(args[0])
+        forms = [(group, of_group((group.ranks,), topology, choice)) for group in slice_groups(change)]
+        bounds = [(group.numel, form.two_level_from) for group, form in forms if form.two_level_from is not None]
+        if not bounds:
+            return FLAT
+        return Form(nodes_of(change.ranks, topology), max(bounds)[1])
+
+    return choose
 
 
 def own_part(group: SliceGroup, rank: int) -> tuple[Dims, ...]:

@@ -83,9 +83,40 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     return result.to(mine.device)
 
 
+def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
+    """Do what `gather_parts` does in one collective of equal parts, padded to the largest."""
+    numels = [torch.Size(shape).numel() for shape in shapes]
+    largest = max(numels)
+    if len(ranks) == 1 or largest == 0:
+        return gather_parts(x, shapes, ranks, table)
+    wire = _padded(to_wire(x, table), largest)
+    with guarded("all-gather", ranks):
+        arrived = [torch.empty_like(wire) for _ in ranks]
+        dist.all_gather(arrived, wire, group=table.group(ranks))
+    flats = dict(zip(table.order(ranks), (flat.to(x.device) for flat in arrived), strict=True))
+    return [flats[i][:numel].view(list(shape)) for i, (numel, shape) in enumerate(zip(numels, shapes, strict=True))]
+
+
+def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
+    """Do what `reduce_parts` does in one collective of equal parts, padded to the largest."""
+    mine = parts[table.position(ranks)]
+    largest = max(part.numel() for part in parts)
+    if len(ranks) == 1 or largest == 0:
+        return reduce_parts(parts, ranks, table)
+    wires = [_padded(to_wire(parts[i], table), largest) for i in table.order(ranks)]
+    with guarded("reduce-scatter", ranks):
+        result = torch.empty_like(wires[0])
+        dist.reduce_scatter(result, wires, group=table.group(ranks))
+    return result[: mine.numel()].view(mine.shape).to(mine.device, copy=True)
+
+
 def fresh(x: Tensor) -> Tensor:
     """Copy `x` to a new contiguous tensor, as an op must not give its input back."""
     return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(x.reshape(-1), (0, size - x.numel()))
 
 
 def _sum_of_messages(outgoing: Mapping[int, Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetu_fx.documents import Fields, json_text, located, read_json, table_text, write_atomically
@@ -76,6 +76,8 @@ class Cluster:
     devices: tuple[Device, ...]
     intra: Link
     inter: Link
+    _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
+    _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
@@ -85,6 +87,10 @@ class Cluster:
         twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
         if twice:
             raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}; give each once")
+        # Asked for every link of a thousand devices.
+        object.__setattr__(self, "_by_rank", {device.rank: device for device in self.devices})
+        nodes = dict.fromkeys(device.node for device in self.devices)
+        object.__setattr__(self, "_nodes", {node: number for number, node in enumerate(nodes)})
 
     @classmethod
     def on_paper(
@@ -132,10 +138,13 @@ class Cluster:
 
     def device(self, rank: int) -> Device:
         """Return the device of a rank; raises `ClusterError` for one that is not there."""
-        for device in self.devices:
-            if device.rank == rank:
-                return device
-        raise ClusterError(f"no device of rank {rank} in a cluster of ranks {list(self.ranks)}")
+        if rank not in self._by_rank:
+            raise ClusterError(f"no device of rank {rank} in a cluster of ranks {list(self.ranks)}")
+        return self._by_rank[rank]
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node, counted in order of rank."""
+        return self._nodes[self.device(rank).node]
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks."""

@@ -49,7 +49,7 @@ def traffic_by_block(device: DeviceGraph, block_paths: Sequence[str]) -> dict[in
         maker, reader = (block_index(meta.module_stack(at), block_paths) for at in (node, next(iter(node.users))))
         forward[maker].update(_sending([overload(node)._opname]))
         if node in device.differentiable:
-            backward[reader].update(_sending(_adjoint_ops(node)))
+            backward[reader].update(_sending([name for name, _ in adjoint_calls(node)]))
     return {block: Traffic(dict(forward[block]), dict(backward[block])) for block in {**forward, **backward}}
 
 
@@ -63,19 +63,20 @@ def _sending(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if COMM_OPS[name].cost(1.0, (0, 1), _UNIT) > 0)
 
 
-def _adjoint_ops(node: fx.Node) -> list[str]:
-    names: list[str] = []
-    with _Recorder(names):
+def adjoint_calls(node: fx.Node) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return (op, arguments after the tensor) of what the backward of a communication calls, in order."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    with _Recorder(calls):
         COMM_OPS[overload(node)._opname].adjoint(torch.empty(0), *node.args[1:])
-    return names
+    return calls
 
 
 class _Recorder(TorchDispatchMode):
     """Notes the communication ops that are called, and passes their operand on."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
+        self.calls = calls
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,7 +85,7 @@ class _Recorder(TorchDispatchMode):
         run: Callable[..., Any] = func
         if func.namespace != "hetu":
             return run(*args, **(kwargs or {}))
-        self.names.append(func._opname)
+        self.calls.append((func._opname, tuple(args[1:])))
         return args[0]
 
 
@@ -98,6 +99,10 @@ class _Unit:
     def latency_seconds(self, a: int, b: int) -> float:
         """Return the latency of every link."""
         return 0.0
+
+    def node_of(self, rank: int) -> int:
+        """Return the node, of which there is one."""
+        return 0
 
 
 _UNIT = _Unit()

@@ -14,6 +14,9 @@ class TwoNodes:
     def latency_seconds(self, a, b):
         return 0.5 if a // 2 == b // 2 else 1.0
 
+    def node_of(self, rank):
+        return rank // 2
+
 
 def seconds(source, target, shape=(100,)):
     return resolve(parse_annotation(source), parse_annotation(target), shape).seconds(1, TwoNodes())

@@ -1,0 +1,93 @@
+"""The form in which an op is carried out, by value: flat, padded, or in two levels.
+
+Ops carry it as text, so that a graph says how it runs, and every rank of a group takes the same way. What
+depends on the size is a bound in bytes, as sizes may be symbolic where the form is chosen (`lowering`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hetu_fx.errors import CommError
+
+_TEXT = re.compile(
+    r"(?:nodes (?P<nodes>\d+(?:,\d+)*)(?: from (?P<least>\d+))?)?(?:(?:^|; )padded below (?P<pads>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Says when a collective goes in two levels, and when its uneven parts are padded.
+
+    `nodes` has the node of each of the op's ranks (empty: flat). `two_level_from` is the number of bytes of the
+    whole tensor from which it goes in two levels (None: never), `padded_below` the number below which uneven
+    parts are padded to the largest, in one collective, instead of sent one by one.
+    """
+
+    nodes: tuple[int, ...] = ()
+    two_level_from: int | None = None
+    padded_below: int = 0
+
+    def __str__(self) -> str:
+        """Write it as `nodes 0,0,1,1 from 4096; padded below 512`, which `parse_form` reads; flat is empty."""
+        bound = "" if self.two_level_from is None else f" from {self.two_level_from}"
+        nodes = [f"nodes {','.join(map(str, self.nodes))}{bound}"] if self.nodes else []
+        return "; ".join([*nodes, *([f"padded below {self.padded_below}"] if self.padded_below else [])])
+
+    def in_two_levels(self, num_bytes: int) -> bool:
+        """Tell whether a tensor of so many bytes in all goes in two levels."""
+        return self.two_level_from is not None and num_bytes >= self.two_level_from and spans(self.nodes)
+
+    def pads(self, num_bytes: int) -> bool:
+        """Tell whether uneven parts of so many bytes in all are padded."""
+        return num_bytes < self.padded_below
+
+    def node_of(self, ranks: Sequence[int]) -> Mapping[int, int]:
+        """Give the node of each of the op's ranks."""
+        return dict(zip(ranks, self.nodes, strict=True))
+
+    def within(self, ranks: Sequence[int], members: Sequence[int]) -> Form:
+        """Give the form for a collective of some members of the op's ranks."""
+        if not self.nodes:
+            return self
+        node_of = self.node_of(ranks)
+        return Form(tuple(node_of[rank] for rank in members), self.two_level_from, self.padded_below)
+
+
+FLAT = Form()
+
+
+def spans(nodes: Sequence[int]) -> bool:
+    """Tell whether ranks stand on several nodes, and several on one of them: else two levels are one."""
+    return 1 < len(set(nodes)) < len(nodes)
+
+
+@lru_cache(maxsize=4096)
+def parse_form(text: str) -> Form:
+    """Read what `str(form)` wrote; raise CommError on anything else."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise CommError(f"cannot read the form {text!r}; write it like 'nodes 0,0,1,1 from 4096; padded below 512'")
+    nodes = tuple(map(int, match["nodes"].split(","))) if match["nodes"] else ()
+    least = int(match["least"]) if match["least"] else None
+    return Form(nodes, least, int(match["pads"] or 0))
+
+
+@lru_cache(maxsize=4096)
+def by_node(ranks: tuple[int, ...], nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """List the ranks of each node, nodes and ranks in the order of `ranks`."""
+    if len(ranks) != len(nodes):
+        raise CommError(f"a form of {len(nodes)} nodes does not fit ranks {list(ranks)}")
+    found: dict[int, list[int]] = {}
+    for rank, node in zip(ranks, nodes, strict=True):
+        found.setdefault(node, []).append(rank)
+    return tuple(map(tuple, found.values()))
+
+
+@lru_cache(maxsize=4096)
+def lanes(levels: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """List groups of one rank of every node, as many as the fullest node has ranks; others' ranks take turns."""
+    return tuple(tuple(ranks[lane % len(ranks)] for ranks in levels) for lane in range(max(map(len, levels))))

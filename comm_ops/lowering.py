@@ -1,0 +1,39 @@
+"""From the steps of a resolution to the calls that run, each in the form that is cheapest on the links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops.choose_form import CHOICES
+from hetu_fx.comm_ops.cost import Topology
+from hetu_fx.comm_ops.resolution import Call, Resolution
+from hetu_fx.errors import ResolveError
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """Says on which links calls will run, and how their form is chosen: a pure decision, alike on all ranks.
+
+    `choice` is "auto" (by cost), or for comparison "flat", "two_level" or "padded" wherever that can be.
+    Without a `topology` everything is flat.
+    """
+
+    topology: Topology | None = None
+    choice: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.choice not in CHOICES:
+            raise ResolveError(f"there is no lowering {self.choice!r}; choose one of {', '.join(CHOICES)}")
+        if self.topology is None and self.choice in ("two_level", "padded"):
+            raise ResolveError(f"lowering {self.choice!r} needs to know the nodes; give it a topology")
+
+    def calls(self, resolution: Resolution, rank: int) -> tuple[Call, ...]:
+        """Give the op calls of `rank`, in order, as `resolution.calls` does, with their forms."""
+        return tuple(map(self._formed, resolution.calls(rank)))
+
+    def _formed(self, call: Call) -> Call:
+        if self.topology is None:
+            return call
+        form = str(COMM_OPS[call.op].form(call.args, self.topology, self.choice))
+        return Call(call.op, (*call.args, form)) if form else call

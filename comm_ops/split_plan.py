@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,12 +40,11 @@ class SliceGroup:
 def slice_groups(change: Change) -> tuple[SliceGroup, ...]:
     """List the collectives of a top-tier change by ranks: the one order in which all ranks run them."""
     parts: dict[tuple[int, ...], list[list[Dims]]] = {}
-    for dims, lists, home in _slices(change):
-        for ranks in _round_robin(lists):
+    for held in _slices(change):
+        for ranks in _round_robin(held.holders):
             members = parts.setdefault(ranks, [[] for _ in ranks])
-            for index, member in enumerate(members):
-                if home is None or index == home:
-                    member.append(dims)
+            for member in members if held.home is None else [members[held.home]]:
+                member.append(held.dims)
     return tuple(SliceGroup(ranks, tuple(map(tuple, parts[ranks]))) for ranks in sorted(parts))
 
 
@@ -62,47 +62,44 @@ def fits(change: Change) -> bool:
     """
     if any(s.num_summands > 1 for s in (*change.source.shardings, *change.target.shardings)):
         return False
-    return all(_stays(change, dims, home) for dims, _, home in _slices(change))
+    return all(found.stays for found in _slices(change))
 
 
-def _slices(change: Change) -> list[tuple[Dims, list[tuple[int, ...]], int | None]]:
-    """List per finest slice its holders in every group, and the one group that owns it under a split top."""
-    whole, cut = change.source, change.target
-    if isinstance(whole.top, Split):
-        whole, cut = cut, whole
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A finest slice: its holders per group, and under a split top the one group that owns it.
+
+    `stays` says that the owning group holds it on the same ranks before and after.
+    """
+
+    dims: Dims
+    holders: tuple[tuple[int, ...], ...]
+    home: int | None
+    stays: bool
+
+
+@lru_cache(maxsize=64)
+def _slices(change: Change) -> tuple[_Held, ...]:
     found = []
-    for part in finest_slices(Change(change.source, change.target, change.shape)):
-        lists = [_holders(whole, index, change, part.dims) for index in range(len(whole.groups))]
-        found.append((part.dims, lists, _home(cut, change, part.dims)))
-    return found
+    owned = any(isinstance(annotation.top, Split) for annotation in (change.source, change.target))
+    for part in finest_slices(change):
+        owners = [rank for copy in part.owners for ranks in copy for rank in ranks]
+        before, after = _by_group(change.source, owners), _by_group(change.target, part.receivers)
+        whole, cut = (after, before) if isinstance(change.source.top, Split) else (before, after)
+        home = next(iter(cut)) if owned else None
+        stays = home is None or before[home] == after[home]
+        found.append(_Held(part.dims, tuple(whole[index] for index in sorted(whole)), home, stays))
+    return tuple(found)
 
 
-def _home(annotation: Annotation, change: Change, dims: Dims) -> int | None:
-    if not isinstance(annotation.top, Split):
-        return None
-    indices = range(len(annotation.groups))
-    return next(index for index in indices if _holders(annotation, index, change, dims))
+def _by_group(annotation: Annotation, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Sort ranks into their groups, in the order of their positions."""
+    found: dict[int, list[int]] = {}
+    for index, position in sorted(map(annotation.place, ranks)):
+        found.setdefault(index, []).append(annotation.groups[index].ranks[position])
+    return {index: tuple(members) for index, members in found.items()}
 
 
-def _stays(change: Change, dims: Dims, home: int | None) -> bool:
-    if home is None:
-        return True
-    return _holders(change.source, home, change, dims) == _holders(change.target, home, change, dims)
-
-
-def _holders(annotation: Annotation, group: int, change: Change, dims: Dims) -> tuple[int, ...]:
-    """List the ranks of one group that hold a slice; slices are held whole or not at all."""
-    corner = [intervals[0][0] for intervals in dims]
-    return tuple(
-        rank
-        for rank in annotation.groups[group].ranks
-        if all(
-            any(start <= point < stop for start, stop in held)
-            for point, held in zip(corner, annotation.region(rank, change.shape).dims, strict=True)
-        )
-    )
-
-
-def _round_robin(lists: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _round_robin(lists: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     count = max(map(len, lists))
     return list(zip(*(itertools.islice(itertools.cycle(ranks), count) for ranks in lists), strict=True))

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from hetu_fx.annotations.device_group import DeviceGroup
 from hetu_fx.annotations.formatting import format_annotation, format_group, format_sharding, format_state
@@ -47,8 +48,8 @@ class Annotation:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "shardings", tuple(self.shardings))
+        object.__setattr__(self, "groups", _one_of_its_kind(tuple(self.groups)))
+        object.__setattr__(self, "shardings", _one_of_its_kind(tuple(self.shardings)))
         _check_groups(self)
         _check_top(self)
         # Hashed in every cache lookup of the resolver, so it is worked out once.
@@ -100,6 +101,10 @@ class Annotation:
         """Give the position of `rank` inside its group."""
         return _place(self, rank)[1]
 
+    def place(self, rank: int) -> tuple[int, int]:
+        """Give the index of the group that `rank` is in, and its position there."""
+        return _place(self, rank)
+
     def local_shape(self, rank: int, shape: Sequence[int | None]) -> Shape:
         """Give the shape of `rank`'s dense local tensor; None (symbolic) dims must not be split."""
         group, position = _place(self, rank)
@@ -122,9 +127,17 @@ class Annotation:
         return _region(self, rank, tuple(shape))
 
 
+@lru_cache(maxsize=4096)
+def _one_of_its_kind(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give the first of all equal tuples, so that caches compare large annotations by identity."""
+    return value
+
+
 def cotangent(annotation: Annotation) -> Annotation:
     """Give the annotation of a gradient: partial becomes duplicate, the rest stays."""
-    shardings = tuple(Sharding(tuple(map(_dual, s.axes))) for s in annotation.shardings)
+    if not annotation.has_partial:
+        return annotation  # the same object: comparing large equal ones, as caches do, is slow
+    shardings = tuple(Sharding(tuple(map(_dual, s.axes))) if s.num_summands > 1 else s for s in annotation.shardings)
     top = None if annotation.top is None else _dual(annotation.top)
     return Annotation(annotation.groups, shardings, top)
 

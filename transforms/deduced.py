@@ -14,6 +14,7 @@ from hetu_fx.errors import DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind, OutputKind
 from hetu_fx.transforms.axis import AxisDeduction
+from hetu_fx.transforms.opening import Opening
 from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout, stage_nodes
 from hetu_fx.transforms.states import AxisState, SplitOn, Summed, Whole
 
@@ -35,8 +36,8 @@ class DeducedGraph:
         """Return a value's shape; symbolic sizes are None."""
         return tuple(None if meta.is_symbolic(size) else int(size) for size in meta.shape(node))
 
-    def axis(self, node: fx.Node, state: AxisState, layout: StageLayout) -> State:
-        """Return the annotation's axis for a value in `state` on the devices of a stage."""
+    def axis(self, node: fx.Node, state: AxisState, layout: StageLayout, opening: Opening | None = None) -> State:
+        """Return the annotation's axis for a value in `state` on the devices of a stage, with a dim opened or not."""
         ways = len(layout.devices)
         match state:
             case Whole():
@@ -44,22 +45,40 @@ class DeducedGraph:
             case Summed():
                 return Partial(ways)
             case SplitOn(factor):
-                return self._split(node, factor, layout)
+                return self._split(node, factor, layout, opening)
 
-    def _split(self, node: fx.Node, factor: FactorClass, layout: StageLayout) -> Split:
-        dims = self.annotated.factors.dims(node)
-        dim = next(i for i, classes in enumerate(dims) if factor in classes)
-        outer, inner = self.annotated.factors.sub_factor(node, dim, factor)
+    def _split(self, node: fx.Node, factor: FactorClass, layout: StageLayout, opening: Opening | None) -> Split:
+        dim, outer, inner = self._place(node, factor)
+        if opening is not None and factor == opening.factor:
+            return Split(dim + 1, layout.sizes[factor])
         if outer is None or inner is None:
             raise DeductionError(
                 f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
                 f"the plan splits over devices {list(layout.devices)}; use a plan without tensor parallelism there"
             )
-        return Split(dim, layout.sizes[factor], outer, inner)
+        beyond = opening is not None and dim > opening.dim
+        return Split(dim + 2 if beyond else dim, layout.sizes[factor], outer, inner)
 
-    def annotation(self, node: fx.Node, state: AxisState, layout: StageLayout) -> Annotation:
-        """Return where a value in `state` lies within one stage."""
-        return Annotation.on(layout.devices, self.axis(node, state, layout))
+    def _place(self, node: fx.Node, factor: FactorClass) -> tuple[int, int | None, int | None]:
+        """Return the dim that a factor is in, and the sizes before and after it there, None where symbolic."""
+        dims = self.annotated.factors.dims(node)
+        dim = next(i for i, classes in enumerate(dims) if factor in classes)
+        return (dim, *self.annotated.factors.sub_factor(node, dim, factor))
+
+    def opening(self, node: fx.Node, states: tuple[AxisState, ...]) -> Opening | None:
+        """Return the dim that must be seen as three to cut it as `states` say, or None."""
+        for state in states:
+            if isinstance(state, SplitOn):
+                dim, outer, inner = self._place(node, state.factor)
+                if (outer is None) != (inner is None):
+                    return Opening(dim, state.factor, outer, inner)
+        return None
+
+    def annotation(
+        self, node: fx.Node, state: AxisState, layout: StageLayout, opening: Opening | None = None
+    ) -> Annotation:
+        """Return where a value in `state` lies within one stage, with a dim opened or not."""
+        return Annotation.on(layout.devices, self.axis(node, state, layout, opening))
 
     def value_annotation(self, node: fx.Node, layout: StageLayout) -> Annotation:
         """Return where a value lies within one stage once it can be read."""

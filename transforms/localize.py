@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,10 +36,16 @@ def localized_call(
     call = {"args": args, "kwargs": kwargs}
     for operand, local in zip(op.operands, operands, strict=True):
         _set(call, operand.path, local)
-    for size in op.size_args if factor is not None else ():
-        if factor in size.classes and _is_literal(_get(call, size.path)):
-            _set(call, size.path, _local_size(size, factor, part))
     placed = set(operands)
+    for size in op.size_args if factor is not None else ():
+        given = _get(call, size.path)
+        if factor not in size.classes:
+            continue
+        if _is_literal(given):
+            _set(call, size.path, _local_size(size, factor, part))
+        elif isinstance(given, fx.Node):
+            placed.add(scaled := _scaled(others[given], factor, part))
+            _set(call, size.path, scaled)
 
     def place(argument: Any) -> Any:
         if isinstance(argument, fx.Node) and argument not in placed:
@@ -55,6 +62,13 @@ def _local_size(size: SizeArg, factor: FactorClass, part: PartOf) -> int:
         assert cls.size is not None, "a literal size is a product of literal sizes"
         result *= part(cls) if cls == factor else cls.size
     return result
+
+
+def _scaled(size: fx.Node, factor: FactorClass, part: PartOf) -> fx.Node:
+    """Emit a device's part of a size that the graph computes: with the factor, it counts rows or positions."""
+    assert factor.size is not None, "a factor that is split has a fixed size"
+    rest = size.graph.call_function(operator.floordiv, (size, factor.size))
+    return size.graph.call_function(operator.mul, (rest, part(factor)))
 
 
 def _is_literal(value: Any) -> bool:

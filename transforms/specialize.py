@@ -191,13 +191,28 @@ class _Builder:
         state = self.tensor.states[node]
         summed = need.summed_cotangent and node not in self.tensor.summed_cotangents
         if state != need.state or summed:
-            source = self.deduced.annotation(node, state, self.layout)
-            target = self.deduced.annotation(node, need.state, self.layout)
-            partial = self.deduced.annotation(node, SUMMED, self.layout) if summed else cotangent(target)
-            value = self._resolved(node, value, resolve_edge(source, target, partial, self._shape(node)))
+            value = self._moved(node, value, state, need.state, summed)
         if need.first_only and self.coordinate > 0:
             value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
         return value
+
+    def _moved(self, node: fx.Node, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
+        """Bring a value from one state into another; with `summed`, its cotangent comes back as summands."""
+        opening, shape = self.deduced.opening(node, (state, wanted)), self._shape(node)
+        source = self.deduced.annotation(node, state, self.layout, opening)
+        target = self.deduced.annotation(node, wanted, self.layout, opening)
+        back = self.deduced.annotation(node, SUMMED, self.layout) if summed else cotangent(target)
+        if opening is None:
+            return self._resolved(node, value, resolve_edge(source, target, back, shape))
+        factor, size = opening.factor, opening.factor.size
+        part = self._part(factor) if state == SplitOn(factor) else size
+        assert part is not None, "a factor that is split has a fixed size"
+        opened = self._emit(node, *opening.opened(value, part))
+        moved = self._resolved(node, opened, resolve_edge(source, target, back, opening.shape(shape)))
+        return self._emit(node, *opening.closed(moved))
+
+    def _emit(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        return self._traced(node, self.graph.call_function(target, args))
 
     def _on_batch(self, need: Need, states: States, value: fx.Node) -> fx.Node:
         """Sum over replicas what this op needs the sum of, or what its cotangent must be summed of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -76,3 +77,25 @@ def test_operands_inside_a_list_are_replaced(program: Program) -> None:
     args, operands = localized(program, aten.cat.default, heads_of(program))
     assert list(args[0]) == operands
     assert args[1] == 1
+
+
+class RowsTimesHeads(nn.Module):
+    """Rows and heads in one dim, of a size that the graph computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(7, 4 * 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        return self.project(x).view(rows, -1, 4, 5).transpose(1, 2).reshape(rows * 4, -1, 5)
+
+
+def test_a_size_that_counts_rows_and_parts_is_taken_with_the_local_part() -> None:
+    program = program_of(RowsTimesHeads(), (torch.randn(2, 6, 7),))
+    args, _ = localized(program, aten.reshape.default, heads_of(program))
+    size = args[1][0]
+    assert (size.target, size.args[1]) == (operator.mul, 3)
+    rest = size.args[0]
+    assert (rest.target, rest.args[1]) == (operator.floordiv, 4)
+    assert rest.args[0].name.startswith("other_")

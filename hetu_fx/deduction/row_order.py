@@ -55,6 +55,7 @@ class _Tracker:
         self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
         self._calls: dict[fx.Node, Call] = {}
         self._origins: dict[fx.Node, frozenset[int]] = {}
+        self._plain: dict[fx.Node, dict[int, frozenset[int]]] = {}
         self._spoiled: set[int] = set()
         self._count = 0
         self._sorted: dict[int, fx.Node] = {}
@@ -65,7 +66,17 @@ class _Tracker:
         self._spread()
         sound = [node for node, origins in self._origins.items() if origins and not origins & self._spoiled]
         ordered = [n for n in sound if any(rows.is_local for rows in self._rows.get(n, ()))]
-        return Routing({n: self._calls[n] for n in sound if n in self._calls}, frozenset(ordered))
+        calls = {n: self._calls[n] for n in sound if n in self._calls and n not in self._plain}
+        return Routing(calls | self._plain_indices(), frozenset(ordered))
+
+    def _plain_indices(self) -> dict[fx.Node, Call]:
+        """Return the plain indices, each with those of its pointers that are sound."""
+        found = {}
+        for node, pointing in self._plain.items():
+            sound = frozenset(position for position, origins in pointing.items() if not origins & self._spoiled)
+            if sound:
+                found[node] = replace(self._calls[node], pointers=sound)
+        return found
 
     def _spread(self) -> None:
         before = -1
@@ -114,13 +125,14 @@ class _Tracker:
     def _note_plain_index(self, step: OpStep, results: Sequence[Rows]) -> None:
         """Note rows taken from the positions where they stand (an arange): what they are is not what points at them.
 
-        The indices must be positions of the shard's own; the values taken may come from anywhere, and be used in any
-        way, without harm to the indices.
+        Each index must be positions of the shard's own, or is none of the pointers; one that is used as a number
+        elsewhere does the others no harm. The values taken may come from anywhere, and be used in any way.
         """
-        pointing = frozenset().union(*(rows.origins for rows in step.given[1:]))
-        self._links.append(pointing)
-        self._origins[step.node] = pointing
+        pointers = self._calls[step.node].pointers if step.node in self._calls else ()
+        self._plain[step.node] = {position: step.given[position].origins for position in pointers}
         data = step.given[0].origins
+        if data:
+            self._origins[step.node] = data
         self._rows[step.node] = tuple(replace(rows, origins=data) if data else PLAIN for rows in results)
 
     def _follow(self, step: OpStep, role: Role | None) -> Sequence[Rows]:

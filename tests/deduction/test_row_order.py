@@ -150,3 +150,14 @@ def same_document(x: Tensor) -> Tensor:
 
 def test_numbers_taken_row_by_row_may_be_compared() -> None:
     assert ops_where_rows_are_whole(same_document, torch.randn(6, 5)) == set()
+
+
+def allowed(x: Tensor, ids: Tensor) -> Tensor:
+    """A causal mask over keys that count: positions are compared, rows only pointed at."""
+    rows = torch.arange(x.size(0))[:, None, None]
+    query, key = torch.arange(x.size(1))[None, :, None], torch.arange(x.size(1))[None, None, :]
+    return (key <= query) & (x > 0)[rows, key]
+
+
+def test_positions_that_are_compared_do_no_harm_to_rows_that_are_pointed_at() -> None:
+    assert ops_where_rows_are_whole(allowed, torch.randn(6, 5), IDS) == set()

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.groups import GroupTable, guarded, using
 from hetu_fx.errors import BatchError, StateError
 
 T = TypeVar("T")
@@ -146,9 +146,10 @@ def _digest(facts: LocalFacts) -> int:
 
 def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
     mine = torch.tensor(row, dtype=torch.float64, device=_device(table))
-    everyone = torch.empty(table.size * len(row), dtype=torch.float64, device=_device(table))
-    dist.all_gather_into_tensor(everyone, mine, group=table.base)
-    return everyone.view(table.size, len(row)).tolist()
+    everyone = mine.new_empty(table.size, len(row))
+    with using(table), guarded("agreement on the step", range(table.size)):
+        dist.all_gather(list(everyone.unbind()), mine, group=table.base)
+    return [[float(item) for item in told] for told in everyone.tolist()]
 
 
 def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:
@@ -166,7 +167,8 @@ def _errors_of_all(table: GroupTable, mine: object) -> str:
 
 def _texts(table: GroupTable, mine: str) -> list[str]:
     texts: list[str] = [""] * table.size
-    dist.all_gather_object(texts, mine, group=table.base)
+    with using(table), guarded("agreement on errors", range(table.size)):
+        dist.all_gather_object(texts, mine, group=table.base)
     return texts
 
 

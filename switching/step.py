@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.groups import GroupTable, guarded, using
 from hetu_fx.switching.timer import ComputeTimer
 
 
@@ -39,5 +39,6 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 def _summed(tensor: Tensor, table: GroupTable) -> Tensor:
     if table.size > 1:
-        dist.all_reduce(tensor, group=table.base)
+        with using(table), guarded("all-reduce of the loss", range(table.size)):
+            dist.all_reduce(tensor, group=table.base)
     return tensor

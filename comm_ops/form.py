@@ -14,7 +14,7 @@ from functools import lru_cache
 from hetu_fx.errors import CommError
 
 _TEXT = re.compile(
-    r"(?:nodes (?P<nodes>\d+(?:,\d+)*)(?: from (?P<least>\d+))?)?(?:(?:^|; )padded below (?P<pads>\d+))?"
+    r"(?:nodes (?P<nodes>\d+(?:,\d+)*)(?: from (?P<least>\d+))?)?(?:(?:^|(?<=.); )padded below (?P<pads>\d+))?"
 )
 
 

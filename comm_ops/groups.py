@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
+from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.errors import CommError
 
 # How many tables each base group has seen: with the base's name it makes group names that are new and that
@@ -30,10 +31,12 @@ class GroupTable:
     Logical rank i is the i-th rank of `process_group` (the whole world if None). Without torch.distributed it
     is a world of one. All its ranks give a table the same `name`, or, if None, make their tables over it in
     the same order. Every wait of a group that the table makes is bounded by `timeout` (that of
-    `process_group` if None). `listener` is told (what, start, end) of every communication.
+    `process_group` if None). `listener` is told (what, start, end) of every communication. `topology` has the
+    links between its ranks, if they are known: set it alike on all ranks.
     """
 
     listener: Callable[[str, float, float], None] | None = None
+    topology: Topology | None = None
 
     def __init__(
         self,

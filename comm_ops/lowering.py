@@ -30,9 +30,10 @@ class Lowering:
 
     def calls(self, resolution: Resolution, rank: int) -> tuple[Call, ...]:
         """Give the op calls of `rank`, in order, as `resolution.calls` does, with their forms."""
-        return tuple(map(self._formed, resolution.calls(rank)))
+        return tuple(map(self.formed, resolution.calls(rank)))
 
-    def _formed(self, call: Call) -> Call:
+    def formed(self, call: Call) -> Call:
+        """Give a call with its form as the last argument, but where it is flat."""
         if self.topology is None:
             return call
         form = str(COMM_OPS[call.op].form(call.args, self.topology, self.choice))

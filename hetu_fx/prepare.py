@@ -61,6 +61,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     with using(table):
         rows = _rows_of_examples(wanted, execution, table)
         costs, cluster = _measured(wanted, execution, rows, table)
+        table.topology = cluster
         plans = together(table, lambda: _plans(wanted, execution, costs, cluster))
         layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
         homes = move_home(wanted.model, layouts, table)

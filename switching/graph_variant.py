@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.lowering import Lowering
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plan import Plan
@@ -22,6 +23,7 @@ from hetu_fx.switching.handover import channels
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.variant import Variant
 from hetu_fx.transforms.annotate import Annotate
+from hetu_fx.transforms.choose_forms import ChooseForms
 from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph
@@ -108,6 +110,8 @@ class GraphVariant(Variant):
     def _make(self, program: Program, wants_values: bool) -> StagePlan:
         deduced = deduce_program(program, self.plan, wants_values=wants_values)
         device = Specialize(self.table.rank)(deduced)
+        if device is not None:
+            device = ChooseForms(Lowering(self.table.topology))(device)
         return StagePlan(
             deduced=deduced,
             device=device,

@@ -1,5 +1,8 @@
 """Values between the stages of a pipeline: forward to later stages, cotangents back.
 
+Where the later stage stands on another node and several of its ranks want the same, each gets a share over the link
+between the nodes and passes it on inside its own (H2's slice-send then gather), if that is cheaper on the links.
+
 Sends do not wait (gloo's send ends only when its receive is posted, and neighbours that both send first would wait
 for each other); receives do. `finish` waits for the sends of a step.
 """
@@ -14,14 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
-from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
-from hetu_fx.comm_ops.bsr_run import message_bytes, pack, unpack
+from hetu_fx.comm_ops.bsr_links import plan_on_links
+from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move
+from hetu_fx.comm_ops.bsr_run import exchange, message_bytes, pack, unpack
 from hetu_fx.comm_ops.groups import GroupTable, guarded
 from hetu_fx.switching.shapes import Bindings, evaluate
 from hetu_fx.transforms.device_graph import Handover
 
 # Keeps these messages apart from other ones between the same two ranks.
 _TAG = 0x4846
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Channel:
@@ -33,24 +39,25 @@ class Channel:
         self.returning = tuple(handover for handover in handovers if handover.value.differentiable)
         self.returned = tuple(handover.value.name for handover in self.returning)
         self._table = table
+        self._forward_plan = lru_cache(maxsize=512)(self._plan_forward)
+        self._backward_plan = lru_cache(maxsize=512)(self._plan_backward)
         self._flying: list[tuple[dist.Work | None, Tensor]] = []
 
     def send(self, values: Sequence[Tensor], bindings: Bindings) -> None:
         """Start sending this rank's pieces of the values forward."""
-        self._post(_forward_plan(self.handovers, self._shapes(self.handovers, bindings)), values)
+        self._post(self._forward(bindings), values)
 
     def receive(self, bindings: Bindings) -> list[Tensor]:
         """Return this rank's pieces of the values, from the earlier stage."""
-        plan = _forward_plan(self.handovers, self._shapes(self.handovers, bindings))
-        return self._fetch(plan, self.handovers)
+        return self._fetch(self._forward(bindings), self.handovers)
 
     def send_back(self, cotangents: Sequence[Tensor], bindings: Bindings) -> None:
         """Start sending this rank's pieces of the cotangents back."""
-        self._post(_backward_plan(self.returning, self._shapes(self.returning, bindings)), cotangents)
+        self._post(self._backward(bindings), cotangents)
 
     def receive_back(self, bindings: Bindings) -> list[Tensor]:
         """Return this rank's pieces of the cotangents, from the later stage."""
-        return self._fetch(_backward_plan(self.returning, self._shapes(self.returning, bindings)), self.returning)
+        return self._fetch(self._backward(bindings), self.returning)
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken."""
@@ -60,8 +67,17 @@ class Channel:
                 if work is not None:
                     work.wait()
 
-    def _shapes(self, handovers: Sequence[Handover], bindings: Bindings) -> tuple[tuple[int, ...], ...]:
-        return tuple(evaluate(handover.value.shape, bindings) for handover in handovers)
+    def _forward(self, bindings: Bindings) -> BsrPlan:
+        return self._forward_plan(_shapes(self.handovers, bindings))
+
+    def _backward(self, bindings: Bindings) -> BsrPlan:
+        return self._backward_plan(_shapes(self.returning, bindings))
+
+    def _plan_forward(self, shapes: Shapes) -> BsrPlan:
+        return plan_on_links(_forward_moves(self.handovers, shapes), self._table.topology)
+
+    def _plan_backward(self, shapes: Shapes) -> BsrPlan:
+        return plan_on_links(_backward_moves(self.returning, shapes), self._table.topology)
 
     def _post(self, plan: BsrPlan, tensors: Sequence[Tensor]) -> None:
         rank, table = self._table.rank, self._table
@@ -89,6 +105,9 @@ class Channel:
                 if work is not None:
                     work.wait()
         pieces = unpack(plan, rank, [None] * len(handovers), like, messages)
+        if plan.relay is not None:
+            # Only ranks of this stage meet here, and all of them do.
+            pieces = unpack(plan.relay, rank, pieces, like, exchange(plan.relay, table, like, pieces))
         return [piece for piece in pieces if piece is not None]
 
 
@@ -98,19 +117,19 @@ def channels(handovers: Sequence[Handover], table: GroupTable) -> tuple[Channel,
     return tuple(Channel([h for h in handovers if (h.source, h.target) == pair], table) for pair in pairs)
 
 
-@lru_cache(maxsize=512)
-def _forward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...], ...]) -> BsrPlan:
-    moves = [
+def _shapes(handovers: Sequence[Handover], bindings: Bindings) -> Shapes:
+    return tuple(evaluate(handover.value.shape, bindings) for handover in handovers)
+
+
+def _forward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[Move]:
+    return [
         Move(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)
         for h, shape in zip(handovers, shapes, strict=True)
     ]
-    return plan_moves(moves)
 
 
-@lru_cache(maxsize=512)
-def _backward_plan(handovers: tuple[Handover, ...], shapes: tuple[tuple[int, ...], ...]) -> BsrPlan:
-    moves = [
+def _backward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[Move]:
+    return [
         Move(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)
         for h, shape in zip(handovers, shapes, strict=True)
     ]
-    return plan_moves(moves)

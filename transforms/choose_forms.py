@@ -1,0 +1,35 @@
+"""Let every communication op of a device graph say in which form it runs, by the links between its ranks.
+
+Requires: a device graph.
+Ensures: ops of ranks on several nodes carry their form where another than the flat one is cheaper; without links, or
+on one node, the graph is as it was.
+
+    %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate')                                ->
+    %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate', 'nodes 0,0,1,1 from 65536')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops.lowering import Lowering
+from hetu_fx.comm_ops.resolution import Call
+from hetu_fx.transforms.device_graph import DeviceGraph
+
+_NAMES = {record.overload: record.name for record in COMM_OPS.values()}
+
+
+@dataclass(frozen=True)
+class ChooseForms:
+    """Choose the forms by a lowering; changes the graph in place, and gives it back."""
+
+    lowering: Lowering
+    name: str = "choose_forms"
+
+    def __call__(self, device: DeviceGraph) -> DeviceGraph:
+        for node in device.graph.nodes:
+            if node.op == "call_function" and node.target in _NAMES:
+                value, *args = node.args
+                node.args = (value, *self.lowering.formed(Call(_NAMES[node.target], tuple(args))).args)
+        return device

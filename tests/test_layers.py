@@ -23,7 +23,7 @@ FLOORS = (
     "cli demo demo_*",
     "integrations",
     "api",
-    "prepare adaptation saving exporting exported checkpoint report",
+    "planning prepare adaptation saving exporting exported checkpoint report",
     "switching.runtime",
     "switching.graph_execution switching.eager_execution",
     "switching.run_step switching.eager_step",

@@ -1,8 +1,8 @@
 """Choose which factor classes a tensor-parallel group splits, and how large each device's part is.
 
 The choice is made once per graph, from the rules alone: a class is worth splitting when splitting it spreads many
-FLOPs for few communicated elements. On a transformer this yields key-value heads and the feed-forward width, which
-is Megatron's choice; on other models whatever the same ratio says.
+FLOPs for few communicated elements. On a transformer this yields key-value heads, the feed-forward width and the
+vocabulary, which is Megatron's choice; on other models whatever the same ratio says.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from hetu_fx.transforms.cut_stages import cut_stages
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout
 
-# A class whose FLOPs per communicated element are below this share of the best class's is left whole: splitting the
-# hidden width, say, spreads every projection but communicates every activation.
+# A class whose FLOPs per communicated element are below this share of what most FLOPs have is left whole: splitting
+# the hidden width, say, spreads every projection but communicates every activation.
 _WORTH = 0.2
+
+# Elements that a sharded form communicates for each row of a sharded factor: its normalizer and what it picks.
+_PER_ROW = 3
 
 
 @dataclass
@@ -41,15 +44,41 @@ class _Tally:
 def tensor_classes(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
     """Return the classes to split over a tensor-parallel group; never two that one op could split."""
     tallies = _tally(graph, factors, flow)
-    eligible = [c for c in tallies if _is_eligible(c, factors) and tallies[c].flops > 0]
-    ranked = sorted(eligible, key=lambda c: (-tallies[c].score, c.id))
+    eligible = [c for c in tallies if _is_eligible(c, factors)]
     rivals = _rivals(graph, factors)
     chosen: list[FactorClass] = []
-    for candidate in ranked:
-        worth = tallies[candidate].score >= _WORTH * tallies[ranked[0]].score
-        if worth and rivals[candidate].isdisjoint(chosen):
+    for candidate in sorted(eligible, key=lambda c: (-tallies[c].score, c.id)):
+        if tallies[candidate].flops > 0 and rivals[candidate].isdisjoint(chosen):
             chosen.append(candidate)
-    return frozenset(chosen)
+    least = _WORTH * _typical([tallies[c] for c in chosen])
+    worth = [c for c in chosen if tallies[c].score >= least]
+    tables = [c for c in _vocabularies(graph, factors) if c in eligible and rivals[c].isdisjoint(worth)]
+    return frozenset((*worth, *tables))
+
+
+def _typical(tallies: list[_Tally]) -> float:
+    """Return the median score by FLOPs: half of all FLOPs are in classes that have at least this score."""
+    half, passed = sum(tally.flops for tally in tallies) / 2, 0.0
+    for tally in sorted(tallies, key=lambda t: -t.score):
+        passed += tally.flops
+        if passed >= half:
+            return tally.score
+    return 0.0
+
+
+def _vocabularies(graph: Graph, factors: FactorMap) -> list[FactorClass]:
+    """Return the classes of tables that are looked up for every row of the batch and larger than what is read of them.
+
+    A look-up has no FLOPs to spread, but its table is stored, has a gradient and is updated.
+    """
+    found: set[FactorClass] = set()
+    for node in graph.graph.nodes:
+        looked_up = factors.op(node).sharded & factors.op(node).reduced if factors.is_op(node) else frozenset()
+        for factor in looked_up:
+            tables = [leaf.node for leaf, _ in factors.leaf_dims(factor) if leaf.node in node.all_input_nodes]
+            if factors.row_dim(node) is not None and any(meta.numel(t) >= meta.numel(node) for t in tables):
+                found.add(factor)
+    return sorted(found, key=lambda c: c.id)
 
 
 def _is_eligible(factor: FactorClass, factors: FactorMap) -> bool:
@@ -82,6 +111,9 @@ def _tally_op(
             tally.communicated += sum(map(meta.numel, having))
             continue
         tally.flops += flops
+        if factor in op.sharded and factor.size:
+            split = [o.node for o in op.operands if factor in o.classes and flow.is_mixed(o.node)]
+            tally.communicated += sum(_PER_ROW * meta.numel(value) / factor.size for value in split)
         if factor in op.reduced and meta.is_tensor(node):
             tally.communicated += meta.numel(node)
         for operand in op.operands:
@@ -108,6 +140,12 @@ def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[Factor
         for factor in present:
             rivals[factor] |= present - {factor}
     return rivals
+
+
+def _looked_across(graph: Graph, factors: FactorMap) -> frozenset[FactorClass]:
+    """Return the classes that some op has a sharded form for: of a few labels, each device may have them all."""
+    ops = (factors.op(node) for node in graph.graph.nodes if factors.is_op(node))
+    return frozenset(factor for op in ops for factor in op.sharded)
 
 
 def part_sizes(factor: FactorClass, ratios: tuple[int, ...], factors: FactorMap) -> tuple[int, ...]:
@@ -165,9 +203,12 @@ class Annotate:
 
     def _classes(self, graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
         stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
-        if all(len(stage.devices) == 1 for stage in stages):
+        widest = max(len(stage.devices) for stage in stages)
+        if widest == 1:
             return frozenset()
-        return tensor_classes(graph, factors, flow)
+        classes = tensor_classes(graph, factors, flow)
+        optional = _looked_across(graph, factors)
+        return frozenset(c for c in classes if c not in optional or (c.size or 0) >= widest)
 
     def _stages(self, graph: Graph, flow: Flow, pipeline: Pipeline) -> Mapping[fx.Node, int]:
         blocks = pipeline.blocks(graph.num_blocks) if graph.num_blocks else (0,) * len(pipeline.stages)

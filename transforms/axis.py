@@ -20,6 +20,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.flow import Flow
+from hetu_fx.transforms.sharded_forms import FORMS
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Summed, Whole
 
 Splits = frozenset[FactorClass]
@@ -133,8 +134,12 @@ class _Forward:
 
     def _pick(self, op: OpFactors) -> FactorClass | None:
         """Return the split factor to compute a part of: the one most operands are already split on."""
-        candidates = [c for c in (op.classes & self.splits) - op.whole if self._worth(op, c)]
+        candidates = [c for c in (op.classes & self.splits) - self._whole(op) if self._worth(op, c)]
         return max(candidates, key=lambda c: (self._already_split(op, c), -c.id), default=None)
+
+    def _whole(self, op: OpFactors) -> Splits:
+        """Return the classes that cannot be cut in this op: its sharded form communicates, which needs `may_gather`."""
+        return op.whole if self.may_gather else op.whole | op.sharded
 
     def _already_split(self, op: OpFactors, factor: FactorClass) -> int:
         return sum(self.states[o.node] == SplitOn(factor) for o in op.operands)
@@ -149,7 +154,8 @@ class _Forward:
         needs = tuple(self._split_need(op, i, factor) for i in range(len(op.operands)))
         if factor in op.reduced:
             self._check_averaged(node, op, factor)
-            return Decision(factor, needs, SUMMED)
+            is_sum = factor not in op.sharded or FORMS[node.target].sums
+            return Decision(factor, needs, SUMMED if is_sum else WHOLE)
         return Decision(factor, needs, SplitOn(factor))
 
     def _split_need(self, op: OpFactors, position: int, factor: FactorClass) -> Need:

@@ -12,6 +12,7 @@ differs from what its reader needs; sums over the stage's devices are made where
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.localize import localized_call
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
+from hetu_fx.transforms.sharded_forms import FORMS, Shard
 from hetu_fx.transforms.stages import StageLayout, stage_nodes
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed, Whole
 
@@ -126,10 +128,19 @@ class _Builder:
         else:
             factor = None
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if factor is not None and factor in factors.op(node).sharded:
+            return self._summed_up(node, FORMS[node.target].write(self._shard(node, args, kwargs, factor)))
         result = self._traced(node, self.graph.call_function(callee(node), args, kwargs))
         if factor is not None and factor in factors.op(node).averaged:
             result = self._weighed(node, result, factor)
         return self._summed_up(node, result)
+
+    def _shard(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Shard:
+        def emit(target: Any, *given: Any, **options: Any) -> fx.Node:
+            return self._traced(node, self.graph.call_function(target, given, options))
+
+        sizes, devices = self.layout.sizes[factor], self.layout.devices
+        return Shard(node, args, kwargs, devices, self.coordinate, sizes, emit, partial(self._resolved, node))
 
     def _with_cut(self, node: fx.Node, args: tuple[Any, ...], factor: FactorClass) -> tuple[Any, ...]:
         """Tell an op that draws which part of the whole tensor it draws for."""

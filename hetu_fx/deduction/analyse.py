@@ -249,6 +249,7 @@ class _Extraction:
             size_args=tuple(SizeArg(lit.path, self._in_order(node, lit.names)) for lit in factoring.literals),
             random=factoring.random,
             known=step.known,
+            sharded=self._named(node, factoring.sharded) - whole,
         )
 
     def _in_order(self, node: fx.Node, names: Iterable[str]) -> ClassDim:
@@ -256,13 +257,18 @@ class _Extraction:
         return self._classes_of(factors[name] for name in names)
 
     def _whole(self, node: fx.Node, step: _Step) -> frozenset[FactorClass]:
-        """Return the classes that the rule keeps whole, that misfit, or that play two parts in the op."""
+        """Return the classes that the rule keeps whole, that misfit, or that play two parts in the op.
+
+        So do those of a sharded factor that the graph refines: a part of one is no range of indices.
+        """
         factoring, bound = step.factoring, self._analysis.bound[node]
         read = [dims for i, dims in enumerate(factoring.operands) if i not in factoring.unread]
         used = names_in((*read, *factoring.results))
         parts = Counter(cls for name in used for cls in self._classes_of((bound.factors[name],)))
         doubled = frozenset(cls for cls, count in parts.items() if count > 1)
-        return self._named(node, factoring.whole) | frozenset(self._classes_of(bound.misfits)) | doubled
+        refined = (name for name in factoring.sharded if len(self._in_order(node, (name,))) > 1)
+        stay = self._named(node, (*factoring.whole, *refined))
+        return stay | frozenset(self._classes_of(bound.misfits)) | doubled
 
 
 def _twice(tensor: ClassDims) -> frozenset[FactorClass]:

@@ -92,6 +92,7 @@ class OpFactors:
         size_args: arguments that hold literal sizes.
         random: whether the op draws random numbers.
         known: False if there is no rule: everything is whole.
+        sharded: classes that the op looks across, and has a form of its own for where they are cut.
     """
 
     operands: tuple[OperandFactors, ...]
@@ -106,6 +107,7 @@ class OpFactors:
     size_args: tuple[SizeArg, ...]
     random: bool
     known: bool
+    sharded: frozenset[FactorClass] = frozenset()
 
     @property
     def classes(self) -> frozenset[FactorClass]:

@@ -36,6 +36,8 @@ class Factoring:
         results: the same per result.
         sizes: sizes of factors that are not alone in any dim.
         whole: factors that must not be cut in this op.
+        sharded: factors that the op looks across, and that may be cut all the same: on a part of them a form
+            of the op runs that `hetu_fx.transforms.sharded_forms` has. Each is a whole dim wherever it stands.
         linear: sets of operand positions the op is jointly linear in, the others held fixed.
         additive: operands that are added after the summation over the factors they lack (a bias): if such a
             factor is cut, only one shard may add them.
@@ -60,6 +62,7 @@ class Factoring:
     literals: tuple[LiteralSize, ...] = ()
     pinned: frozenset[str] = NOTHING
     random: bool = False
+    sharded: frozenset[str] = NOTHING
 
     @property
     def reduced(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,14 @@ def operand(node: fx.Node, index: int = 0) -> fx.Node:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a torch op by name, in the schema's order; those not given have their defaults."""
+    return bound(overload(node), node.args, node.kwargs)
+
+
+def bound(op: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, in the schema's order; those not given have their defaults."""
     return {
-        entry.name: node.args[i] if i < len(node.args) else node.kwargs.get(entry.name, entry.default_value)
-        for i, entry in enumerate(overload(node)._schema.arguments)
+        entry.name: args[i] if i < len(args) else kwargs.get(entry.name, entry.default_value)
+        for i, entry in enumerate(op._schema.arguments)
     }
 
 

@@ -69,7 +69,8 @@ class Simulation:
 
     def is_cut(self, op: OpFactors) -> bool:
         read = [o.dims for i, o in enumerate(op.operands) if i not in op.unread]
-        return self.cls not in op.whole and any(has(dims, self.cls) for dims in (*read, *op.results))
+        stays = op.whole | op.sharded  # the forms of sharded factors have tests of their own
+        return self.cls not in stays and any(has(dims, self.cls) for dims in (*read, *op.results))
 
     def on_copies(self, node: fx.Node, op: OpFactors) -> Local:
         """Run on whole operands; summands pass where the op is linear."""

@@ -181,7 +181,8 @@ def test_a_mean_loss_reduces_its_rows_as_an_average() -> None:
     graph, factors = analysed("vit")
     loss = factors.op(graph.loss)
     (batch,) = [cls for cls in factors.classes if cls.is_batch]
-    assert loss.reduced == loss.averaged == {batch}
+    assert (loss.averaged, loss.reduced) == ({batch}, {batch} | loss.sharded)
+    assert [cls.size for cls in loss.sharded] == [13]
 
 
 def test_a_bias_is_additive_where_the_summed_factor_may_be_cut() -> None:

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.comm_ops.layout import join_parts, take_part
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.show import op_name
 from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.program import Program, make_program
 from hetu_fx.transforms.annotate import Annotate
 from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.deduced import DeducedGraph
-from hetu_fx.transforms.device_graph import DeviceGraph, Slot
+from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 from hetu_fx.transforms.specialize import Specialize
+from hetu_fx.transforms.traffic import adjoint_calls, communications
 
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...]
 
@@ -74,28 +77,135 @@ def _called(node: fx.Node, device: DeviceGraph) -> str:
 def run_in_lockstep(
     devices: Mapping[int, DeviceGraph], feed: Callable[[int, Slot], Any]
 ) -> dict[int, dict[tuple[str, str], Tensor]]:
-    """Run the graphs of all ranks of one stage in one process; return each rank's results by (kind, name)."""
+    """Run the graphs of all ranks of one stage in one process; return each rank's results by (kind, name).
+
+    What they communicate is differentiable: the backward plays the adjoints.
+    """
     runs = {rank: _interpret(device, feed) for rank, device in devices.items()}
     waiting = {rank: next(run) for rank, run in runs.items()}
     while not any(isinstance(call, dict) for call in waiting.values()):
-        names = {call.target._opname for call, _ in waiting.values()}
-        assert len(names) == 1, f"ranks meet in different ops: {names}"
-        total = torch.stack([x for _, x in waiting.values()]).sum(0)
-        waiting = {rank: run.send(total if names == {"all_reduce"} else waiting[rank][1]) for rank, run in runs.items()}
+        nodes, values = zip(*waiting.values(), strict=True)
+        met = Meeting.apply(nodes, *values)
+        waiting = {rank: run.send(value) for (rank, run), value in zip(runs.items(), met, strict=True)}
     return waiting
+
+
+class Meeting(torch.autograd.Function):
+    """One communication of all ranks at once."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: Sequence[fx.Node], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.nodes = nodes
+        return play([(node.target._opname, node.args[1:]) for node in nodes], values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        calls = [adjoint_calls(node) for node in ctx.nodes]
+        for step in zip(*calls, strict=True):
+            gradients = play(step, gradients)
+        return (None, *gradients)
+
+
+def play(calls: Sequence[tuple[str, tuple[Any, ...]]], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Do what the collective of all ranks does; they must all have come for the same."""
+    assert len({(name, str(args)) for name, args in calls}) == 1, f"ranks meet in different calls: {calls}"
+    name, args = calls[0]
+    if name == "identity":
+        return tuple(value.clone() for value in values)
+    if name == "all_gather":
+        return tuple(join_parts(values, args[1], args[3]).clone() for _ in values)
+    if name in ("all_reduce", "reduce_scatter"):
+        values = [torch.stack(list(values)).sum(0)] * len(values)
+    if name in ("local_slice", "reduce_scatter"):
+        _, dim, sizes, outer, inner = args
+        values = [take_part(value, dim, sizes, at, outer, inner) for at, value in enumerate(values)]
+    return tuple(value.clone() for value in values)
 
 
 def _interpret(device: DeviceGraph, feed: Callable[[int, Slot], Any]) -> Iterator[Any]:
     """Yield (node, operand) at each communication, to be sent its result; at last the results."""
-    slots, env = iter(device.slots), {}
+    slots, env, comms = iter(device.slots), {}, set(communications(device))
     for node in device.graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "placeholder":
             env[node] = feed(device.rank, next(slots))
         elif node.op == "output":
             yield {(r.kind.value, r.name): value for r, value in zip(device.results, args[0], strict=True)}
-        elif is_hetu(node):
-            assert node.target._opname in ("identity", "all_reduce")
+        elif node in comms:
             env[node] = yield node, args[0]
         else:
             env[node] = node.target(*args, **kwargs)
+
+
+def feeder(
+    program: Program, plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]
+) -> Callable[[int, Slot], Tensor]:
+    """Feed each rank its parts of the parameters, and the inputs whole."""
+    made, tensors = deduced(program, plan), {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    leaves = {leaf.name: leaf.node for leaf in program.graph.leaves}
+
+    def feed(rank: int, slot: Slot) -> Tensor:
+        if slot.kind is SlotKind.INPUT:
+            return inputs[slot.name]
+        if slot.kind is SlotKind.CONSTANT:
+            return program.graph.constants[slot.name]
+        if slot.kind is SlotKind.COUNT:
+            return torch.tensor(program.prologue(inputs)[program.counts.index(slot.name)])
+        lies = made.value_annotation(leaves[slot.name], made.annotated.layouts[0])
+        return local_part(tensors[slot.name], lies, rank)
+
+    return feed
+
+
+def same_as_one_device(
+    model: nn.Module, batch: Batch, plan: Plan, *, loss_fn: Callable[..., Tensor] | None = None, limit: float = 1e-10
+) -> dict[int, DeviceGraph]:
+    """Compare a plan of one stage with the model itself: loss, outputs, every gradient; return the device graphs."""
+    program = program_of(model, batch, loss_fn)
+    inputs = batch if isinstance(batch, Mapping) else {str(i): x for i, x in enumerate(batch)}
+    devices = {rank: device_graph(program, plan, rank, wants_values=True) for rank in plan.devices}
+    given = feeder(program, plan, model, inputs)
+    parts: dict[tuple[int, str], Tensor] = {}
+
+    def feed(rank: int, slot: Slot) -> Tensor:
+        value = given(rank, slot)
+        if slot.kind is not SlotKind.PARAMETER:
+            return value
+        return parts.setdefault((rank, slot.name), value.detach().clone().requires_grad_(value.requires_grad))
+
+    results = run_in_lockstep(devices, feed)
+    losses = [found["loss", program.loss_name] for found in results.values()]
+    expected = loss_of(model, batch, loss_fn)
+    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+    expected.backward()
+    for loss in losses:
+        torch.testing.assert_close(loss, expected, rtol=limit, atol=limit)
+    _same_gradients(model, deduced(program, plan), parts, limit)
+    return devices
+
+
+def loss_of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    if loss_fn is not None:
+        return loss_fn(output, **batch) if isinstance(batch, Mapping) else loss_fn(output, *batch)
+    return output["loss"] if isinstance(output, Mapping) else output
+
+
+def _same_gradients(
+    model: nn.Module, made: DeducedGraph, parts: Mapping[tuple[int, str], Tensor], limit: float
+) -> None:
+    parameters = dict(model.named_parameters())
+    for leaf in made.parameters():
+        lies, whole = made.parameter_annotations(leaf)[1], parameters[leaf.name].grad
+        held = {rank: parts[rank, leaf.name].grad for rank in lies.ranks}
+        if whole is None:
+            assert all(gradient is None for gradient in held.values()), leaf.name
+            continue
+        if lies.has_partial:  # a rank that adds nothing has no gradient
+            found = {rank: sum(g for g in held.values() if g is not None) for rank in held}
+            expected = dict.fromkeys(held, whole)
+        else:
+            found, expected = held, {rank: local_part(whole, lies, rank) for rank in held}
+        floor = limit * max(float(whole.abs().max()), 1e-3)
+        for rank in held:
+            torch.testing.assert_close(found[rank], expected[rank], rtol=limit, atol=floor, msg=leaf.name)

@@ -21,6 +21,17 @@ def llama() -> Program:
     return program_of(SAMPLES["llama"].model().train(), SAMPLES["llama"].batch(4, 11))
 
 
+class WithLoss(nn.Module):
+    """The cross entropy of a net."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(x), target)
+
+
 def annotated(program: Program, plan: Plan) -> AnnotatedGraph:
     return Annotate(plan)(program.graph, program.factors, program.flow)
 
@@ -35,17 +46,18 @@ def test_a_transformer_is_split_as_megatron_does(llama: Program) -> None:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
     expected = {(f"{i}.{name}.weight", 0) for i in (0, 1) for name in columns}
-    assert places(llama, classes) == expected | {(f"{i}.{name}.weight", 1) for i in (0, 1) for name in rows}
+    expected |= {(f"{i}.{name}.weight", 1) for i in (0, 1) for name in rows}
+    assert places(llama, classes) == expected | {("model.embed_tokens.weight", 0), ("lm_head.weight", 0)}
 
 
 def test_heads_are_cut_whole_and_the_feed_forward_by_single_columns(llama: Program) -> None:
     layout = annotated(llama, Plan.tensor_parallel((0, 1), (2, 1))).layouts[0]
-    assert sorted(layout.sizes.values()) == [(2, 1), (2, 1), (75, 37), (75, 37)]
+    assert sorted(layout.sizes.values()) == [(2, 1), (2, 1), (65, 32), (65, 32), (75, 37), (75, 37)]
 
 
 def test_a_stage_of_one_device_splits_nothing(llama: Program) -> None:
     layouts = annotated(llama, Plan((pipeline((0, 1), (2,)),))).layouts
-    assert [len(layout.sizes) for layout in layouts] == [4, 0]
+    assert [len(layout.sizes) for layout in layouts] == [6, 0]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +78,16 @@ def test_parts_follow_the_ratios_and_none_is_empty(size: int, ratios: tuple[int,
 def test_more_devices_than_heads_are_refused_with_the_parameters(llama: Program) -> None:
     with pytest.raises(PlanError, match=r"3 parts over 4 devices \(dim 0 of model.layers.0.self_attn.*at most 3"):
         annotated(llama, Plan.tensor_parallel((0, 1, 2, 3)))
+
+
+def test_fewer_labels_than_devices_stay_whole() -> None:
+    def sizes(labels: int) -> set[int | None]:
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, labels))
+        batch = (torch.randn(4, 6), torch.randint(0, labels, (4,)))
+        program = program_of(WithLoss(model), batch)
+        return {c.size for c in annotated(program, Plan.tensor_parallel(range(8))).classes}
+
+    assert (sizes(9), sizes(7)) == ({12, 9}, {12})
 
 
 def test_a_fixed_batch_is_not_spread_over_pipelines() -> None:

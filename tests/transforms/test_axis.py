@@ -155,11 +155,21 @@ def test_an_op_on_all_rows_at_once_is_refused_with_its_line_and_a_way_out() -> N
 
 
 def test_an_op_that_needs_a_split_class_whole_gathers_it() -> None:
-    program = program_of(OverRows(lambda y: F.softmax(y, -1)), (torch.randn(4, 6),))
+    program = program_of(OverRows(lambda y: y.cumsum(-1)), (torch.randn(4, 6),))
     axis = deduced(program, frozenset({class_of(program, "layer.weight", 0)}))
-    softmax = ops(program, aten.softmax.int)[0]
-    assert axis.decisions[softmax].needs[0].state == WHOLE
-    assert list(axis.talking()) == [softmax]
+    cumsum = ops(program, aten.cumsum.default)[0]
+    assert axis.decisions[cumsum].needs[0].state == WHOLE
+    assert list(axis.talking()) == [cumsum]
+
+
+def test_an_op_with_a_form_for_parts_keeps_them_on_the_tensor_axis_alone() -> None:
+    program = program_of(OverRows(lambda y: F.softmax(y, -1)), (torch.randn(4, 6),))
+    width = class_of(program, "layer.weight", 0)
+    axis = deduced(program, frozenset({width}))
+    assert axis.states[ops(program, aten.softmax.int)[0]] == SplitOn(width)
+    over_rows = program_of(OverRows(lambda y: F.softmax(y, 0)), (torch.randn(4, 6),))
+    with pytest.raises(DeductionError, match="needs all rows of the batch at once"):
+        deduced(over_rows, rows_of(over_rows), keep_sums=True, may_gather=False)
 
 
 def test_the_cotangent_of_a_mean_over_rows_is_summed_before_it_goes_back_to_the_rows() -> None:

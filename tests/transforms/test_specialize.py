@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,12 +10,11 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph.show import op_name
 from hetu_fx.plan import Plan
-from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.program import Program
-from hetu_fx.transforms.device_graph import Slot, SlotKind
+from hetu_fx.transforms.device_graph import SlotKind
 from hetu_fx.transforms.specialize import Specialize
 from tests.model_zoo import SAMPLES, ConvNet
-from tests.transforms.plans import deduced, device_graph, pipeline, program_of, run_in_lockstep, talk
+from tests.transforms.plans import deduced, device_graph, feeder, pipeline, program_of, run_in_lockstep, talk
 
 UNEVEN = Plan.tensor_parallel((0, 1), (2, 1))  # heads 2:1, feed-forward 75:37
 
@@ -27,6 +24,13 @@ linear({0}.self_attn.k_proj), linear({0}.self_attn.v_proj)
 all_reduce [0, 1] duplicate: linear({0}.self_attn.o_proj) -> add.Tensor
 identity [0, 1]: mul.Tensor({0}.post_attention_layernorm) -> linear({0}.mlp.gate_proj), linear({0}.mlp.up_proj)
 all_reduce [0, 1] duplicate: linear({0}.mlp.down_proj) -> add.Tensor"""
+
+# The vocabulary: what each part has of the rows looked up; then peak and sum of each row's scores, and its target's.
+TABLE = "all_reduce [0, 1] duplicate: masked_fill.Scalar -> pow.Tensor_Scalar, mul.Tensor, add.Tensor"
+SCORES = """\
+identity [0, 1]: mul.Tensor(model.norm) -> linear(lm_head)
+all_gather [0, 1] 1 [2, 2] 1 1 duplicate: cat -> slice.Tensor, slice.Tensor
+all_reduce [0, 1] duplicate: masked_fill.Scalar -> sub.Tensor"""
 
 # Mean and variance, whose cotangents are summands too, then their running averages.
 BATCH_NORM = """\
@@ -46,20 +50,6 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
-
-
-def feeder(program: Program, plan: Plan, model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[int, Slot], Tensor]:
-    """Feed each rank its parts of the parameters, and the inputs whole."""
-    made, parameters = deduced(program, plan), dict(model.named_parameters())
-    leaves = {leaf.name: leaf.node for leaf in program.graph.leaves}
-
-    def feed(rank: int, slot: Slot) -> Tensor:
-        if slot.kind is SlotKind.INPUT:
-            return inputs[slot.name]
-        lies = made.value_annotation(leaves[slot.name], made.annotated.layouts[0])
-        return local_part(parameters[slot.name], lies, rank)
-
-    return feed
 
 
 class Chosen(nn.Module):
@@ -95,7 +85,7 @@ def shapes(program: Program, plan: Plan, rank: int) -> dict[str, tuple[int | Non
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_transformer_layer_talks_twice_forward_and_twice_backward(llama: Program, rank: int) -> None:
     layers = [LLAMA_LAYER.format(f"model.layers.{layer}") for layer in (0, 1)]
-    assert "\n".join(talk(device_graph(llama, UNEVEN, rank))) == "\n".join(layers)
+    assert "\n".join(talk(device_graph(llama, UNEVEN, rank))) == "\n".join([TABLE, *layers, SCORES])
 
 
 def test_each_device_reads_its_parts_of_the_parameters(llama: Program) -> None:
@@ -105,7 +95,8 @@ def test_each_device_reads_its_parts_of_the_parameters(llama: Program) -> None:
     assert second[f"{layer}.self_attn.q_proj.weight"] == (16, 48)
     assert first[f"{layer}.mlp.down_proj.weight"] == (48, 75)
     assert second[f"{layer}.mlp.down_proj.weight"] == (48, 37)
-    assert first["lm_head.weight"] == second["lm_head.weight"] == (97, 48)
+    assert (first["lm_head.weight"], second["lm_head.weight"]) == ((65, 48), (32, 48))
+    assert first["model.norm.weight"] == second["model.norm.weight"] == (48,)
 
 
 def test_one_device_talks_to_nobody(llama: Program) -> None:
@@ -145,7 +136,8 @@ def test_batch_norm_sums_over_unequal_replicas(conv: Program) -> None:
     plan = Plan((pipeline((0, 1), ratios=(2, 1)), pipeline((2,))))
     lines = [talk(device_graph(conv, plan, rank)) for rank in (0, 2)]
     assert lines[0][:4] == BATCH_NORM.splitlines()
-    assert [line for line in lines[0] if "split_all_reduce" in line] == lines[1]
+    calls = [[line.rpartition(": ")[0] for line in each if line.startswith("split_all_reduce")] for each in lines]
+    assert calls[0] == calls[1]
 
 
 def test_batch_norm_sums_over_equal_replicas_by_one_collective(conv: Program) -> None:

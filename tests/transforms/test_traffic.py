@@ -46,7 +46,9 @@ def test_a_decoder_block_with_cross_attention_sums_three_times(programs: dict[st
 
 def test_the_cotangent_of_the_encoder_is_summed_once_for_all_decoder_blocks(programs: dict[str, Program]) -> None:
     found = blocks(programs["t5"], PLANS["TP2"])
-    assert sum(traffic.backward.get("all_reduce", 0) for traffic in found.values()) == 2 + 2 + 3 + 3 + 1
+    assert (
+        sum(traffic.backward.get("all_reduce", 0) for traffic in found.values()) == 2 + 2 + 3 + 3 + 1 + 1
+    )  # and scores
 
 
 def twice(device: DeviceGraph) -> list[str]:
@@ -59,6 +61,14 @@ def twice(device: DeviceGraph) -> list[str]:
 def test_no_value_is_brought_into_the_same_state_twice(programs: dict[str, Program], name: str) -> None:
     for rank, plan in ((0, "TP2"), (1, "TP2 2:1"), (1, "TP2 + TP1")):
         assert twice(device_graph(programs[name], PLANS[plan], rank)) == []
+
+
+def test_the_vocabulary_costs_a_sum_for_the_table_and_a_gather_and_a_sum_for_the_loss(
+    programs: dict[str, Program],
+) -> None:
+    for name in ("llama", "gpt2"):
+        found = blocks(programs[name], PLANS["TP2 2:1"])[None]
+        assert found == Traffic({"all_reduce": 2, "all_gather": 1}, {"all_reduce": 1})
 
 
 def test_one_device_and_replicas_talk_about_nothing(programs: dict[str, Program]) -> None:

@@ -1,5 +1,7 @@
 """Look-ups: the dim that is looked into stays whole, the dims of the indices and all others pass through.
 
+Tables that are looked up row by row (a vocabulary) may be cut in parts: each looks up what it has.
+
 An index operand whose values are positions of rows inside the shard (`Call.pointers`) looks into its own
 rows: then the rows pass through too, see `routing`.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from hetu_fx.deduction.call import Call, Shape
 from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, Rule
-from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, lines, names, opaque, replaced
+from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, names, opaque, replaced
 from hetu_fx.deduction.size import Size, integer
 
 
@@ -110,15 +112,32 @@ def put(call: Call) -> Factoring:
     return Factoring((dims, *index_dims, values), (dims,), whole=whole, linear=(frozenset({0, last}),))
 
 
+def looked_up(call: Call) -> Factoring:
+    """Look up rows of a table, which may be cut if gradients are not counted per index or sparse."""
+    dims = dims_of(call.operands[1].shape, "i")
+    table = tuple(
+        () if size.number == 1 else dim for size, dim in zip(call.operands[0].shape, (("v",), ("h",)), strict=True)
+    )
+    plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
+    looked = names(table, [0])
+    return Factoring(
+        (table, dims),
+        ((*dims, table[1]),),
+        whole=NOTHING if plain else looked,
+        linear=FIRST,
+        sharded=looked if plain else NOTHING,
+    )
+
+
 def gathered(call: Call) -> Factoring:
-    """Pick along one dim, whole in the tensor; other dims pass through where they are taken in full."""
+    """Pick along one dim, which may be cut in the tensor; other dims pass through where they are taken in full."""
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = call.dim("dim", len(shape))
     dims = dims_of(index)
     partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
     source = replaced(dims, {i: _own(shape[i], i) for i in [*partly, dim]})
-    whole = names(source, [*partly, dim]) | names(dims, partly)
-    return Factoring((source, dims), (dims,), whole=whole, linear=FIRST)
+    whole = names(source, partly) | names(dims, partly)
+    return Factoring((source, dims), (dims,), whole=whole, linear=FIRST, sharded=names(source, [dim]))
 
 
 def _own(size: Size, dim: int) -> Dim:
@@ -175,7 +194,7 @@ def one_hot(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *lines("[v] h, ... -> ... h", "embedding", linear=[[0]]),
+    *built(looked_up, "embedding"),
     *built(indexed, "index.Tensor", "_unsafe_index.Tensor"),
     *built(put, "index_put", "_unsafe_index_put"),
     *built(gathered, "gather"),

@@ -1,4 +1,4 @@
-"""Losses: rows are summed away (a mean is partial, weighed by the shard's count), classes stay whole."""
+"""Losses: rows are summed away (a mean is partial, weighed by the shard's count); classes may be cut."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from hetu_fx.deduction.rule import NOTHING, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.build import aligned, built, dims_of, names
 
 NONE, MEAN = 0, 1  # torch's codes of the reduction argument; 2 is the sum
+CUT_OVER_CLASSES = frozenset(f"aten.{op}.default" for op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"))
 
 
 def classified(call: Call) -> Factoring:
-    """Compare scores per class with targets: the class dim stays whole, all other dims are rows."""
+    """Compare scores per class with targets: all dims but the classes are rows.
+
+    The class dim may be cut, if targets are indices (not probabilities) and classes are not weighed.
+    """
     shape = call.operands[0].shape
     dims = dims_of(shape)
     at = 1 if len(shape) > 1 else 0
     rows = dims[:at] + dims[at + 1 :]
     operands = tuple(_of_rank(len(op.shape), op.argument, dims, rows, dims[at]) for op in call.operands)
-    return _reduced(call, operands, rows, names(dims, [at]))
+    cut = call.op in CUT_OVER_CLASSES and call.position("weight") is None and operands[1] == rows
+    classes = names(dims, [at])
+    return _reduced(call, operands, rows, NOTHING if cut else classes, classes if cut else NOTHING)
 
 
 def _of_rank(rank: int, argument: str, dims: Dims, rows: Dims, classes: tuple[str, ...]) -> Dims:
@@ -36,14 +42,16 @@ def compared(call: Call) -> Factoring:
         for i in range(len(target))
     )
     operands = tuple(aligned(operand.shape, sizes) for operand in call.operands)
-    return _reduced(call, operands, dims_of(sizes), NOTHING)
+    return _reduced(call, operands, dims_of(sizes), NOTHING, NOTHING)
 
 
-def _reduced(call: Call, operands: tuple[Dims, ...], rows: Dims, whole: frozenset[str]) -> Factoring:
+def _reduced(
+    call: Call, operands: tuple[Dims, ...], rows: Dims, whole: frozenset[str], sharded: frozenset[str]
+) -> Factoring:
     reduction = call.integer("reduction", MEAN)
     results: tuple[Dims, ...] = (rows if reduction == NONE else (),) + ((),) * (len(call.results) - 1)
     averaged = names(rows, range(len(rows))) if reduction == MEAN else NOTHING
-    return Factoring(operands, results, whole=whole, averaged=averaged)
+    return Factoring(operands, results, whole=whole, averaged=averaged, sharded=sharded)
 
 
 RULES: tuple[Rule, ...] = (

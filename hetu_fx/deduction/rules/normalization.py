@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hetu_fx.deduction.call import Call
 from hetu_fx.deduction.rule import Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, kept, names, replaced
@@ -9,6 +11,12 @@ from hetu_fx.deduction.size import integer
 
 
 def softmax(call: Call) -> Factoring:
+    """Normalize over one dim, which may be cut."""
+    factoring = kept(call)
+    return replace(factoring, sharded=names(factoring.operands[0], [call.dim("dim", len(call.operands[0].shape))]))
+
+
+def softmax_whole(call: Call) -> Factoring:
     """Normalize over one dim, which stays whole."""
     return kept(call, [call.dim("dim", len(call.operands[0].shape))])
 
@@ -68,7 +76,8 @@ def _channel_or_all(rank: int, dims: Dims, channel: Dims) -> Dims:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(softmax, "softmax.int", "_softmax", "log_softmax.int", "_log_softmax", "_safe_softmax"),
+    *built(softmax, "softmax.int", "log_softmax.int"),
+    *built(softmax_whole, "_softmax", "_log_softmax", "_safe_softmax"),
     *built(over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
     *built(over_groups, "group_norm"),
     *built(

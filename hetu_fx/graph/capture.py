@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
-from hetu_fx.graph.capture_failure import explain_failure, watch_fixed_sizes
+from hetu_fx.graph.capture_failure import WAY_OUT, explain_failure, line_of_caller, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import Graph
@@ -75,6 +76,27 @@ class _NoStrayParameters(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextlib.contextmanager
+def _no_backward_is_lost() -> Iterator[None]:
+    """Refuse functions with a backward of their own: a trace has their forward only, which may have another gradient.
+
+    A straight-through estimator is one: its forward has the gradient 0.
+    """
+    apply = torch.autograd.Function.apply.__func__
+
+    def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+        if carries and not cls.__module__.startswith("torch."):  # torch's own (checkpoints) have the true gradient
+            raise CaptureError(
+                f"the model calls {cls.__qualname__}, an autograd function, whose backward a captured graph does not "
+                f"have ({line_of_caller()}); {WAY_OUT}"
+            )
+        return apply(cls, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
+        yield
+
+
 class _Found:
     """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
@@ -104,6 +126,7 @@ class _Program(nn.Module):
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
         with contextlib.ExitStack() as stack:
             stack.enter_context(_NoStrayParameters())
+            stack.enter_context(_no_backward_is_lost())
             for device_type, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             output = self.model(*args, **kwargs)

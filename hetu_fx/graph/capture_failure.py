@@ -51,6 +51,11 @@ def watch_fixed_sizes() -> Iterator[list[str]]:
         yield lines
 
 
+def line_of_caller() -> str:
+    """Return "file.py:41" of the user's innermost line that is running."""
+    return _line_in_frames(traceback.extract_stack()) or "unknown line"
+
+
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")

@@ -47,9 +47,14 @@ EXTRA: dict[str, tuple[Any, ...]] = {
 }
 
 
+OF_COMPLEX = ("aten._conj.default", "aten.imag.default", "aten.real.default")
+
+
 def unary(name: str) -> list[Sample]:
     if any(part in name for part in INTEGER_OPS):
         arguments = (ids(8, 3, 4),)
+    elif name in OF_COMPLEX:
+        return [sample(torch.complex(x(3, 4), x(3, 4)))]
     elif name == "aten.pow.Scalar":
         return [sample(0.7, x(3, 4))]
     elif name == "aten.empty_like.default":
@@ -97,6 +102,11 @@ ARITHMETIC = {
         sample(x(3, 4), x(4), rounding_mode=None),
     ],
     "true_divide.Tensor": [sample(x(3, 4), x(4))],
+    "subtract.Tensor": [sample(x(3, 4), x(3, 4))],
+    "multiply.Tensor": [sample(x(3, 4), x(6, 1, 4))],
+    "multiply.Scalar": [sample(x(3, 4), 2.0)],
+    "divide.Tensor": [sample(x(3, 4), x(4))],
+    "divide.Tensor_mode": [sample(x(3, 4), x(4), rounding_mode="floor")],
     "where.self": [sample(flags(3, 4), x(3, 1), x(4))],
     "where.ScalarOther": [sample(flags(3, 4), x(3, 4), 0.0), sample(flags(3, 4), x(3, 4), 1.0)],
     "where.ScalarSelf": [sample(flags(3, 4), 0.0, x(3, 4))],
@@ -336,6 +346,42 @@ CONVOLUTION = {
     "upsample_bicubic2d.vec": [sample(x(3, 4, 3, 3), [6, 6], False, None)],
     "pixel_shuffle": [sample(x(3, 8, 4, 4), 2)],
     "pixel_unshuffle": [sample(x(3, 2, 4, 4), 2)],
+    "upsample_nearest1d": [sample(x(3, 4, 3), [6])],
+    "upsample_nearest1d.vec": [sample(x(3, 4, 3), None, [2.0])],
+    "upsample_linear1d": [sample(x(3, 4, 3), [6], False)],
+    "upsample_linear1d.vec": [sample(x(3, 4, 3), [6], False, None)],
+    "upsample_nearest3d": [sample(x(3, 4, 2, 2, 2), [4, 4, 4])],
+    "upsample_nearest3d.vec": [sample(x(3, 4, 2, 2, 2), None, [2.0, 2.0, 2.0])],
+    "upsample_trilinear3d": [sample(x(3, 4, 2, 2, 2), [4, 4, 4], False)],
+    "upsample_trilinear3d.vec": [sample(x(3, 4, 2, 2, 2), [4, 4, 4], False, None)],
+    "_upsample_bilinear2d_aa": [sample(x(3, 4, 3, 3), [6, 6], False)],
+    "_upsample_bilinear2d_aa.vec": [sample(x(3, 4, 3, 3), [6, 6], False, None)],
+    "_upsample_bicubic2d_aa.vec": [sample(x(3, 4, 3, 3), [6, 6], False, None)],
+    "reflection_pad1d": [sample(x(3, 4, 5), [1, 1])],
+    "reflection_pad2d": [sample(x(3, 4, 5, 5), [1, 1, 2, 0])],
+    "replication_pad1d": [sample(x(3, 4, 5), [1, 1])],
+    "replication_pad2d": [sample(x(3, 4, 5, 5), [1, 1, 2, 0])],
+    "replication_pad3d": [sample(x(3, 4, 3, 3, 3), [1, 1, 1, 1, 1, 1])],
+    "im2col": [
+        sample(x(3, 4, 6, 5), [3, 1], [1, 1], [1, 0], [1, 1]),
+        sample(x(4, 6, 5), [2, 2], [1, 1], [0, 0], [1, 1]),
+    ],
+    "col2im": [sample(x(3, 8, 15), [4, 5], [2, 1], [1, 1], [0, 0], [1, 1])],
+}
+SPECTRAL = {
+    **{
+        op: [sample(x(3, 4, 6)), sample(x(3, 4, 6), None, 1)] for op in ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft")
+    },
+    **{op: [sample(x(3, 4, 6))] for op in ("fft_hfft", "fft_ihfft")},
+    **{
+        op: [sample(x(3, 4, 6)), sample(x(3, 4, 6), None, [0, 1])]
+        for op in ("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2")
+    },
+    **{
+        op: [sample(x(3, 4, 6)), sample(x(3, 4, 6), None, [0, 2])]
+        for op in ("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn")
+    },
+    **{op: [sample(x(3, 4, 6), [1])] for op in ("fft_fftshift", "fft_ifftshift")},
 }
 RANDOM = {
     "dropout": [sample(x(3, 4), 0.5, False), Sample((x(3, 4), 0.5, True), values=False)],
@@ -384,6 +430,7 @@ FAMILIES = (
     LOOKUP,
     LOSS,
     CONVOLUTION,
+    SPECTRAL,
     RANDOM,
     ROUTING,
 )

@@ -18,6 +18,7 @@ from hetu_fx.deduction.rules import (
     reduction,
     routing,
     slicing,
+    spectral,
     view,
 )
 
@@ -32,6 +33,7 @@ FAMILIES = (
     embedding,
     loss,
     convolution,
+    spectral,
     random,
     routing,
     creation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.call import Call, Shape
 from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, names, replaced
 from hetu_fx.deduction.size import Size, integer
@@ -87,6 +87,31 @@ def _over_space(call: Call, space: int) -> Factoring:
     return Factoring((dims,), results, whole=whole)
 
 
+def unfolded(call: Call) -> Factoring:
+    """Write windows of space as columns: channels become (channel, place in the window), space stays whole."""
+    return _columns(call, call.operands[0].shape, call.results[0], folds=False)
+
+
+def folded(call: Call) -> Factoring:
+    """Add columns up to the windows of space they are: channels are (channel, place in the window)."""
+    return _columns(call, call.results[0], call.operands[0].shape, folds=True)
+
+
+def _columns(call: Call, space: Shape, flat: Shape, *, folds: bool) -> Factoring:
+    """Relate (batch, channels, height, width) to (batch, channels x places, windows); the batch may be absent."""
+    image, columns = dims_of(space, "x"), dims_of(flat, "y")
+    at = len(space) - 3
+    channel, place = _one_name("c", space[at]), flat[at].over(space[at])
+    assert place is not None, "columns hold all places of a window for each channel"
+    image = (*image[:at], channel, *image[at + 1 :])
+    inner = _one_name("p", place)
+    target = (*image[:at], (*channel, *inner), *columns[at + 1 :])
+    whole = names(image, (at + 1, at + 2)) | names(target, (at + 1,)) | frozenset(inner)
+    sizes = {"c": space[at], "p": place}
+    pair = (target, image) if folds else (image, target)
+    return Factoring((pair[0],), (pair[1],), sizes, whole, linear=(frozenset({0}),))
+
+
 def shuffled(call: Call) -> Factoring:
     """Move channels into space or back: both stay whole, batch passes through."""
     return replace(_over_space(call, 3), linear=(frozenset({0}),))
@@ -101,7 +126,13 @@ RULES: tuple[Rule, ...] = (
         pooled_linearly,
         *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
         *("adaptive_avg_pool3d", "upsample_nearest2d", "upsample_nearest2d.vec", "upsample_bilinear2d"),
-        *("upsample_bilinear2d.vec", "upsample_bicubic2d", "upsample_bicubic2d.vec"),
+        *("upsample_bilinear2d.vec", "upsample_bicubic2d", "upsample_bicubic2d.vec", "upsample_nearest1d"),
+        *("upsample_nearest1d.vec", "upsample_linear1d", "upsample_linear1d.vec", "upsample_nearest3d"),
+        *("upsample_nearest3d.vec", "upsample_trilinear3d", "upsample_trilinear3d.vec"),
+        *("_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec"),
+        *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d"),
     ),
     *built(shuffled, "pixel_shuffle", "pixel_unshuffle"),
+    *built(unfolded, "im2col"),
+    *built(folded, "col2im"),
 )

@@ -71,7 +71,7 @@ def _is_zero(value: Any) -> bool:
 
 COPIES = """
     clone contiguous detach alias lift_fresh_copy lift_fresh neg positive to.dtype to.device to.dtype_layout
-    _to_copy deg2rad rad2deg
+    _to_copy deg2rad rad2deg negative conj resolve_conj resolve_neg _conj conj_physical real imag
 """.split()
 UNARY = """
     abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh digamma elu erf erfc erfinv exp exp2
@@ -81,22 +81,25 @@ UNARY = """
     trunc fix i0 add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar remainder.Scalar fmod.Scalar
     floor_divide.Scalar clamp clamp_min clamp_max clip eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar
     ge.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar bitwise_and.Scalar bitwise_or.Scalar zeros_like
-    ones_like empty_like full_like
+    ones_like empty_like full_like absolute arccos arccosh arcsin arcsinh arctan arctanh greater.Scalar
+    greater_equal.Scalar less.Scalar less_equal.Scalar not_equal.Scalar angle
 """.split()
 BINARY = """
     rsub.Tensor pow.Tensor_Tensor remainder.Tensor fmod.Tensor floor_divide atan2 maximum minimum fmax fmin
     max.other min.other hypot logaddexp xlogy.Tensor eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor
     ge.Tensor isclose logical_and logical_or logical_xor __and__.Tensor __or__.Tensor __xor__.Tensor
     bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor clamp.Tensor addcdiv addcmul lerp.Scalar
-    lerp.Tensor copysign.Tensor polar complex heaviside
+    lerp.Tensor copysign.Tensor polar complex heaviside arctan2 greater.Tensor greater_equal.Tensor less.Tensor
+    less_equal.Tensor not_equal.Tensor
 """.split()
 
 RULES: tuple[Rule, ...] = (
     *built(copied, *COPIES),
     *built(broadcast, *UNARY, *BINARY),
-    *built(summed, "add.Tensor", "sub.Tensor"),
-    *built(multiplied, "mul.Tensor", "mul.Scalar"),
+    *built(summed, "add.Tensor", "sub.Tensor", "subtract.Tensor"),
+    *built(multiplied, "mul.Tensor", "mul.Scalar", "multiply.Tensor", "multiply.Scalar"),
     *built(divided, "div.Tensor", "div.Scalar", "div.Tensor_mode", "true_divide.Tensor"),
+    *built(divided, "divide.Tensor", "divide.Tensor_mode"),
     *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
     *built(cast_like, "to.other", "type_as"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetu_fx.errors import StateError
 from hetu_fx.plan import Plan, micro_batch_rows
@@ -89,13 +89,25 @@ class Adaptation:
                 "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
                 "hetu_fx.auto_parallelize"
             )
-        name = "rates " + " ".join(f"{rank}={rate:.2g}" for rank, rate in sorted(rates.items()) if rate != 1.0)
-        name = "healthy" if name == "rates " else name
-        if name not in self.runtime.variants:
-            plan = self.planner(self.cluster.with_rates(rates), name)
-            self.runtime.add_variant(plan, name, planned_rates=rates)
+        name = self._variant_for(rates, self.planner(self.cluster.with_rates(rates), name_for(rates)))
         self.runtime.health = Health(dict(rates))
         self.tracker.restart()
         self.changes.append(Replanned(self.runtime.step, dict(rates), name))
         _log.info("devices' rates are %s: %s", dict(rates), self.runtime.variants[name].plan.summary())
         return name
+
+    def _variant_for(self, rates: Mapping[int, float], plan: Plan) -> str:
+        """Return the variant that runs a plan: one that does the same work already, expected as now, or a new one."""
+        for name, variant in self.runtime.variants.items():
+            if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
+                variant.expect(plan.predicted, rates)
+                return name
+        name = plan.name or name_for(rates)
+        self.runtime.add_variant(plan, name, planned_rates=rates)
+        return name
+
+
+def name_for(rates: Mapping[int, float]) -> str:
+    """Name a variant for straggling rates, fit for a file name: `slow-1x2.5` where device 1 takes 2.5 times as long."""
+    slow = [f"{rank}x{rate:.3g}" for rank, rate in sorted(rates.items()) if rate != 1.0]
+    return "-".join(["slow", *slow]) if slow else "healthy"

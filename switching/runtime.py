@@ -88,6 +88,8 @@ class Runtime:
         """Add a variant; its device graphs are made when a batch first needs them."""
         if name in self.variants:
             raise StateError(f"there is a variant {name!r} already; choose another name")
+        if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
+            raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
         self.execution.check(plan, self.table.size)
         rates = dict(planned_rates or {})
         self.variants[name] = self.execution.variant(name, plan, self.table, self.homes, rates)

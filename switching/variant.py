@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.plan import Plan
+from hetu_fx.prediction import Prediction
 from hetu_fx.switching.bridge import Bridge
 from hetu_fx.switching.gradients import KeptBack
 from hetu_fx.switching.home import HomeTensor
@@ -34,6 +36,11 @@ class Variant:
     def predicted_seconds(self) -> float:
         """Return what the planner expected of a step; 0 if the plan was given by hand."""
         return self.plan.predicted.seconds if self.plan.predicted else 0.0
+
+    def expect(self, predicted: Prediction | None, planned_rates: Mapping[int, float]) -> None:
+        """Take over what the planner expects of the plan at other rates of the devices."""
+        self.plan = replace(self.plan, predicted=predicted)
+        self.planned_rates = dict(planned_rates)
 
     def gather(self, bridge: Bridge) -> dict[str, Tensor]:
         """Return this rank's compute parameters; collective unless home has not changed since the last call."""

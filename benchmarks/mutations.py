@@ -1,0 +1,96 @@
+"""The mutation check: break what resolves, plans and moves in small ways, and see whether the tests notice.
+
+Every mutant is a process of its own that runs the fast tests, or those on real processes where only they can see it,
+until the first failure. A mutant that survives means that a test is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks.mutant import ROOT, VARIABLE, Mutant, read_mutants
+from benchmarks.report import Bar, Row, finish, parser
+
+SECONDS = 300
+QUICK = 6  # every so many mutants in a quick run
+FEWEST = 20
+
+# Quickest first, as the first failure ends a run.
+FAST = (
+    *(f"tests/comm_ops/test_{name}.py" for name in ("axes", "split_plan", "bsr_plan", "bsr_senders", "resolve")),
+    "tests/annotations",
+    *(f"tests/comm_ops/test_{name}.py" for name in ("comm_ops", "cost", "explain", "properties")),
+)
+ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_of_many_changes_on_four_ranks",)
+
+
+def main() -> int:
+    """Run the tests without a mistake, which must pass, then with each."""
+    options = parser("mutations", "Breaks what resolves and moves in small ways; tests must see it.").parse_args()
+    chosen = list(read_mutants().values())[:: QUICK if options.quick else 1]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copied(Path(folder))
+        for tests in {_tests(mutant) for mutant in chosen}:
+            status, output, _ = run_tests(None, tests, copy)
+            if status != 0:
+                print(f"the tests fail without any mistake (status {status}):\n{output}")
+                return 2
+        rows = [judge(mutant, copy) for mutant in chosen]
+    caught = sum(row["caught"] == "yes" for row in rows)
+    fewest = 0 if options.quick else FEWEST
+    bars = [Bar("share of mutants caught", caught / len(rows), 1.0, True), Bar("mutants", len(rows), fewest, True)]
+    return finish("mutations", bars, rows)
+
+
+def copied(folder: Path) -> Path:
+    """Copy the sources, so that edits meanwhile change nothing, and let every Python started there take its mistake."""
+    copy = folder / "copy"
+    hidden = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=hidden)
+    (copy / "sitecustomize.py").write_text("from benchmarks.mutant import install\ninstall()\n")
+    return copy
+
+
+def judge(mutant: Mutant, folder: Path) -> Row:
+    """Run the tests on one mutant: caught means that tests ran and failed, or never ended."""
+    status, output, seconds = run_tests(mutant, _tests(mutant), folder)
+    found = [line for line in output.splitlines() if line.startswith("FAILED ")]
+    by = "time-out" if status is None else found[0].split(" ")[1].rpartition("/")[2] if found else f"status {status}"
+    caught = "yes" if status is None or (status == 1 and found) else "NO"
+    print(f"{mutant.name}: {caught} ({by}, {seconds:.0f} s)", file=sys.stderr, flush=True)
+    return {"mutant": mutant.name, "file": mutant.path, "caught": caught, "by": by}
+
+
+def run_tests(mutant: Mutant | None, tests: Sequence[str], folder: Path) -> tuple[int | None, str, float]:
+    """Give pytest's exit status (None: it ran out of time), its last lines, and the seconds it took."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".hypothesis"),
+        **({VARIABLE: mutant.name} if mutant else {}),
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    start = perf_counter()
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return None, "", perf_counter() - start
+    return done.returncode, (done.stdout + done.stderr)[-3000:], perf_counter() - start
+
+
+def _tests(mutant: Mutant) -> tuple[str, ...]:
+    return ON_PROCESSES if mutant.on_processes else FAST
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -13,8 +13,10 @@ from hetu_fx.annotations.reference import shard, unshard
 from hetu_fx.annotations.samples import random_annotation, random_cotangent, random_pair
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.bsr_report import least_bytes
 from hetu_fx.comm_ops.change import Change, parse_change
 from hetu_fx.comm_ops.reference import run, run_adjoint
+from hetu_fx.comm_ops.resolution import AxisStep, MoveStep
 from hetu_fx.comm_ops.resolve import resolve, resolve_edge
 from hetu_fx.comm_ops.simulated import simulate, simulate_moves
 
@@ -22,6 +24,22 @@ SHAPE = (24, 8)
 SHAPES = [(24, 8), (24, 4, 6), (8, 12, 2), (36,), (0, 8), (12, 0, 4)]
 DEVICES = range(12)
 SEEDS = st.integers(0, 2**32 - 1)
+
+
+class Nodes:
+    """Three ranks in each node, ten times faster inside."""
+
+    def bytes_per_second(self, a, b):
+        return 1e4 if a // 3 == b // 3 else 1e3
+
+    def latency_seconds(self, a, b):
+        return 1e-3
+
+    def node_of(self, rank):
+        return rank // 3
+
+
+NODES = Nodes()
 
 
 def value(shape=SHAPE, seed=7):
@@ -53,7 +71,7 @@ def test_resolutions_mean_what_the_annotations_say(seed):
     random = Random(seed)
     shape = random.choice(SHAPES)
     source, target = random_pair(random, DEVICES[: random.choice((4, 6, 8, 12))], shape)
-    resolution = resolve(source, target, shape)
+    resolution = resolve(source, target, shape, topology=random.choice((None, NODES)))
     event(" ".join(step.op for step in resolution.steps))
     check(target, run(resolution, noisy(value(shape), source)), value(shape))
 
@@ -65,7 +83,7 @@ def test_adjoints_are_adjoint(seed):
     shape = random.choice(SHAPES)
     source, target = random_pair(random, DEVICES[: random.choice((4, 6, 8, 12))], shape)
     gradient = random_cotangent(random, target)
-    resolution = resolve_edge(source, target, gradient, shape)
+    resolution = resolve_edge(source, target, gradient, shape, topology=random.choice((None, NODES)))
     x, y = noisy(value(shape), source), noisy(value(shape, seed=9), gradient)
     forward, backward = run(resolution, x), run_adjoint(resolution, y)
     check(cotangent(source), backward, value(shape, seed=9))
@@ -83,6 +101,28 @@ def test_what_packs_and_unpacks_does_what_the_reference_does(seed):
     expected, found = run(resolution, held), simulate(resolution, tensors(held))
     for rank in target.ranks:
         np.testing.assert_allclose(found[rank].numpy(), expected[rank], atol=1e-12)
+
+
+@settings(deadline=None, max_examples=150)
+@given(SEEDS)
+def test_nothing_moves_more_bytes_than_one_batched_send_receive(seed):
+    random = Random(seed)
+    source, target = random_pair(random, DEVICES, SHAPE)
+    resolution = resolve(source, target, SHAPE)
+    direct = sum(size for part in MoveStep(source, target, target, SHAPE).rounds(1) for *_, size in part)
+    if any(not isinstance(step, AxisStep) for step in resolution.steps):
+        assert resolution.bytes(1) <= direct
+    if not source.has_partial and not target.has_partial:
+        assert resolution.bytes(1) == least_bytes(Move(source, target, SHAPE, 1))
+
+
+@settings(deadline=None, max_examples=100)
+@given(SEEDS)
+def test_measured_links_never_make_it_slower(seed):
+    random = Random(seed)
+    source, target = random_pair(random, DEVICES, SHAPE)
+    plain, measured = (resolve(source, target, SHAPE, topology=topology) for topology in (None, NODES))
+    assert measured.seconds(4, NODES) <= plain.seconds(4, NODES) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=100)

@@ -26,6 +26,7 @@ COPIES = frozenset({
     aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.alias.default, aten.clone.default,
 })  # fmt: skip
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.view_as.default})
+SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 SLICE_DEFAULTS = [None, 0, None, None, 1]
 DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
 
@@ -77,6 +78,20 @@ def _simplify_view(node: fx.Node) -> fx.Node | None:
     return _source(node) if meta.same_shape(node, _source(node)) else None
 
 
+def _simplify_squeeze(node: fx.Node) -> fx.Node | None:
+    """Name the dims that were dropped, so that rows cut to one keep their dim."""
+    source = _source(node)
+    dropped = [dim for dim, size in enumerate(meta.shape(source)) if isinstance(size, int) and size == 1]
+    if meta.same_shape(node, source):
+        return source
+    if node.target is not aten.squeeze.default:
+        return None
+    with node.graph.inserting_before(node):
+        named = node.graph.call_function(aten.squeeze.dims, (source, dropped))
+    meta.copy_meta(node, named, with_value=True)
+    return named
+
+
 def _simplify_slice(node: fx.Node) -> fx.Node | None:
     given = list(node.args) + SLICE_DEFAULTS[len(node.args) :]
     start, end, step = given[2:]
@@ -126,6 +141,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(COPIES, _simplify_copy),
     **dict.fromkeys(VIEWS, _simplify_view),
     **dict.fromkeys(DROPOUTS, _simplify_dropout),
+    **dict.fromkeys(SQUEEZES, _simplify_squeeze),
     aten.slice.Tensor: _simplify_slice,
     aten.detach.default: _simplify_detach,
     aten.add.Tensor: _simplify_add,

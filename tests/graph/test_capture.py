@@ -295,6 +295,23 @@ def test_error_in_forward_names_its_line() -> None:
         capture(Broken(), (torch.randn(4, 3),))
 
 
+class Squeezed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).squeeze() + self.layer(x).squeeze(0)[:, 0]
+
+
+def test_squeezing_drops_the_dims_that_it_dropped_when_traced() -> None:
+    model = Squeezed()
+    graph = capture(model, (torch.randn(5, 4),))
+    x = torch.randn(1, 4)
+    (output,) = run_on_one_device(graph, model, (x,)).values()
+    torch.testing.assert_close(output, model.layer(x)[:, 0] * 2)
+
+
 class Rounded(torch.autograd.Function):
     """A straight-through estimator."""
 

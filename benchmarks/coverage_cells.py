@@ -104,6 +104,7 @@ class Subject:
 
     def _truth(self, rows: int, length: int, seed: int) -> Truth:
         torch.manual_seed(100 + seed)
+        length = SIZES[0][1] if self.family.fixed_length else length
         batch = in_dtype(self.family.batch(rows, length), self.family.dtype)
         with exactly(self.family.dtype):
             loss = loss_of(self.plain(**batch))

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 
 from benchmarks import family_batches as batches
-from benchmarks.family_configs import IN_FLOAT32, KINDS, WHOLE_BATCH
+from benchmarks.family_configs import FIXED_LENGTH, IN_FLOAT32, KINDS, WHOLE_BATCH
 from benchmarks.family_nets import NETS
 
 AUTO: Mapping[str, tuple[Any, batches.MakeBatch]] = {
@@ -42,6 +42,7 @@ class Family:
         batch: makes batches of so many rows and tokens.
         dtype: what it can be computed in; torch's grouped matrix products know no float64.
         micro_batches: 1 for a model that works out something from the whole batch (batch norm).
+        fixed_length: whether its graph is for one sequence length (a loop over positions).
     """
 
     name: str
@@ -50,13 +51,14 @@ class Family:
     batch: batches.MakeBatch
     dtype: torch.dtype = torch.float64
     micro_batches: int = 2
+    fixed_length: bool = False
 
 
 def _pretrained(kind: str, name: str, options: Mapping[str, Any]) -> Family:
     auto, batch = AUTO[kind]
     dtype = torch.float32 if name in IN_FLOAT32 else torch.float64
     micro_batches = 1 if name in WHOLE_BATCH else 2
-    return Family(name, kind, lambda: _make(auto, name, options), batch, dtype, micro_batches)
+    return Family(name, kind, lambda: _make(auto, name, options), batch, dtype, micro_batches, name in FIXED_LENGTH)
 
 
 def _make(auto: Any, name: str, options: Mapping[str, Any]) -> nn.Module:

@@ -115,10 +115,11 @@ CAUSAL: Mapping[str, Options] = {
     "xglm": TEXT | {"d_model": 96, "num_layers": 2, "attention_heads": 8, "ffn_dim": 112},
 }
 MASKED: Mapping[str, Options] = {
-    **_of(TEXT, "albert", "bert", "big_bird", "convbert", "deberta", "deberta-v2"),
+    **_of(TEXT, "albert", "bert", "convbert", "deberta", "deberta-v2"),
     **_of(TEXT, "esm", "fnet", "modernbert", "mpnet"),
     **_of(TEXT, "nystromformer", "roberta", "roformer"),
     **_of(TEXT, "yoso"),
+    "big_bird": TEXT | {"attention_type": "original_full"},
     "distilbert": TEXT | {"hidden_dim": 112},
     "funnel": MARKS
     | {"vocab_size": VOCABULARY, "block_sizes": [1, 1], "d_model": 96, "n_head": 8, "d_head": 12, "d_inner": 112},
@@ -224,3 +225,4 @@ WHOLE_BATCH = frozenset(
         "mobilenet_v2 (pixels)",
     }
 )
+FIXED_LENGTH = frozenset({"mamba", "funnel"})

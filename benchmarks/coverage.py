@@ -39,7 +39,7 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    hf.logging.set_verbosity_error()
+    hf.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     rows = [_row(family, options) for family in FAMILIES.values() if _is_chosen(family.name, options)]
     if options.write_docs:
         DOCUMENT.write_text(_document(rows))
@@ -132,7 +132,10 @@ def _document(rows: Sequence[Row]) -> str:
     """Lay the table out as a page."""
     heads = ["family", "kind", "captured", "rules", *PLANS]
     green = sum(map(_is_green, rows))
-    limits = ", ".join(f"{str(dtype)[6:]}: loss {loss:.0e}, gradients {other:.0e}" for dtype, (loss, other) in LIMITS.items())  # fmt: skip
+    limits = "; ".join(
+        f"{str(dtype).removeprefix('torch.')} {loss:.0e} and {gradient:.0e}"
+        for dtype, (loss, gradient) in LIMITS.items()
+    )
     lines = [
         "# Model families and plans",
         "",
@@ -141,8 +144,9 @@ def _document(rows: Sequence[Row]) -> str:
         "",
         "Each is a tiny model of two blocks or so. It is captured (loss included), every op is looked up in the rule",
         "table, and it runs forward and backward on two batches of unlike size, of which three processes bring",
-        "unequal parts, under plans for two or three of them. A number is the worst relative difference from one",
-        f"device, of the loss or of any gradient; limits: {limits}.",
+        "unequal parts, under plans for two or three of them; a pipeline has two micro-batches, or one where the",
+        "model works something out from the whole batch (batch norm). A number is the worst relative difference from",
+        f"one device, of the loss or of any gradient. Limits of the two: {limits}.",
         "",
         _markdown(heads, rows),
         "",

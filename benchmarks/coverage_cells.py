@@ -158,7 +158,8 @@ def loss_of(output: Any) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """Give the whole of a home tensor; collective."""
-    gathered: Tensor = tensor.detach().full_tensor()  # type: ignore[operator]
+    home: Any = tensor.detach()
+    gathered: Tensor = home.full_tensor()
     return gathered
 
 

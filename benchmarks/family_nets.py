@@ -101,7 +101,8 @@ class ChannelShuffle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix the halves."""
         kept, changed = x.chunk(2, 1)
-        return self.shuffle(torch.cat([kept, self.way(changed)], 1))
+        mixed: Tensor = self.shuffle(torch.cat([kept, self.way(changed)], 1))
+        return mixed
 
 
 class ConvNext(nn.Module):
@@ -117,7 +118,8 @@ class ConvNext(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add the block's change."""
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
-        return x + (self.scale * self.down(functional.gelu(self.up(y)))).permute(0, 3, 1, 2)
+        change: Tensor = self.scale * self.down(functional.gelu(self.up(y)))
+        return x + change.permute(0, 3, 1, 2)
 
 
 class UNet(nn.Module):
@@ -147,13 +149,17 @@ class UNet(nn.Module):
 
 def vgg() -> nn.Module:
     """Convolutions and pooling, then a large linear layer."""
-    body = nn.Sequential(conv(3, 12), nn.MaxPool2d(2), conv(12, 20), nn.MaxPool2d(2), nn.Flatten(1), nn.Unflatten(1, (20 * 64, 1, 1)))  # fmt: skip
+    body = nn.Sequential(
+        conv(3, 12), nn.MaxPool2d(2), conv(12, 20), nn.MaxPool2d(2), nn.Flatten(1), nn.Unflatten(1, (20 * 64, 1, 1))
+    )
     return Classifier(body, 20 * 64)
 
 
 def alexnet() -> nn.Module:
     """Large strides, no norm, local response through pooling."""
-    body = nn.Sequential(nn.Conv2d(3, 12, 7, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(12, 20, 3, padding=1), nn.ReLU())  # fmt: skip
+    body = nn.Sequential(
+        nn.Conv2d(3, 12, 7, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(12, 20, 3, padding=1), nn.ReLU()
+    )
     return Classifier(body, 20)
 
 
@@ -161,7 +167,9 @@ def resnet() -> nn.Module:
     """Two basic blocks and a bottleneck."""
     basic = Residual(nn.Sequential(conv(12, 12), nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12)))
     neck = nn.Sequential(conv(12, 8, 1), conv(8, 8, 3, 2), nn.Conv2d(8, 20, 1), nn.BatchNorm2d(20))
-    return Classifier(nn.Sequential(conv(3, 12, 7, 2), nn.MaxPool2d(3, 2, 1), basic, Residual(neck, nn.Conv2d(12, 20, 1, 2))), 20)  # fmt: skip
+    return Classifier(
+        nn.Sequential(conv(3, 12, 7, 2), nn.MaxPool2d(3, 2, 1), basic, Residual(neck, nn.Conv2d(12, 20, 1, 2))), 20
+    )
 
 
 def resnext() -> nn.Module:
@@ -180,7 +188,13 @@ def mobilenet() -> nn.Module:
 
 def efficientnet() -> nn.Module:
     """An inverted bottleneck with weighed channels."""
-    parts = (conv(12, 36, 1), conv(36, 36, 3, groups=36), SqueezeExcite(36, 4), nn.Conv2d(36, 12, 1), nn.BatchNorm2d(12))  # fmt: skip
+    parts = (
+        conv(12, 36, 1),
+        conv(36, 36, 3, groups=36),
+        SqueezeExcite(36, 4),
+        nn.Conv2d(36, 12, 1),
+        nn.BatchNorm2d(12),
+    )
     return Classifier(nn.Sequential(conv(3, 12, 3, 2), Residual(nn.Sequential(*parts))), 12)
 
 

@@ -6,6 +6,8 @@ Run as `python worker_silence.py rank size init_file`.
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
+from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -25,9 +27,17 @@ def expect_error(source: str, target: str) -> None:
         raise AssertionError(f"{call} should have failed")
 
 
+def wait_for_all(rank: int, size: int, path: Path) -> None:
+    """Wait until all ranks have imported what they need, which on a busy machine takes longer than the timeout."""
+    path.with_name(f"{path.name}{rank}").touch()
+    while not all(path.with_name(f"{path.name}{other}").exists() for other in range(size)):
+        sleep(0.1)
+
+
 def main(rank: int, size: int, path: str) -> None:
+    wait_for_all(rank, size, Path(path).with_name("started"))
     dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=2)
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=3)
     )
     dist.barrier()
     if rank == 2:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetu_fx.annotations.annotation import DeviceGroup, cotangent
 from hetu_fx.annotations.reference import shard
-from hetu_fx.annotations.samples import random_annotation, random_cotangent
+from hetu_fx.annotations.samples import random_annotation, random_cotangent, random_pair
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
 from hetu_fx.comm_ops.bsr_run import run_moves
@@ -44,6 +44,15 @@ EDGES = [
     ("D(2) over {[0,1] P(2); [2,3] S(0, 2)}", "D(2) over {[0,1] D(2); [2,3] D(2)}",
      "D(2) over {[0,1] D(2); [2,3] P(2)}"),
     ("[0,1] S(0, 2:1)", "[2,3] S(1, 1:3)", "[2,3] S(1, 1:3)"),
+    # Several steps: sums before a move, gathers behind it, groups each in its own way, copies cut up in between.
+    ("[0,1] P(2)", "[2,3] D(2)", "[2,3] P(2)"),
+    ("[0-3] P(2) D(2)", "[0-3] S(0, 4)", "[0-3] S(0, 4)"),
+    ("D(2) over {[0,1] P(2); [2]}", "D(2) over {[0,1] S(0, 2); [3]}", "D(2) over {[0,1] S(0, 2); [3]}"),
+    ("P(2) over {[0-2] D(3); [3]}", "D(2) over {[0-2] D(3); [3]}", "P(2) over {[0-2] D(3); [3]}"),
+    ("P(2) over {[0,1] P(2); [2]}", "[3] ", "[3]"),
+    ("P(2) over {[0,1] S(0, 2); [2]}", "S(0, 2, 2x_x1) over {[0,1] S(0, 2); [2]}",
+     "S(0, 2, 2x_x1) over {[0,1] S(0, 2); [2]}"),
+    ("[0,1] S(0, 2, 3x_x4)", "[1-3] S(0, 3)", "[1-3] S(0, 3)"),
 ]  # fmt: skip
 
 GROUPS = [
@@ -56,22 +65,40 @@ GROUPS = [
 ]
 
 
+class TwoNodes:
+    """Two ranks in each node, ten times faster inside."""
+
+    def bytes_per_second(self, a, b):
+        return 1e6 if a // 2 == b // 2 else 1e5
+
+    def latency_seconds(self, a, b):
+        return 1e-5
+
+    def node_of(self, rank):
+        return rank // 2
+
+
+TOPOLOGIES = (None, TwoNodes())
+
+
 def random_edges(count: int):
     random = Random(1)
-    for _ in range(count):
+    for number in range(count):
         groups = random.choice(GROUPS)
         source, target = (random_annotation(random, range(4), SHAPE, groups=groups) for _ in range(2))
+        if number % 2:
+            source, target = random_pair(random, range(4), SHAPE)
         yield source, target, random_cotangent(random, target)
 
 
-def check_edge(source, target, gradient, rank: int) -> None:
+def check_edge(source, target, gradient, topology, rank: int) -> None:
     generator = np.random.default_rng(3)
     value, weight = generator.standard_normal(SHAPE), generator.standard_normal(SHAPE)
     held = shard(value, source, generator.standard_normal)
     incoming = shard(weight, gradient, generator.standard_normal)
     x = torch.from_numpy(held.get(rank, np.zeros((0,) * len(SHAPE)))).requires_grad_()
     y = x
-    for call in resolve_edge(source, target, gradient, SHAPE).calls(rank):
+    for call in resolve_edge(source, target, gradient, SHAPE, topology=topology).calls(rank):
         y = getattr(torch.ops.hetu, call.op)(y, *call.args)
     if target.holds(rank) and not target.has_partial:
         assert_close(y.detach(), shard(value, target)[rank], "value")
@@ -111,9 +138,9 @@ def main(rank: int, size: int, path: str) -> int:
         "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
     )
     edges = [tuple(map(parse_annotation, texts)) for texts in EDGES] + list(random_edges(150))
-    for edge in edges:
+    for number, edge in enumerate(edges):
         try:
-            check_edge(*edge, rank)
+            check_edge(*edge, TOPOLOGIES[number % 2], rank)
         except Exception:
             print(f"rank {rank}: {' | '.join(map(str, edge))}", flush=True)
             raise

@@ -64,11 +64,12 @@ class AxisStep:
 
     def collectives(self) -> list[tuple[tuple[int, ...], int]]:
         """List (ranks, entries of the largest tensor on a rank) of each collective."""
-        found = {}
-        for rank in self.source.ranks:
-            sizes = (a.local_shape(rank, self.shape) for a in (self.source, self.target))
-            found[self.peers(rank)] = max(_numel(size) for size in sizes)
-        return list(found.items())
+        found = []
+        for position, rank in enumerate(self.source.ranks):
+            if position // self.interval % self.ways == 0:
+                sizes = (a.local_shape(rank, self.shape) for a in (self.source, self.target))
+                found.append((self.peers(rank), max(_numel(size) for size in sizes)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape
-from hetu_fx.annotations.region import Intervals, length, merge, offsets
-from hetu_fx.annotations.states import Split
+from hetu_fx.annotations.region import Intervals, cut, length, merge, offsets, whole
+from hetu_fx.annotations.states import Partial, Split
 from hetu_fx.comm_ops.change import Change
 
 Dims = tuple[Intervals, ...]
@@ -48,6 +48,8 @@ def finest_slices(change: Change) -> tuple[Slice, ...]:
 
     Linear in the ranks and in the slices: slices that the same regions hold share one list of ranks.
     """
+    for annotation in (change.source, change.target):
+        annotation.check_shape(change.shape)
     before, after = _held(change.source, change.shape), _held(change.target, change.shape)
     classes = [_classes({dims[dim] for dims in (*before, *after)}) for dim in range(len(change.shape))]
     owners, receivers = _holders(before, classes), _holders(after, classes)
@@ -85,15 +87,22 @@ class _Classes:
 
 
 def _held(annotation: Annotation, shape: Shape) -> dict[Dims, list[int]]:
-    """List the ranks that hold each distinct region; ranks with equal split coordinates share one."""
-    known: dict[tuple[int, ...], Dims] = {}
+    """List the ranks that hold each distinct region; those with equal split coordinates share one."""
+    cut_at = cache(cut)
     held: dict[Dims, list[int]] = {}
     for index, (group, sharding) in enumerate(zip(annotation.groups, annotation.shardings, strict=True)):
+        piece = [whole(1 if size is None else size) for size in shape]
+        if isinstance(annotation.top, Split):
+            piece[annotation.top.dim] = cut_at(piece[annotation.top.dim], annotation.top, index)
+        known: dict[tuple[int, ...], Dims] = {}
         cuts = [isinstance(axis, Split) for axis in sharding.axes]
         for position, rank in enumerate(group.ranks):
-            key = (index, *itertools.compress(sharding.coordinates(position), cuts))
+            key = tuple(itertools.compress(sharding.coordinates(position), cuts))
             if key not in known:
-                known[key] = annotation.region(rank, shape).dims
+                dims = list(piece)
+                for split, coordinate in zip(sharding.splits, key, strict=True):
+                    dims[split.dim] = cut_at(dims[split.dim], split, coordinate)
+                known[key] = tuple(dims)
             held.setdefault(known[key], []).append(rank)
     return held
 
@@ -158,7 +167,7 @@ def _owner_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Callable
         return cache(lambda numbers: ((ranks_of(numbers),),))
     copies = source.copy_sets
     copy_of = {rank: number for number, members in enumerate(copies) for rank in members}
-    summand_of = {rank: source.region(rank, change.shape).summand or 0 for rank in source.ranks}
+    summand_of = _summands(source)
 
     @cache
     def owners_of(numbers: Numbers) -> Owners:
@@ -174,5 +183,17 @@ def _receiver_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Calla
     target, ranks_of = change.target, _rank_table(change.target, held)
     if not target.has_partial:
         return cache(ranks_of)
-    valued = {rank for rank in target.ranks if not target.region(rank, change.shape).summand}
-    return cache(lambda numbers: tuple(rank for rank in ranks_of(numbers) if rank in valued))
+    summand_of = _summands(target)
+    return cache(lambda numbers: tuple(rank for rank in ranks_of(numbers) if not summand_of[rank]))
+
+
+def _summands(annotation: Annotation) -> dict[int, int]:
+    """Number the summand of every rank, as `Region.summand` does; 0 for a copy."""
+    found: dict[int, int] = {}
+    first = 0
+    for group, sharding in zip(annotation.groups, annotation.shardings, strict=True):
+        count = sharding.num_summands
+        for position, rank in enumerate(group.ranks):
+            found[rank] = first + (sharding.summand(position) if count > 1 else 0)
+        first += count if isinstance(annotation.top, Partial) else 0
+    return found

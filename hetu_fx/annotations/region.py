@@ -78,6 +78,9 @@ def cut(intervals: Intervals, split: Split, position: int) -> Intervals:
     """Keep the part of `intervals`, laid end to end, that `position` of `split` holds."""
     size = length(intervals)
     start, stop = split.bounds(size, position)
+    if split.outer == len(intervals) == 1:
+        low = intervals[0][0]
+        return ((low + start * split.inner, low + stop * split.inner),) if start < stop else ()
     middle = size // (split.outer * split.inner)
     kept: list[Interval] = []
     for block in range(split.outer):

@@ -49,11 +49,11 @@ def read_mutants() -> Mapping[str, Mutant]:
     return found
 
 
-def install() -> None:
-    """Make this process import the mistake that its environment names, if it names one."""
+def install(root: Path = ROOT) -> None:
+    """Make this process import the sources under `root` with the mistake that its environment names, if any."""
     name = os.environ.get(VARIABLE)
     if name is not None:
-        sys.meta_path.insert(0, _Finder(read_mutants()[name]))
+        sys.meta_path.insert(0, _Finder(read_mutants()[name], root))
 
 
 class _Loader(SourceFileLoader):
@@ -73,6 +73,7 @@ class _Loader(SourceFileLoader):
 @dataclass(frozen=True)
 class _Finder:
     mutant: Mutant
+    root: Path
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -80,7 +81,11 @@ class _Finder:
         if not name.startswith("hetu_fx."):
             return None
         spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.origin is None or Path(spec.origin).resolve() != ROOT / self.mutant.path:
+        if (
+            spec is None
+            or spec.origin is None
+            or Path(spec.origin).resolve() != (self.root / self.mutant.path).resolve()
+        ):
             return None
         spec.loader = _Loader(name, spec.origin, self.mutant)
         return spec

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 
+from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.annotations.reference import shard, unshard
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.reference import run
+from hetu_fx.comm_ops.reference import run, run_adjoint
 from hetu_fx.comm_ops.refusal import Refusal, RefusedError
 from hetu_fx.comm_ops.resolve import resolve, resolve_edge
 from hetu_fx.comm_ops.simulated import simulate
 from hetu_fx.errors import ResolveError
+from tests.comm_ops.worker_changes import EDGES
 
 SHAPE = (24, 12)
 
@@ -110,6 +112,18 @@ def test_each_change_gets_its_steps_and_they_are_right(source, target, expected)
     resolution = resolved(source, target)
     assert ops(resolution) == expected
     check(resolution)
+
+
+@pytest.mark.parametrize(("source", "target", "gradient"), EDGES)
+def test_gradients_come_back_through_every_kind_of_step(source, target, gradient):
+    edge = [parse_annotation(text) for text in (source, target, gradient)]
+    resolution = resolve_edge(*edge, SHAPE)
+    check(resolution)
+    generator = np.random.default_rng(1)
+    weight, back = generator.standard_normal(SHAPE), cotangent(resolution.source)
+    found = run_adjoint(resolution, shard(weight, edge[2], generator.standard_normal))
+    for rank, array in shard(weight, back).items():
+        np.testing.assert_allclose(found[rank], array, atol=1e-12)
 
 
 def test_megatrons_edges_have_their_adjoints():

@@ -88,23 +88,27 @@ class _Classes:
 
 def _held(annotation: Annotation, shape: Shape) -> dict[Dims, list[int]]:
     """List the ranks that hold each distinct region; those with equal split coordinates share one."""
-    cut_at = cache(cut)
     held: dict[Dims, list[int]] = {}
     for index, (group, sharding) in enumerate(zip(annotation.groups, annotation.shardings, strict=True)):
-        piece = [whole(1 if size is None else size) for size in shape]
-        if isinstance(annotation.top, Split):
-            piece[annotation.top.dim] = cut_at(piece[annotation.top.dim], annotation.top, index)
-        known: dict[tuple[int, ...], Dims] = {}
+        piece = _piece(annotation, index, shape)
+        parts = [[cut(piece[split.dim], split, at) for at in range(split.ways)] for split in sharding.splits]
         cuts = [isinstance(axis, Split) for axis in sharding.axes]
+        known: dict[tuple[int, ...], Dims] = {}
         for position, rank in enumerate(group.ranks):
             key = tuple(itertools.compress(sharding.coordinates(position), cuts))
             if key not in known:
-                dims = list(piece)
-                for split, coordinate in zip(sharding.splits, key, strict=True):
-                    dims[split.dim] = cut_at(dims[split.dim], split, coordinate)
-                known[key] = tuple(dims)
+                split_dims = {split.dim: part[at] for split, part, at in zip(sharding.splits, parts, key, strict=True)}
+                known[key] = tuple(split_dims.get(dim, uncut) for dim, uncut in enumerate(piece))
             held.setdefault(known[key], []).append(rank)
     return held
+
+
+def _piece(annotation: Annotation, index: int, shape: Shape) -> list[Intervals]:
+    """Give the index space of one group; a symbolic dim counts as one entry."""
+    piece = [whole(1 if size is None else size) for size in shape]
+    if isinstance(annotation.top, Split):
+        piece[annotation.top.dim] = cut(piece[annotation.top.dim], annotation.top, index)
+    return piece
 
 
 def _classes(distinct: Collection[Intervals]) -> _Classes:

@@ -107,12 +107,12 @@ def _by_both_tiers(edge: Edge, prices: Prices) -> Iterator[Steps]:
     """Change the top by a split collective, and the groups before it, after it or both.
 
     The paper gives every group its target sharding first. Also tried: last; and cutting copies up in between, so
-    that groups of unequal numbers of copies sum or send every entry once.
+    that no entry crosses groups once per copy.
     """
     source, target = edge.source, edge.target
     if source.groups != target.groups or source.top == target.top:
         return
-    middles = target.shardings, source.shardings, cut_copies(source, edge.shape)
+    middles = [target.shardings, source.shardings, *(cut_copies(side, edge.shape) for side in (source, target))]
     for shardings in dict.fromkeys(middles):
         steps = _through(edge, shardings, prices)
         if steps is not None:

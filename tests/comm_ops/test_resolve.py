@@ -69,6 +69,8 @@ CASES = [
     ("S(0, 2:1) over {[0,1] S(0, 2); [2]}", "D(2) over {[0,1] S(0, 2); [2]}", ["batched_send_receive"]),
     ("P(3) over {[0,1] D(2); [2]; [3-6] D(4)}", "D(3) over {[0,1] D(2); [2]; [3-6] D(4)}",
      ["local_slice", "local_slice", "split_all_reduce", "all_gather", "all_gather"]),
+    ("P(2) over {[0,1] P(2); [2,3] S(0, 2)}", "D(2) over {[0,1] D(2); [2,3] S(0, 2)}",
+     ["reduce_scatter", "split_all_reduce", "all_gather"]),
     ("P(2) over {[0-2] S(1, 3); [3,4] S(1, 2)}", "D(2) over {[0-2] S(1, 3); [3,4] S(1, 2)}",
      ["split_all_reduce"]),
     # Summands are added up where they are, then sent.

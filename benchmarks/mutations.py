@@ -31,7 +31,7 @@ FEWEST = 20
 FAST = (
     *(f"tests/comm_ops/test_{name}.py" for name in ("axes", "split_plan", "bsr_plan", "bsr_senders", "resolve")),
     "tests/annotations",
-    *(f"tests/comm_ops/test_{name}.py" for name in ("comm_ops", "cost", "explain", "properties")),
+    *(f"tests/comm_ops/test_{name}.py" for name in ("properties", "explain", "cost", "comm_ops")),
 )
 ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_of_many_changes_on_four_ranks",)
 

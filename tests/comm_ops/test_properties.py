@@ -1,5 +1,6 @@
 """Any annotation becomes any other, values and gradients, as the definition says: random pairs in one process."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.annotations.annotation import Annotation, cotangent
+from hetu_fx.annotations.annotation import Annotation, Sharding, Split, cotangent
 from hetu_fx.annotations.reference import shard, unshard
 from hetu_fx.annotations.samples import random_annotation, random_cotangent, random_pair
 from hetu_fx.annotations.text import parse_annotation
@@ -101,6 +102,25 @@ def test_what_packs_and_unpacks_does_what_the_reference_does(seed):
     expected, found = run(resolution, held), simulate(resolution, tensors(held))
     for rank in target.ranks:
         np.testing.assert_allclose(found[rank].numpy(), expected[rank], atol=1e-12)
+
+
+def with_a_dim_in_front(annotation: Annotation) -> Annotation:
+    shardings = tuple(Sharding(tuple(map(_one_dim_on, s.axes))) for s in annotation.shardings)
+    return Annotation(annotation.groups, shardings, annotation.top and _one_dim_on(annotation.top))
+
+
+def _one_dim_on(state):
+    return replace(state, dim=state.dim + 1) if isinstance(state, Split) else state
+
+
+@settings(deadline=None, max_examples=100)
+@given(SEEDS, st.integers(0, 3))
+def test_a_symbolic_dim_takes_any_size(seed, size):
+    random = Random(seed)
+    source, target = (with_a_dim_in_front(a) for a in random_pair(random, range(6), SHAPE))
+    resolution = resolve(source, target, (None, *SHAPE))
+    x = value((size, *SHAPE))
+    check(target, {r: y.numpy() for r, y in simulate(resolution, tensors(noisy(x, source))).items()}, x)
 
 
 @settings(deadline=None, max_examples=150)

@@ -59,7 +59,8 @@ def _look_up(name: str, target: Any) -> Rule | None:
         for pattern, record in table.items():
             if "*" in pattern and fnmatchcase(name, pattern):
                 return record
-    is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+    tags = getattr(target, "tags", ())
+    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return TAG_RULE if is_pointwise else None
 
 

@@ -102,6 +102,9 @@ ARITHMETIC = {
         sample(x(3, 4), x(4), rounding_mode=None),
     ],
     "true_divide.Tensor": [sample(x(3, 4), x(4))],
+    "glu": [sample(x(3, 8)), sample(x(6, 4), 0)],
+    "prelu": [sample(x(3, 4, 5), x(4)), sample(x(3, 4), x(1)), sample(x(4), x(1))],
+    "bucketize.Tensor": [sample(x(3, 4), torch.tensor([0.3, 0.5, 0.7], dtype=F64))],
     "subtract.Tensor": [sample(x(3, 4), x(3, 4))],
     "multiply.Tensor": [sample(x(3, 4), x(6, 1, 4))],
     "multiply.Scalar": [sample(x(3, 4), 2.0)],
@@ -133,6 +136,7 @@ MATMUL = {
     ],
     "addmm": [sample(x(6), x(3, 4), x(4, 6)), sample(x(3, 1), x(3, 4), x(4, 6), beta=2)],
     "baddbmm": [sample(x(3, 4, 5), x(3, 4, 6), x(3, 6, 5)), sample(x(4, 5), x(3, 4, 6), x(3, 6, 5))],
+    "cdist": [sample(x(2, 3, 4), x(2, 5, 4)), sample(x(3, 4), x(5, 4))],
     "addmv": [sample(x(3), x(3, 4), x(4))],
     "einsum": [
         sample("bhqd, bhkd -> bhqk", [x(2, 3, 4, 6), x(2, 3, 5, 6)]),
@@ -160,6 +164,8 @@ REDUCTION = {
     **{op: [sample(x(3, 4), [1])] for op in ("std.dim", "var.dim")},
     **{op: [sample(x(3, 4), [1], correction=1)] for op in ("std.correction", "var.correction")},
     **{op: [sample(x(3, 4), [1], correction=1)] for op in ("var_mean.correction", "std_mean.correction")},
+    **{op: [sample(x(3, 4), [1])] for op in ("var_mean.dim", "std_mean.dim")},
+    "cosine_similarity": [sample(x(3, 4, 5), x(3, 4, 5)), sample(x(3, 4), x(4), -1), sample(x(3, 1, 4), x(6, 4), -1)],
     "aminmax": [sample(x(3, 4), dim=1)],
     "prod.dim_int": [sample(x(3, 4), 1)],
     "norm.Scalar": [sample(x(3, 4), 2)],
@@ -193,6 +199,8 @@ VIEW = {
     "adjoint": [sample(x(3, 4, 6))],
     "permute": [sample(x(3, 4, 6), [2, 0, -2])],
     **{op: [sample(x(3, 4, 6), [0], [-1])] for op in ("movedim.intlist", "moveaxis.intlist")},
+    **{op: [sample(x(3, 4, 6), 0, -1)] for op in ("movedim.int", "moveaxis.int")},
+    "channel_shuffle": [sample(x(3, 6, 5), 2), sample(x(3, 12, 5), 3)],
     "slice.Tensor": [sample(x(6, 4), 0, 1, 4), sample(x(6, 4), 0, 0, 9223372036854775807)],
     "narrow": [sample(x(6, 4), 0, 1, 3)],
     "select.int": [sample(x(3, 4, 6), 1, 2)],
@@ -327,6 +335,10 @@ CONVOLUTION = {
         sample(x(3, 6, 5, 5), x(6, 4, 3, 3), x(12), [1, 1], [0, 0], [0, 0], 3),
     ],
     "conv_transpose3d.input": [sample(x(2, 4, 3, 3, 3), x(4, 6, 2, 2, 2), x(6))],
+    "adaptive_max_pool1d": [sample(x(3, 4, 6), [2])],
+    "adaptive_max_pool3d": [sample(x(3, 4, 6, 6, 6), [2, 2, 2])],
+    **{op: [sample(x(3, 4, 5, 5), x(3, 6, 4, 2), 0, 0, False)] for op in ("grid_sampler", "grid_sampler_2d")},
+    "grid_sampler_3d": [sample(x(3, 4, 3, 3, 3), x(3, 2, 4, 6, 3), 0, 0, False)],
     "max_pool1d": [sample(x(3, 4, 6), [2])],
     "max_pool2d": [sample(x(3, 4, 6, 6), [2, 2])],
     "max_pool3d": [sample(x(3, 4, 6, 6, 6), [2, 2, 2])],
@@ -391,6 +403,22 @@ RANDOM = {
     "bernoulli.p": [Sample((x(3, 4), 0.5), values=False)],
     **{op: [Sample(([3, 4],), values=False)] for op in ("rand", "randn")},
 }
+GATES = [x(12, 5), x(12, 4), x(12), x(12)]
+RECURRENT = {
+    "gru.input": [
+        sample(x(3, 6, 5), x(1, 6, 4), GATES, True, 1, 0.0, True, False, False),
+        sample(x(6, 3, 5), x(1, 6, 4), GATES, True, 1, 0.0, True, False, True),
+    ],
+    "lstm.input": [
+        sample(
+            x(6, 3, 5), [x(1, 6, 3), x(1, 6, 3)], [x(12, 5), x(12, 3), x(12), x(12)], True, 1, 0.0, True, False, True
+        )
+    ],
+    **{
+        op: [sample(x(3, 6, 5), x(1, 6, 4), [x(4, 5), x(4, 4)], False, 1, 0.0, True, False, False)]
+        for op in ("rnn_tanh.input", "rnn_relu.input")
+    },
+}
 OFFSETS = torch.tensor([2, 3, 6], dtype=torch.int32)
 ROUTING = {
     "sort": [sample(x(3, 4)), sample(x(3, 4), 0)],
@@ -418,6 +446,8 @@ CREATION = {
     "arange.start_step": [sample(1, 6, 2)],
     "linspace": [sample(0.0, 1.0, 6)],
     "eye": [sample(4)],
+    "eye.m": [sample(4, 3)],
+    "hann_window": [sample(6)],
     "scalar_tensor": [sample(2.0)],
 }
 FAMILIES = (
@@ -431,6 +461,7 @@ FAMILIES = (
     LOSS,
     CONVOLUTION,
     SPECTRAL,
+    RECURRENT,
     RANDOM,
     ROUTING,
 )

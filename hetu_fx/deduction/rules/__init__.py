@@ -15,6 +15,7 @@ from hetu_fx.deduction.rules import (
     normalization,
     pointwise,
     random,
+    recurrent,
     reduction,
     routing,
     slicing,
@@ -35,6 +36,7 @@ FAMILIES = (
     convolution,
     spectral,
     random,
+    recurrent,
     routing,
     creation,
 )

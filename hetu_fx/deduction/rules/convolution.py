@@ -87,6 +87,15 @@ def _over_space(call: Call, space: int) -> Factoring:
     return Factoring((dims,), results, whole=whole)
 
 
+def sampled(call: Call) -> Factoring:
+    """Read space at given places: batch and channels pass, the places too; linear in what is read."""
+    image, grid = (dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "xg", strict=True))
+    batch = image[0]
+    operands = (image, (batch, *grid[1:]))
+    whole = names(image, range(2, len(image))) | names(grid, [len(grid) - 1])
+    return Factoring(operands, ((*image[:2], *grid[1:-1]),), whole=whole, linear=(frozenset({0}),))
+
+
 def unfolded(call: Call) -> Factoring:
     """Write windows of space as columns: channels become (channel, place in the window), space stays whole."""
     return _columns(call, call.operands[0].shape, call.results[0], folds=False)
@@ -122,6 +131,8 @@ RULES: tuple[Rule, ...] = (
     *built(convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
     *built(convolved_transposed, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
     *built(pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
+    *built(pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
+    *built(sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
     *built(
         pooled_linearly,
         *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),

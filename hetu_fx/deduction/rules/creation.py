@@ -36,5 +36,15 @@ RULES: tuple[Rule, ...] = (
         "new_full",
         "new_empty",
     ),
-    *built(counting, "arange", "arange.start", "arange.start_step", "linspace", "eye", "scalar_tensor"),
+    *built(
+        counting,
+        "arange",
+        "arange.start",
+        "arange.start_step",
+        "linspace",
+        "eye",
+        "eye.m",
+        "scalar_tensor",
+        "hann_window",
+    ),
 )

@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     *lines("k, k -> ", "dot", "vdot", linear="each"),
     *lines("m, n -> m n", "outer", "ger", linear="each"),
     *lines("... i, ... j, o i j, +o? -> ... o", "bilinear", linear="each"),
+    *lines("... p [m], ... r [m] -> ... p r", "cdist"),
     *built(matmul, "matmul"),
     *built(added, "addmm", "baddbmm", "addmv"),
     *built(einsum, "einsum"),

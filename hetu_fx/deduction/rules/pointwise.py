@@ -10,7 +10,8 @@ from typing import Any
 
 from hetu_fx.deduction.call import Call
 from hetu_fx.deduction.rule import Factoring, Rule
-from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of
+from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, lines, replaced
+from hetu_fx.deduction.size import integer
 
 LinearSets = tuple[frozenset[int], ...]
 
@@ -58,6 +59,23 @@ def filled(call: Call) -> Factoring:
     return broadcast(call, FIRST if _is_zero(call.arguments.get("value")) else ())
 
 
+def gated(call: Call) -> Factoring:
+    """Scale one half of a dim by what the other says: the dim is (halves, rest), and the rest passes."""
+    shape, result = call.operands[0].shape, dims_of(call.results[0])
+    dim = call.dim("dim", len(shape), -1)
+    rest = result[dim]
+    sizes = {"halves": integer(2)} | {name: call.results[0][dim] for name in rest}
+    operand = replaced(result, {dim: ("halves", *rest)})
+    return Factoring((operand,), (result,), sizes, frozenset({"halves"}))
+
+
+def sloped(call: Call) -> Factoring:
+    """Scale what is negative by a slope for each channel, which is dim 1, or by one for all."""
+    dims, slope = dims_of(call.operands[0].shape), call.operands[1].shape
+    channel = dims[min(1, len(dims) - 1)] if dims else ()
+    return Factoring((dims, tuple(() if size.number == 1 else channel for size in slope)), (dims,))
+
+
 def cast_like(call: Call) -> Factoring:
     """Cast to the dtype of another tensor, which is not read."""
     dims = dims_of(call.operands[0].shape)
@@ -103,5 +121,8 @@ RULES: tuple[Rule, ...] = (
     *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
     *built(cast_like, "to.other", "type_as"),
+    *built(gated, "glu"),
+    *built(sloped, "prelu"),
+    *lines("..., [b] -> ...", "bucketize.Tensor"),
 )
 TAG_RULE = Rule("*.*.*", broadcast, "ops that torch tags as pointwise")

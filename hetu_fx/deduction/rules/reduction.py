@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, Rule
+from hetu_fx.deduction.call import Call, Shape
+from hetu_fx.deduction.rule import Dims, Factoring, Rule
 from hetu_fx.deduction.rules.build import FIRST, built, dims_of, kept, names
 
 
@@ -43,6 +43,21 @@ def _reduction(call: Call, *, linear: bool = False, averaged: bool = False, whol
     )
 
 
+def compared_along(call: Call) -> Factoring:
+    """Compare directions along a dim, which stays whole and is gone; operands are broadcast."""
+    target = dims_of(call.results[0])
+    rank = len(target) + 1
+    dim = call.dim("dim", rank, 1)
+    full = (*target[:dim], ("d",), *target[dim:])
+    operands = tuple(_broadcast_to(operand.shape, full) for operand in call.operands)
+    return Factoring(operands, (target,), whole=names(full, [dim]))
+
+
+def _broadcast_to(shape: Shape, full: Dims) -> Dims:
+    offset = len(full) - len(shape)
+    return tuple(() if size.number == 1 else full[i + offset] for i, size in enumerate(shape))
+
+
 def running(call: Call) -> Factoring:
     """Accumulate along a dim, which stays whole."""
     return kept(call, [call.dim("dim", len(call.operands[0].shape))])
@@ -74,8 +89,17 @@ RULES: tuple[Rule, ...] = (
         ),
         *("prod", "prod.dim_int", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims", "logsumexp"),
         *("std", "std.dim", "std.correction", "var", "var.dim", "var.correction", "var_mean.correction"),
-        *("std_mean.correction", "norm.Scalar", "norm.ScalarOpt_dim", "linalg_vector_norm", "mode"),
+        *(
+            "std_mean.correction",
+            "std_mean.dim",
+            "var_mean.dim",
+            "norm.Scalar",
+            "norm.ScalarOpt_dim",
+            "linalg_vector_norm",
+            "mode",
+        ),
     ),
+    *built(compared_along, "cosine_similarity"),
     *built(running, "cumprod", "logcumsumexp", "cummax", "cummin"),
     *built(running_sum, "cumsum"),
 )

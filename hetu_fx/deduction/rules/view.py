@@ -22,7 +22,7 @@ from hetu_fx.deduction.rules.build import (
     names,
     replaced,
 )
-from hetu_fx.deduction.size import Size
+from hetu_fx.deduction.size import Size, integer
 
 
 def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], frozenset[str]]:
@@ -141,6 +141,19 @@ def repeated(call: Call) -> Factoring:
     return Factoring((source,), (tuple(target),), sizes, linear=FIRST, literals=tuple(found))
 
 
+def mixed_channels(call: Call) -> Factoring:
+    """Turn channels (groups, rest) into (rest, groups); both pass."""
+    shape, dims = call.operands[0].shape, dims_of(call.operands[0].shape)
+    groups = integer(call.integer("groups"))
+    rest = shape[1].over(groups)
+    assert rest is not None, "channels are a multiple of the groups"
+    sizes = {"g": groups, "r": rest}
+    outer, inner = ((name,) if sizes[name].number != 1 else () for name in ("g", "r"))
+    source, target = (replaced(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
+    found = (LiteralSize(call.at("groups"), outer),) if outer else ()
+    return Factoring((source,), (target,), sizes, linear=FIRST, literals=found)
+
+
 def interleaved(call: Call) -> Factoring:
     """Repeat each element of a dim in place: the dim becomes (itself, repeats)."""
     shape, result = call.operands[0].shape, call.results[0]
@@ -168,8 +181,9 @@ RULES: tuple[Rule, ...] = (
     *built(flipped_matrix, "t", "mT", "adjoint"),
     *built(reversed_dims, "numpy_T"),
     *built(permuted, "permute"),
-    *built(moved, "movedim.intlist", "moveaxis.intlist"),
+    *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
     *built(repeated, "repeat"),
+    *built(mixed_channels, "channel_shuffle"),
     *built(interleaved, "repeat_interleave.self_int"),
     *lines("... [c] -> ...", "view_as_complex", linear="all"),
     *lines("... -> ... [c]", "view_as_real", linear="all"),

@@ -60,7 +60,7 @@ def video(rows: int, length: int) -> Batch:
     return {"pixel_values": torch.randn(rows, 4, 3, IMAGE, IMAGE), "labels": classes(rows)}
 
 
-def wave(rows: int, length: int) -> Batch:
+def transcribed_wave(rows: int, length: int) -> Batch:
     """Transcribe sound waves by connectionist temporal classification."""
     return {"input_values": torch.randn(rows, SAMPLES), "labels": words(rows, 3)}
 
@@ -80,9 +80,9 @@ def framed_spectrogram(rows: int, length: int) -> Batch:
     return {"input_features": torch.randn(rows, FRAMES, MELS), "labels": partly_ignored(words(rows, length))}
 
 
-def transcribed_frames(rows: int, length: int) -> Batch:
-    """Transcribe spectrograms (frames x mel bins) by connectionist temporal classification."""
-    return {"input_features": torch.randn(rows, FRAMES, MELS), "labels": words(rows, 3)}
+def classified_frames(rows: int, length: int) -> Batch:
+    """Put spectrograms (frames x mel bins) into classes, by another name."""
+    return {"input_features": torch.randn(rows, FRAMES, MELS), "labels": classes(rows)}
 
 
 def classified_spectrogram(rows: int, length: int) -> Batch:

@@ -171,10 +171,11 @@ VIDEO: Mapping[str, Options] = {
     "videomae": VISION | {"num_frames": 4},
 }
 WAVES: Mapping[str, Options] = {
-    **_of(SOUND, "data2vec-audio", "wav2vec2", "wavlm"),
+    **_of(SOUND, "data2vec-audio", "hubert", "unispeech-sat", "wav2vec2", "wavlm"),
     "wav2vec2-conformer": SOUND | {"conv_depthwise_kernel_size": 7},
     "sew": SOUND | {"squeeze_factor": 2},
 }
+TRANSCRIBED: Mapping[str, Options] = {"wav2vec2 (ctc)": SOUND}
 FRAMED: Mapping[str, Options] = {
     "wav2vec2-bert": SOUND | {"feature_projection_input_dim": MELS, "conv_depthwise_kernel_size": 7},
 }
@@ -207,6 +208,7 @@ KINDS: Mapping[str, Mapping[str, Options]] = {
     "pixels": SEGMENTATION,
     "video": VIDEO,
     "wave": WAVES,
+    "transcription": TRANSCRIBED,
     "frames": FRAMED,
     "sound": SOUNDS,
     "speech": SPEECH,

@@ -1,8 +1,9 @@
 """Seconds to resolve the reshards of a Llama-70B block among many devices, and how they grow.
 
-The block runs as 8-way tensor parallel replicas (the last half of the devices 4-way, where groups are unequal),
-sequence parallel around the norms, with ZeRO-1. Every repetition names other ranks, so that no cache helps. Seconds
-are those of the processor, which do not depend on what else runs.
+The block runs as 8-way tensor parallel replicas, sequence parallel around the norms, and hands over to the next stage.
+Gradients are synchronised by ZeRO-1 among equal replicas, and for the other bar by slices among unequal ones: half of
+the devices 8-way, half 4-way. Every repetition names other ranks, so that no cache helps. Seconds are those of the
+processor, which depend less on what else runs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], int | None]] = {
 }
 BAR_DEVICES, BAR_SECONDS, BAR_GROWTH = 1024, 0.2, 1.25
 KINDS = ("tensor parallel", "sequence parallel", "gradient sync", "gather", "hand-over", "unequal groups")
+ALWAYS = ("tensor parallel", "sequence parallel", "hand-over")
+BLOCKS = {
+    "equal replicas": (*ALWAYS, "gradient sync", "gather"),
+    "unequal replicas": (*ALWAYS, "unequal groups"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +142,13 @@ def measure(num_devices: int, repetition: int) -> dict[str, float]:
     moves = switch(ranks)
     start = time.process_time()
     plan_moves(moves, node_of=lambda rank: rank // 8)
-    return {"block": sum(seconds.values()), **seconds, "switch plan": time.process_time() - start}
+    seconds["switch plan"] = time.process_time() - start
+    return {name: sum(seconds[kind] for kind in kinds) for name, kinds in BLOCKS.items()} | seconds
 
 
-def growth(rows: Sequence[Row]) -> float:
+def growth(rows: Sequence[Row], name: str) -> float:
     """Give the exponent of the growth of a block's seconds with the devices, by least squares in logarithms."""
-    points = [(math.log(float(str(row["devices"]))), math.log(float(str(row["block"])))) for row in rows]
+    points = [(math.log(float(str(row["devices"]))), math.log(float(str(row[name])))) for row in rows]
     (mean_x, mean_y) = (statistics.fmean(values) for values in zip(*points, strict=True))
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
@@ -155,9 +162,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     devices = [row["devices"] for row in rows]
-    for name in ("block", *KINDS, "switch plan"):
-        style = {"linewidth": 2.5, "color": "black"} if name == "block" else {"linewidth": 1.0}
-        axes.loglog(devices, [row[name] for row in rows], marker="o", label=name, **style)
+    for name in (*BLOCKS, *KINDS, "switch plan"):
+        axes.loglog(
+            devices, [row[name] for row in rows], marker="o", label=name, linewidth=2.5 if name in BLOCKS else 1
+        )
     axes.axhline(BAR_SECONDS, linestyle=":", color="gray")
     axes.set_xlabel("devices")
     axes.set_ylabel("seconds for a Llama-70B block")
@@ -178,18 +186,19 @@ def main() -> int:
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
         plot(rows, options.folder / "resolve_scale.png")
-    (at_bar,) = (float(str(row["block"])) for row in rows if row["devices"] == BAR_DEVICES)
-    bars = [
-        Bar(f"seconds for a block among {BAR_DEVICES} devices", at_bar, BAR_SECONDS, at_least=False),
-        Bar("exponent of growth with the devices", growth(rows), BAR_GROWTH, at_least=False),
-    ]
+    (at_bar,) = (row for row in rows if row["devices"] == BAR_DEVICES)
+    bars = []
+    for name in BLOCKS:
+        seconds = float(str(at_bar[name]))
+        bars.append(Bar(f"seconds for a block of {name} among {BAR_DEVICES}", seconds, BAR_SECONDS, at_least=False))
+        bars.append(Bar(f"exponent of its growth, {name}", growth(rows, name), BAR_GROWTH, at_least=False))
     return finish("resolve_scale", bars, rows, reshards=len(list(block(range(64)))))
 
 
 def row(num_devices: int, repetitions: int) -> Row:
     """Make a line of the table: the median of every kind."""
     found = [measure(num_devices, repetition) for repetition in range(repetitions)]
-    names = ("block", *KINDS, "switch plan")
+    names = (*BLOCKS, *KINDS, "switch plan")
     medians = {name: statistics.median(times[name] for times in found) for name in names}
     return {"devices": num_devices, **medians}
 

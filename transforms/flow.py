@@ -11,7 +11,12 @@ from torch import fx
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 
-_NO_GRADIENT = {torch.ops.aten.detach.default}
+aten = torch.ops.aten
+_NO_GRADIENT = {
+    aten.detach.default,
+    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.rand_like.default, aten.randn_like.default),
+}
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ COPIES = frozenset({
 })  # fmt: skip
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.view_as.default})
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+MADE_LIKE = {
+    aten.new_zeros.default: aten.zeros.default, aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
+}  # fmt: skip
 SLICE_DEFAULTS = [None, 0, None, None, 1]
 DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default})
 
@@ -92,6 +96,16 @@ def _simplify_squeeze(node: fx.Node) -> fx.Node | None:
     return named
 
 
+def _simplify_new(node: fx.Node) -> fx.Node:
+    """Make a constant by itself: the tensor that lent its dtype is not read, and gives it no place in the model."""
+    example = meta.value(node)
+    given = {"dtype": example.dtype, "device": example.device}
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(MADE_LIKE[node.target], node.args[1:], given)
+    meta.copy_meta(node, made, with_value=True)
+    return made
+
+
 def _simplify_slice(node: fx.Node) -> fx.Node | None:
     given = list(node.args) + SLICE_DEFAULTS[len(node.args) :]
     start, end, step = given[2:]
@@ -142,6 +156,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     **dict.fromkeys(VIEWS, _simplify_view),
     **dict.fromkeys(DROPOUTS, _simplify_dropout),
     **dict.fromkeys(SQUEEZES, _simplify_squeeze),
+    **dict.fromkeys(MADE_LIKE, _simplify_new),
     aten.slice.Tensor: _simplify_slice,
     aten.detach.default: _simplify_detach,
     aten.add.Tensor: _simplify_add,

@@ -312,6 +312,25 @@ def test_squeezing_drops_the_dims_that_it_dropped_when_traced() -> None:
     torch.testing.assert_close(output, model.layer(x)[:, 0] * 2)
 
 
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return torch.cat([y.new_full((2, 4), 3.0), y, y.new_zeros(1, 4)]) + y.new_ones(())
+
+
+def test_constants_do_not_read_the_tensors_that_lend_their_dtype() -> None:
+    model, x = Padded().double(), torch.randn(5, 4, dtype=torch.float64)
+    graph = capture(model, (x,))
+    constants = (aten.full.default, aten.zeros.default, aten.ones.default)
+    assert [node.all_input_nodes for node in graph.graph.nodes if node.target in constants] == [[], [], []]
+    (output,) = run_on_one_device(graph, model, (x,)).values()
+    torch.testing.assert_close(output, model(x))
+
+
 class Rounded(torch.autograd.Function):
     """A straight-through estimator."""
 

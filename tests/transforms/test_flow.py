@@ -25,7 +25,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         product = (x > 0).to(x.dtype) @ self.weight.t()
-        return (product * self.scale).sum() + product.detach().sin().sum()
+        return (product * self.scale).sum() + product.detach().sin().sum() + torch.rand_like(product).cos().sum()
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,10 @@ def test_gradients_stop_at_detach_and_at_what_is_not_floating_point(graph: Graph
     assert product in flow.differentiable
     assert mask not in flow.differentiable
     assert sine not in flow.differentiable
+
+
+def test_no_gradient_flows_through_a_tensor_that_only_lends_its_shape(graph: Graph, flow: Flow) -> None:
+    assert node_of(graph, aten.cos.default) not in flow.differentiable
 
 
 def test_no_gradient_flows_through_frozen_parameters_alone(graph: Graph) -> None:

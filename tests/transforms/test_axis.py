@@ -144,7 +144,7 @@ def test_a_sum_over_rows_is_needed_by_an_op_that_is_not_linear() -> None:
 def test_an_operand_that_only_lends_its_dtype_splits_nothing() -> None:
     program = program_of(OverRows(lambda y: y.masked_fill(y.new_ones([], dtype=torch.bool), 0.0)), (torch.randn(4, 6),))
     axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
-    assert axis.states[ops(program, aten.new_ones.default)[0]] == WHOLE
+    assert axis.states[ops(program, aten.ones.default)[0]] == WHOLE
     assert not axis.talks
 
 

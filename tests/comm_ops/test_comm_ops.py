@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from functorch.compile import aot_module, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetu_fx.comm_ops import COMM_OPS
@@ -35,6 +36,18 @@ SHAPES = {
     "split_all_gather": ((f"{TOP_SPLIT} -> D(2) {TOP_WHOLE} of 6x12", "duplicate"), (6, 6)),
     "split_reduce_scatter": ((f"P(2) {TOP_WHOLE} -> {TOP_SPLIT} of 6x12",), (4, 6)),
     "batched_send_receive": (("[0-2] D(3) -> [0,1] S(1, 2) of ?x6", ""), (4, 3)),
+}
+# The ops of the backward; none where the gradient passes.
+ADJOINTS = {
+    "identity": ["all_reduce"],
+    "all_reduce": ["all_reduce"],
+    "all_gather": ["reduce_scatter"],
+    "reduce_scatter": ["all_gather"],
+    "local_slice": ["all_gather"],
+    "split_all_reduce": ["split_all_reduce"],
+    "split_all_gather": ["batched_send_receive"],
+    "split_reduce_scatter": ["split_all_gather"],
+    "batched_send_receive": ["batched_send_receive"],
 }
 
 
@@ -85,10 +98,29 @@ def test_fake_shapes_are_those_of_the_rank(name):
     assert y.dtype == torch.float16
 
 
+@pytest.mark.parametrize("name", COMM_OPS)
+def test_forms_change_neither_shape_nor_gradient_of_a_lone_rank(name):
+    x = torch.randn(4, 6, requires_grad=True)
+    y = getattr(torch.ops.hetu, name)(x, *ALONE[name], "nodes 0 from 0; padded below 1000")
+    gradient = torch.randn(4, 6)
+    y.backward(gradient)
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, gradient)
+
+
 @pytest.mark.parametrize("record", COMM_OPS.values(), ids=lambda record: record.name)
 def test_cost_is_nothing_alone_and_grows_with_bytes(record):
     assert record.cost(1e6, (0,), Flat()) == 0
-    assert 0 <= record.cost(1e3, (0, 1, 2), Flat()) <= record.cost(1e6, (0, 1, 2), Flat())
+    costs = [record.cost(size, (0, 1, 2), Flat()) for size in (0, 1e3, 1e6, 1e9)]
+    assert costs == sorted(costs)
+    assert (costs[0] < costs[-1]) == (record.name not in ("identity", "local_slice"))
+
+
+@pytest.mark.parametrize("record", COMM_OPS.values(), ids=lambda record: record.name)
+def test_forms_are_flat_on_one_node_and_for_one_rank(record):
+    assert str(record.form(ALONE[record.name], Flat(), "two_level")) == ""
+    args, _ = SHAPES[record.name]
+    assert str(record.form(args, Flat(), "two_level")) == ""
 
 
 def test_ops_say_when_the_rank_or_the_size_is_wrong():
@@ -101,16 +133,62 @@ def test_ops_say_when_the_rank_or_the_size_is_wrong():
 
 
 class Program(torch.nn.Module):
-    """A forward that calls ops of both kinds of arguments."""
+    """A forward that calls one op, and something of torch's own around it."""
+
+    def __init__(self, name: str, *form: str):
+        super().__init__()
+        self.op, self.args = getattr(torch.ops.hetu, name), (*ALONE[name], *form)
+
+    def forward(self, x):
+        return self.op(x * 2, *self.args).sin().sum()
+
+
+class Open(torch.nn.Module):
+    """Calls of both kinds of arguments, with an open size."""
 
     def forward(self, x):
         x = torch.ops.hetu.identity(x, [0])
-        x = torch.ops.hetu.batched_send_receive(x, "[0] -> [0] of ?x6", "[0] -> [0] of ?x6")
+        x = torch.ops.hetu.batched_send_receive(x, "[0] -> [0] of ?x6", "[0] -> [0] of ?x6", "nodes 0 from 0")
         return torch.ops.hetu.all_gather(x, [0], 1, [6], 1, 1, "partial").sin().sum()
 
 
-def test_ops_go_through_export_and_a_saved_file(tmp_path):
-    program = torch.export.export(Program(), (torch.randn(4, 6),), dynamic_shapes=({0: torch.export.Dim("n")},))
+@pytest.mark.parametrize("name", COMM_OPS)
+def test_every_op_goes_through_export_and_a_saved_file(name, tmp_path):
+    x = torch.randn(4, 6)
+    program = torch.export.export(Program(name, "nodes 0 from 4096"), (x,))
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2")
+    assert "nodes 0 from 4096" in str(loaded.graph)
+    torch.testing.assert_close(loaded.module()(x), (2 * x).sin().sum())
+
+
+@pytest.mark.parametrize("name", COMM_OPS)
+def test_every_op_compiles_with_its_gradient(name):
+    torch._dynamo.reset()
+    compiled = torch.compile(Program(name), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 6, requires_grad=True)
+    compiled(x).backward()
+    torch.testing.assert_close(x.grad, 2 * (2 * x).cos())
+
+
+@pytest.mark.parametrize("name", COMM_OPS)
+def test_functorch_puts_the_adjoint_into_the_backward_graph(name):
+    graphs = []
+
+    def keep(module, _):
+        graphs.append([str(node.target) for node in module.graph.nodes if "hetu" in str(node.target)])
+        return make_boxed_func(module.forward)
+
+    x = torch.randn(4, 6, requires_grad=True)
+    aot_module(Program(name), fw_compiler=keep, bw_compiler=keep)(x).backward()
+    forward, backward = graphs
+    assert forward == [f"hetu.{name}.default"]
+    assert backward == [f"hetu.{adjoint}.default" for adjoint in ADJOINTS[name]]
+    torch.testing.assert_close(x.grad, 2 * (2 * x).cos())
+
+
+def test_ops_keep_open_sizes_through_export_and_a_saved_file(tmp_path):
+    program = torch.export.export(Open(), (torch.randn(4, 6),), dynamic_shapes=({0: torch.export.Dim("n")},))
     torch.export.save(program, tmp_path / "program.pt2")
     loaded = torch.export.load(tmp_path / "program.pt2").module()
     x = torch.randn(7, 6)
@@ -118,7 +196,7 @@ def test_ops_go_through_export_and_a_saved_file(tmp_path):
 
 
 def test_ops_compile_with_dynamic_shapes_and_gradients():
-    compiled = torch.compile(Program(), dynamic=True, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(Open(), dynamic=True, backend="aot_eager", fullgraph=True)
     x = torch.randn(5, 6, requires_grad=True)
     compiled(x).backward()
     torch.testing.assert_close(x.grad, x.cos())

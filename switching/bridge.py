@@ -7,7 +7,7 @@ coincide the memory is shared and nothing moves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,14 +102,14 @@ class Bridge:
 class Reduction:
     """Reduces gradients as they become ready, so that their messages travel beside the rest of the backward.
 
-    Buckets start in their fixed order, each as soon as all its gradients are there; `finish` starts what is
-    left, with zeros for gradients that never came, and gives all of them.
+    Buckets start in their fixed order, each as soon as the gradients that this rank has for it (`expected`, by
+    name) are there; `start` starts what is left, `finish` waits for all.
     """
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: Bridge, expected: Collection[str]) -> None:
         self._bridge = bridge
         self._ready: dict[str, Tensor | None] = {}
-        self._open = [set(names) for names in bridge.reduce_buckets]
+        self._open = [set(names) & set(expected) for names in bridge.reduce_buckets]
         self._bucket_of = {name: i for i, names in enumerate(bridge.reduce_buckets) for name in names}
         self._under_way: list[UnderWay] = []
 
@@ -120,10 +120,14 @@ class Reduction:
         while len(self._under_way) < len(self._open) and not self._open[len(self._under_way)]:
             self._start_next()
 
-    def finish(self) -> dict[str, Tensor]:
-        """Start what is left, wait for all, and give the gradients of the home pieces by name."""
+    def start(self) -> None:
+        """Start what is left, with zeros for gradients that never came."""
         while len(self._under_way) < len(self._open):
             self._start_next()
+
+    def finish(self) -> dict[str, Tensor]:
+        """Start what is left, wait for all, and give the gradients of the home pieces by name."""
+        self.start()
         results: dict[str, Tensor] = {}
         for handle in self._under_way:
             results |= handle.wait()

@@ -77,9 +77,9 @@ class UsedOnly(Collector):
             variant.kept_back,
             syncs=syncs,
             ran_ahead=False,
-            overlaps=True,
             timer=timer,
         )
+        self.listen()
 
     def _arrived(self, name: str, leaf: Tensor) -> None:
         self._used.add(name)

@@ -75,6 +75,7 @@ class Engine:
         train: bool,
         timer: ComputeTimer,
         skips_empty: bool = True,
+        before_last_backward: Callable[[], None] | None = None,
     ) -> Outcome:
         """Run the actions in order; gradients accumulate in the leaves among `shared`.
 
@@ -86,12 +87,15 @@ class Engine:
             timer: runs while this rank computes.
             skips_empty: pass over micro-batches without rows, all stages alike; not where replicas talk in the middle
                 of the model.
+            before_last_backward: called once, before the backward that completes the gradients.
         """
         outcome, flights = Outcome(timer=timer), {}
-        for action in order:
+        todo = [action for action in order if micro_batches[action.micro_batch].rows or not skips_empty]
+        last = max((i for i, action in enumerate(todo) if action.phase is Phase.BACKWARD), default=None)
+        for number, action in enumerate(todo):
             micro = micro_batches[action.micro_batch]
-            if micro.rows == 0 and skips_empty:
-                continue
+            if number == last and before_last_backward is not None:
+                before_last_backward()
             if action.phase is Phase.FORWARD:
                 flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
             else:

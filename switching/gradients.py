@@ -8,7 +8,7 @@ the home parameters: its backward runs last, waits for the buckets and gives the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,18 @@ from hetu_fx.switching.timer import ComputeTimer
 
 
 class KeptBack:
-    """Gradients of steps under `no_sync`, local to this rank, until a step synchronises them."""
+    """What steps leave behind: gradients under `no_sync`, local to this rank, until a step synchronises them."""
 
     def __init__(self) -> None:
         self.local: dict[str, Tensor] = {}
         self.bridge: Bridge | None = None
+        self.under_way: Reduction | None = None
+
+    def settle(self) -> None:
+        """Wait for the messages of a step whose loss was never asked for its gradient, and drop what they bring."""
+        left, self.under_way = self.under_way, None
+        if left is not None:
+            left.finish()
 
     def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None]) -> None:
         """Add a step's gradients; they lie as `bridge` says."""
@@ -43,6 +50,7 @@ class KeptBack:
 
     def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
         """Bring what was kept for `homes` into `.grad`; collective if something was kept, on all ranks alike."""
+        self.settle()
         bridge, self.bridge = self.bridge, None
         if bridge is None:
             return
@@ -64,8 +72,6 @@ class Collector:
         kept: gradients of earlier steps that wait to be synchronised.
         syncs: bring them home in this step; otherwise they are kept.
         ran_ahead: backward runs before the gradient of the loss is known, so gradients are multiplied by it at the end.
-        overlaps: hand gradients to the bridge as they arrive; only where backward runs once, and no other messages
-            between the same ranks are interleaved with it.
         timer: stopped when backward has run.
     """
 
@@ -79,23 +85,35 @@ class Collector:
         *,
         syncs: bool,
         ran_ahead: bool,
-        overlaps: bool,
         timer: ComputeTimer,
     ) -> None:
         self.bridge, self.homes, self.kept, self.syncs, self.timer = bridge, homes, kept, syncs, timer
         self.trained = tuple(name for name in homes if name in trained)
         self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
-        self._reduction = Reduction(bridge) if syncs else None
-        self._scales = ran_ahead
-        if overlaps and syncs:
-            self._listen(self.leaves.keys() & trained)
+        self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
+        self._ran_ahead = ran_ahead
+        kept.settle()
 
-    def _listen(self, names: Collection[str]) -> None:
-        """Hand each gradient on when it arrives.
+    @property
+    def _may_travel(self) -> bool:
+        """Whether gradients may be summed before the gradient of the loss is known.
+
+        Those of earlier steps that wait have been multiplied by that of their loss; those of a backward that runs
+        ahead have not, so they cannot travel together.
+        """
+        return self._reduction is not None and not (self._ran_ahead and self.kept.bridge is not None)
+
+    def listen(self) -> None:
+        """Hand each gradient on as it arrives, from now on: before the backward that completes them.
+
+        Not to be called where replicas talk in the middle of the model: their messages must not be interleaved with
+        those of the bridge.
 
         The hooks must not own the collector, which owns the leaves: python cannot collect a cycle through a tensor's
         hooks, and every step would leave its parameters behind.
         """
+        if not self._may_travel:
+            return
         myself = weakref.ref(self)
 
         def arrived(name: str, leaf: Tensor) -> None:
@@ -103,8 +121,9 @@ class Collector:
             assert collector is not None, "the anchor keeps the collector until backward has run"
             collector._arrived(name, leaf)
 
-        for name in names:
-            self.leaves[name].register_post_accumulate_grad_hook(partial(arrived, name))
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(arrived, name))
 
     def anchor(self) -> Tensor:
         """Return the zero that this rank's loss must have added, so that its backward ends in `finish`.
@@ -115,6 +134,21 @@ class Collector:
         device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
         anchor: Tensor = applied(_Anchor, self, device, *(self.homes[name] for name in self.trained))
         return anchor
+
+    def ran(self) -> None:
+        """Hand on all that is left once a backward has run ahead.
+
+        Every rank starts all messages in the same call, as nobody can know whether the loss will be asked for its
+        gradient.
+        """
+        if not self._may_travel:
+            return
+        assert self._reduction is not None
+        for name, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                self._arrived(name, leaf)
+        self._reduction.start()
+        self.kept.under_way = self._reduction
 
     def _arrived(self, name: str, leaf: Tensor) -> None:
         assert self._reduction is not None
@@ -128,15 +162,24 @@ class Collector:
         """
         self.timer.stop()
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
-        if self._scales and float(factor) != 1.0:
-            torch._foreach_mul_(list(left.values()), float(factor))
+        if self._reduction is None or self.kept.bridge is not None:
+            self._multiply(left.values(), factor)
         if self._reduction is None:
             self.kept.add(self.bridge, left)
             return {}
+        waited, self.kept.bridge, self.kept.under_way = self.kept.bridge is not None, None, None
         for name in {**left, **self.kept.local}:
             self._reduction.ready(name, self.kept.take(name, left.get(name)))
-        self.kept.bridge = None
-        return as_home(self._reduction.finish(), self.homes)
+        home = self._reduction.finish()
+        if not waited:
+            self._multiply(home.values(), factor)
+        return as_home(home, self.homes)
+
+    def _multiply(self, gradients: Iterable[Tensor], factor: Tensor) -> None:
+        """Multiply gradients by that of the loss, where backward ran ahead of it; on all ranks alike, before or after
+        they are summed."""
+        if self._ran_ahead and float(factor) != 1.0:
+            torch._foreach_mul_(list(gradients), float(factor))
 
 
 class _Anchor(torch.autograd.Function):

@@ -121,6 +121,8 @@ class _Step:
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
         collector = self._collector(compute, ran_ahead=False)
+        if not self.stage.talks_in_step:
+            collector.listen()
         anchor = collector.anchor()
         results: dict[tuple[ResultKind, str], Tensor] = {}
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
@@ -151,8 +153,12 @@ class _Step:
         if self.stage.engine is not None and self.device is not None:
             layout = self.device.layout
             order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
-            run, feeds = self.stage.engine.run, self._shared_feeds(collector.leaves)
-            self.outcome = run(order, micro_batches, feeds, train=True, timer=self.outcome.timer)
+            feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
+            listen = None if self.stage.talks_in_step else collector.listen
+            run = self.stage.engine.run
+            self.outcome = run(order, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
+        if not self.stage.talks_in_step:
+            collector.ran()
         loss = self._local_loss(self.outcome.loss)
         assert loss is not None
         return loss + anchor.to(loss.dtype), self._joined()
@@ -167,7 +173,6 @@ class _Step:
             self.variant.kept_back,
             syncs=self.inputs.syncs_gradients,
             ran_ahead=ran_ahead,
-            overlaps=not ran_ahead and not self.stage.talks_in_step,
             timer=self.outcome.timer,
         )
 

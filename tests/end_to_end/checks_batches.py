@@ -17,6 +17,7 @@ import hetu_fx
 from hetu_fx.errors import StateError
 from hetu_fx.plan import Plan, Stage
 from hetu_fx.switching.bridge import Bridge
+from hetu_fx.switching.gradients import Collector
 
 UNEVEN = {
     "DP": Plan(dp(3, 1).pipelines, name="DP"),
@@ -111,6 +112,37 @@ def check_a_switch_keeps_accumulated_gradients(rank: int, world: int, folder: Pa
     assert all(parameter.grad is None for parameter in twins.model.parameters())
 
 
+PIPES = Plan((one(Stage((0,)), Stage((1,)), rows=2, micro_batches=2), one(Stage((2,)), micro_batches=2)), name="pipes")
+
+
+def check_a_loss_that_is_dropped_leaves_no_message_behind(rank: int, world: int, folder: Path) -> None:
+    """A pipeline runs backward, and sends gradients, before anybody knows whether they are wanted."""
+    if (group := world_of(3)) is None:
+        return
+    twins = Twins("mlp", (PIPES, dp(2, 1, 1)), group)
+    twins.model.hetu.switch("pipes")
+    batches = [batch_of("mlp", 9, seed=seed) for seed in range(3)]
+    for batch in batches:
+        twins.model(**rows_of(batch, (4, 4, 1)))
+        twins.model(**rows_of(batch, (9, 0, 0)))
+        twins.step(batch, (3, 3, 3))
+    twins.model(**rows_of(batches[0], (3, 3, 3)))
+    twins.model.hetu.switch(next(name for name in twins.model.hetu.variants if name != "pipes"))
+    twins.step(batches[1], (3, 3, 3))
+
+
+def check_gradients_travel_while_a_pipeline_still_runs(rank: int, world: int, folder: Path) -> None:
+    if (group := world_of(3)) is None:
+        return
+    before_the_end: list[int] = []
+    with pytest.MonkeyPatch.context() as patch, counted_reductions() as started:
+        ran = Collector.ran
+        patch.setattr(Collector, "ran", lambda self: [before_the_end.append(len(started)), ran(self)][1])
+        Twins("mlp", PIPES, group).step(batch_of("mlp", 9), (3, 3, 3))
+    assert len(before_the_end) == 1
+    assert before_the_end[0] > 0
+
+
 class Shared(nn.Module):
     """Parameters whose gradients are one tensor: what is written in place must not be written twice."""
 
@@ -154,7 +186,10 @@ def check_evaluation_gives_each_rank_its_rows(rank: int, world: int, folder: Pat
         torch.testing.assert_close(found.logits, own, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(bare.logits, own, rtol=1e-9, atol=1e-9)
         assert bare.loss is None
-        twins.model.train(), twins.plain.train()
+    # Only now: a step's loss is in float32, so that parameters are no longer equal to the last bit afterwards.
+    twins.model.train(), twins.plain.train()
+    for name in UNEVEN:
+        twins.model.hetu.switch(name)
         twins.step(batch_of("llama", 6, seed=1), (3, 3))
 
 

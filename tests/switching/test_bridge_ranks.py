@@ -150,7 +150,7 @@ def check_unused_parameters_get_zeros(rank: int, world: int, folder: Path) -> No
 
 def check_gradients_may_come_one_by_one(rank: int, world: int, folder: Path) -> None:
     for title, bridge in bridges(GroupTable()):
-        reduction = Reduction(bridge)
+        reduction = Reduction(bridge, SHAPES)
         given = gradients(bridge, rank)
         for name in reversed(SHAPES):
             if name != "v":

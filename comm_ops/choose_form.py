@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.cost import (
     Cost,
     Topology,
     all_reduce_cost,
-    grouped_cost,
+    padded_cost,
     ring_cost,
     two_level_all_reduce_cost,
     two_level_ring_cost,
@@ -76,6 +76,6 @@ def _padded_below(ranks: Sequence[int], sizes: Sequence[int], topology: Topology
         return _MANY
     swell = max(sizes) * len(sizes) / sum(sizes)
     grouped = crossover(
-        lambda size: ring_cost(size * swell, ranks, topology), lambda size: grouped_cost(size, ranks, topology)
+        lambda size: padded_cost(size * swell, ranks, topology), lambda size: ring_cost(size, ranks, topology)
     )
     return _MANY if grouped is None else grouped

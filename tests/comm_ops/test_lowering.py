@@ -3,6 +3,7 @@
 import pytest
 
 from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.comm_ops import cost
 from hetu_fx.comm_ops.choose_form import crossover
 from hetu_fx.comm_ops.form import parse_form
 from hetu_fx.comm_ops.lowering import Lowering
@@ -65,13 +66,16 @@ def test_crossover_of_affine_prices():
     assert crossover(lambda size: size, lambda size: 2 * size) is None
 
 
-def test_uneven_parts_are_padded_while_latency_counts():
+def test_uneven_parts_are_padded_where_that_is_wanted_or_faster(monkeypatch):
     uneven, whole = "[0-3] S(0, 3:2:2:1)", "[0-3] D(4)"
     topology = cluster("aaaa", intra=Link(1e9, 1e-3))
-    assert form(uneven, whole, topology) == "padded below 4194304"
-    assert form(uneven, whole, topology, "flat") == ""
+    assert form(uneven, whole, topology) == ""
     assert form("[0-3] S(0, 4)", whole, topology, "padded") == ""
     assert parse_form(form(uneven, whole, topology, "padded")).pads(10**9)
+    monkeypatch.setattr(cost, "PADDED_SLOWDOWN", 0.9)
+    found = parse_form(form(uneven, whole, topology)).padded_below
+    padded, grouped = 0.9 * (1e-3 + found * 1.5 / 4 / 1e9), 1e-3 + found / 4 / 1e9
+    assert grouped < padded < 2 * grouped
 
 
 def test_split_collectives_take_the_form_of_their_largest_group():

@@ -23,7 +23,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 warnings.simplefilter("ignore")
 
-from cells import DEFAULT_TOLERANCE, LOSS_FNS, PLANS, STEPS, TOLERANCES, Cell, make_batch, make_model  # noqa: E402
+from cells import (  # noqa: E402
+    DEFAULT_TOLERANCE,
+    LOSS_FNS,
+    PLANS,
+    STEPS,
+    TOLERANCES,
+    Cell,
+    in_double,
+    make_batch,
+    make_model,
+)
 
 import hetu_fx  # noqa: E402
 from hetu_fx.errors import HetuFxError  # noqa: E402
@@ -95,6 +105,7 @@ def verdict(cell: Cell, steps: dict[str, Any]) -> dict[str, Any]:
 
 def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    in_double()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

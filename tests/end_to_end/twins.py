@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cells import DEFAULT_TOLERANCE, LOSS_FNS, TOLERANCES, Step, make_batch, make_model
+from cells import DEFAULT_TOLERANCE, LOSS_FNS, TOLERANCES, Step, in_double, make_batch, make_model
 from torch import Tensor, nn
 
 import hetu_fx
@@ -61,6 +61,7 @@ class Twins:
         example: Batch | None = None,
         **options: Any,
     ) -> None:
+        in_double()
         self.name, self.loss_fn = name, LOSS_FNS.get(name)
         self.tolerance = TOLERANCES.get(name, DEFAULT_TOLERANCE)
         self.plain = make(name)

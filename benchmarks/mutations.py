@@ -28,8 +28,9 @@ QUICK = 6  # every so many mutants in a quick run
 FEWEST = 20
 
 # Quickest first, as the first failure ends a run.
+_FIRST = ("axes", "tiers", "middle", "price", "split_plan", "bsr_plan", "bsr_senders", "reference", "resolve")
 FAST = (
-    *(f"tests/comm_ops/test_{name}.py" for name in ("axes", "split_plan", "bsr_plan", "bsr_senders", "resolve")),
+    *(f"tests/comm_ops/test_{name}.py" for name in _FIRST),
     "tests/annotations",
     *(f"tests/comm_ops/test_{name}.py" for name in ("properties", "explain", "cost", "comm_ops")),
 )

@@ -32,6 +32,7 @@ def test_axes_that_do_not_nest_are_not_refined():
     [
         Sharding(),
         Sharding((Split(1, (4, 2, 2, 1), 3, 5),)),
+        Sharding((Split(0, (6, 3, 2, 1)),)),
         Sharding((Duplicate(4),)),
         Sharding((Partial(2), Split.even(0, 2))),
     ],

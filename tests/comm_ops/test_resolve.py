@@ -100,6 +100,10 @@ CASES = [
     ("P(2) over {[0,1] S(0, 2, 3x_x4); [2]}", "D(2) over {[0,1] S(0, 2, 3x_x4); [2]}", ["split_all_reduce"]),
     ("D(2) over {[2]; [0,1] S(0, 2:1)}", "D(2) over {[0]; [1]}", ["batched_send_receive"]),
     ("S(0, 2) over {[0]; [1]}", "[0,1] S(0, 2)", []),
+    # Copies of a sum become copies of summands: regions are the same, values are not.
+    ("D(2) over {[0,1] P(2); [2,3] P(2)}", "[0-3] D(2) P(2)", ["batched_send_receive"]),
+    ("P(2) over {[0,1] P(2); [2]}", "D(2) over {[0,1] P(2); [2]}",
+     ["reduce_scatter", "split_reduce_scatter", "batched_send_receive"]),
     # The finer cut waits for the coarser one, though slices of other dims come before sums.
     ("[0-3] P(2) D(2)", "[0-3] S(0, 4)", ["reduce_scatter", "local_slice"]),
     ("[0-3] P(2) D(2)", "[0-3] S(0, 2) S(1, 2)", ["local_slice", "reduce_scatter"]),

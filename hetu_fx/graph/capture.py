@@ -24,6 +24,7 @@ from hetu_fx.graph.capture_failure import WAY_OUT, explain_failure, line_of_call
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.own_backward import is_derivative
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 LossFn = Callable[..., torch.Tensor]
@@ -78,18 +79,16 @@ class _NoStrayParameters(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _no_backward_is_lost() -> Iterator[None]:
-    """Refuse functions with a backward of their own: a trace has their forward only, which may have another gradient.
-
-    A straight-through estimator is one: its forward has the gradient 0.
-    """
+    """Refuse functions whose backward is not the derivative of their forward, which is all that a trace has of them."""
     apply = vars(torch.autograd.Function)["apply"].__func__
 
     def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
-        if carries and not cls.__module__.startswith("torch."):  # torch's own (checkpoints) have the true gradient
+        if carries and not cls.__module__.startswith("torch.") and not is_derivative(cls, args):
             raise CaptureError(
-                f"the model calls {cls.__qualname__}, an autograd function, whose backward a captured graph does not "
-                f"have ({line_of_caller()}); {WAY_OUT}"
+                f"the model calls {cls.__qualname__} ({line_of_caller()}), an autograd function whose backward is not "
+                f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
+                f"only; {WAY_OUT}"
             )
         return apply(cls, *args, **kwargs)
 

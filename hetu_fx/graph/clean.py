@@ -27,7 +27,7 @@ COPIES = frozenset({
 })  # fmt: skip
 VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default, aten.view_as.default})
 SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
-MADE_LIKE = {
+MADE_LIKE: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: aten.zeros.default, aten.new_ones.default: aten.ones.default,
     aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
 }  # fmt: skip

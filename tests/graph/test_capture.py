@@ -331,32 +331,6 @@ def test_constants_do_not_read_the_tensors_that_lend_their_dtype() -> None:
     torch.testing.assert_close(output, model(x))
 
 
-class Rounded(torch.autograd.Function):
-    """A straight-through estimator."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-class Quantized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Rounded.apply(self.layer(x))
-
-
-def test_a_function_with_a_backward_of_its_own_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"Rounded, an autograd function.*test_capture.py:\d+.*capture=\"eager\""):
-        capture(Quantized(), (torch.randn(5, 4),))
-
-
 def test_captures_without_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,0 +1,90 @@
+"""Functions with a backward of their own are captured where it is the derivative of their forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph.bind import run_on_one_device
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.own_backward import is_derivative
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Cubed(torch.autograd.Function):
+    """A derivative written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        return scale * x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * ctx.scale * 3 * x**2, None
+
+
+class Product(torch.autograd.Function):
+    """Keeps what the backward needs apart from the forward; a mask has no gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ y, mask
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
+        x, y, _ = ctx.saved_tensors
+        return gradient @ y.t(), x.t() @ gradient, None
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any, *more: Any) -> None:
+        super().__init__()
+        self.layer, self.function, self.more = nn.Linear(4, 4), function, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(self.layer(x), *self.more)
+
+
+def test_derivatives_are_told_from_estimators() -> None:
+    x, y, mask = torch.randn(3, 4), torch.randn(4, 5), torch.ones(3, dtype=torch.long)
+    assert is_derivative(Cubed, (x, 2.0))
+    assert is_derivative(Product, (x, y, mask))
+    assert not is_derivative(Rounded, (x,))
+
+
+def test_a_function_that_fails_on_random_numbers_is_not_known_to_be_one() -> None:
+    assert not is_derivative(Cubed, (torch.randn(3),))
+
+
+def test_an_estimator_is_refused_with_its_line_and_the_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"Rounded \(test_own_backward.py:\d+\).*capture=\"eager\""):
+        capture(Calls(Rounded), (torch.randn(5, 4),))
+
+
+def test_a_derivative_written_by_hand_is_captured() -> None:
+    model, x = Calls(Cubed, 2.0), torch.randn(6, 4)
+    (output,) = run_on_one_device(capture(model, (torch.randn(5, 4),)), model, (x,)).values()
+    torch.testing.assert_close(output, model(x))

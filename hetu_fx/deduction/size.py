@@ -90,6 +90,8 @@ def size_of(size: meta.Size) -> Size:
 
 @cache
 def _symbolic(expression: Any, hint: int) -> Size:
+    if expression.is_Add or expression.is_Mul:  # rows * positions + rows is rows * (positions + 1)
+        expression = sympy.gcd_terms(expression)
     coefficient, rest = expression.as_coeff_Mul()
     powers = rest.as_powers_dict()
     plain = coefficient.is_integer and all(power.is_integer and power > 0 for power in powers.values())

@@ -36,3 +36,11 @@ def test_sizes_of_example_values_are_products_of_symbols_and_opaque_sums() -> No
     assert len(size_of(columns + 1).atoms) == 1
     assert size_of(columns + 1).over(size_of(columns)) is None
     assert size_of(3) == integer(3)
+
+
+def test_a_sum_of_products_with_a_common_factor_is_divided_by_it() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    rows, columns = mode.from_tensor(torch.ones(5, 7)).shape
+    for number in (columns - 1, (columns - 1) // 4 + 1, 2 * columns + 2):
+        assert size_of(rows * number + rows * 0).over(size_of(rows)) == size_of(number)
+    assert size_of(rows * columns - rows).over(size_of(columns - 1)) == size_of(rows)

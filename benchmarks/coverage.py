@@ -40,7 +40,9 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    rows = [_row(family, options) for family in FAMILIES.values() if _is_chosen(family.name, options)]
+    known = _known_rows(options)
+    chosen = [family for family in FAMILIES.values() if _is_chosen(family.name, options)]
+    rows = [known.get(family.name) or _row(family, options) for family in chosen]
     if options.write_docs:
         DOCUMENT.write_text(_document(rows))
     bars = [report.Bar("families fully green", sum(map(_is_green, rows)), min(BAR, len(rows)), at_least=True)]
@@ -53,6 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="only capture and look up rules, start no processes")
     parser.add_argument("--write-docs", action="store_true", help="write docs/coverage.md")
     parser.add_argument("--log", type=Path, help="a file for what each cell came to, errors in full, one JSON a line")
+    parser.add_argument("--resume", action="store_true", help="take over the rows that are in the log already")
     return parser.parse_args()
 
 
@@ -70,7 +73,8 @@ def _row(family: Family, options: argparse.Namespace) -> Row:
         _look_up_rules(graph, row)
         for plan, record in run_plans(family, graph, [] if options.graphs else list(PLANS)):
             _note(row, plan, record, family)
-            _log(options.log, (family.name, plan), record)
+            _log(options.log, {"cell": (family.name, plan), **record})
+    _log(options.log, {"row": row})
     print(" | ".join(row.values()), file=sys.stderr, flush=True)
     return row
 
@@ -122,10 +126,18 @@ def _shortened(text: str) -> str:
     return line if len(line) <= REASON_LENGTH else f"{line[: REASON_LENGTH - 3]}..."
 
 
-def _log(file: Path | None, cell: tuple[str, str], record: Record) -> None:
+def _log(file: Path | None, record: Record) -> None:
     if file is not None:
         with file.open("a") as lines:
-            lines.write(json.dumps({"cell": cell, **record}) + "\n")
+            lines.write(json.dumps(record) + "\n")
+
+
+def _known_rows(options: argparse.Namespace) -> dict[str, Row]:
+    """Read the rows of a run that was interrupted."""
+    if not options.resume or options.log is None or not options.log.exists():
+        return {}
+    rows = [record["row"] for record in map(json.loads, options.log.read_text().splitlines()) if "row" in record]
+    return {row["family"]: row for row in rows}
 
 
 def _document(rows: Sequence[Row]) -> str:

@@ -46,7 +46,8 @@ class Plan:
     `schedule` orders forwards and backwards of the micro-batches; `zero` 1 spreads optimizer states over the
     replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest
     sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Rows are
-    kept without common factor.
+    kept without common factor. `split` names what tensor parallel groups split before what they would choose:
+    pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -55,6 +56,7 @@ class Plan:
     name: str | None = None
     max_length: int | None = None
     predicted: Prediction | None = field(default=None, compare=False)
+    split: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
@@ -68,6 +70,9 @@ class Plan:
             raise PlanError(f"unknown schedule {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
         if self.zero not in (0, 1):
             raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+        object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
+        if any(type(dim) is not int or dim < 0 for _, dim in self.split):
+            raise PlanError(f"split is {dict(self.split)}; give a dim from 0 for each pattern of parameter names")
         if self.max_length is not None and self.max_length < 1:
             raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
 
@@ -134,6 +139,8 @@ class Plan:
         result |= {"schedule": self.schedule, "zero": self.zero}
         if self.max_length is not None:
             result["max_length"] = self.max_length
+        if self.split:
+            result["split"] = dict(self.split)
         return result if self.predicted is None else result | {"predicted": self.predicted.to_json()}
 
     @classmethod
@@ -226,14 +233,14 @@ def _stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> l
 
 def _facts(plan: Plan) -> dict[str, str]:
     facts = {"name": str(plan.name), "schedule": plan.schedule, "zero": str(plan.zero)}
-    facts["max_length"] = str(plan.max_length)
+    facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
     for index, pipeline in enumerate(plan.pipelines):
         facts[f"pipelines[{index}]"] = f"{_rows_text(pipeline)}: {pipeline}"
     return facts
 
 
 def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
-    keys = ("format", "name", "pipelines", "schedule", "zero", "max_length", "predicted")
+    keys = ("format", "name", "pipelines", "schedule", "zero", "max_length", "split", "predicted")
     fields = Fields(value, where, PlanError, keys, LATER)
     fields.format("format", FORMAT)
     pipelines = fields.objects("pipelines")
@@ -244,6 +251,7 @@ def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
         "zero": fields.integer("zero", 1),
         "name": fields.text("name", None),
         "max_length": fields.integer("max_length", None),
+        "split": tuple(fields.mapping("split", {}).items()),
         "predicted": None if predicted is None else read_prediction(predicted, f"{where}: predicted"),
     }
     return located(Plan, parts, where)

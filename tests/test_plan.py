@@ -45,7 +45,7 @@ def test_what_is_left_out_gets_the_defaults() -> None:
 def test_a_written_plan_reads_back_equal_with_its_prediction(tmp_path: Any) -> None:
     costs = (DeviceCost(0, (("compute", 0.5),), (("parameters", 8),)),)
     prediction = Prediction(0.5, costs, "bound by device 0", "1 row: [0]", 0.75)
-    plan = replace(design_plan(), name="long", max_length=512, predicted=prediction)
+    plan = replace(design_plan(), name="long", max_length=512, split=(("*.experts.*", 0),), predicted=prediction)
     plan.write(tmp_path / "plan.json")
     again = Plan.read(tmp_path / "plan.json")
     assert (again, again.predicted) == (plan, prediction)
@@ -96,6 +96,7 @@ def test_conveniences_build_the_obvious_plans() -> None:
         ({"zero": 3}, r"zero is 3; give 0"),
         ({"zero": True}, r"'zero' must be a whole number, not a boolean: true"),
         ({"max_length": 0}, r"max_length is 0; give 1 or more"),
+        ({"split": {"*.weight": -1}}, r"split is .*; give a dim from 0 for each pattern of parameter names"),
         ({"pipelines": {}}, r"'pipelines' must be a list, not an object"),
         ({"pipelines": []}, r"a plan has no pipelines; give at least one"),
         ({"pipelines": [3]}, r"plan: pipelines\[0\] must be an object, not a number: 3"),

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase as fnmatch
 
 from torch import fx
 
 from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.cut_stages import cut_stages
 from hetu_fx.transforms.flow import Flow
@@ -41,17 +42,23 @@ class _Tally:
         return self.flops / max(self.communicated, 1.0)
 
 
-def tensor_classes(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
-    """Return the classes to split over a tensor-parallel group; never two that one op could split."""
+def tensor_classes(
+    graph: Graph, factors: FactorMap, flow: Flow, wanted: Sequence[FactorClass] = ()
+) -> frozenset[FactorClass]:
+    """Return the classes to split over a tensor-parallel group; never two that one op could split.
+
+    `wanted` are split whatever they cost, the first of two rivals.
+    """
     tallies = _tally(graph, factors, flow)
     eligible = [c for c in tallies if _is_eligible(c, factors)]
     rivals = _rivals(graph, factors)
+    ranked = sorted((c for c in eligible if tallies[c].flops > 0), key=lambda c: (-tallies[c].score, c.id))
     chosen: list[FactorClass] = []
-    for candidate in sorted(eligible, key=lambda c: (-tallies[c].score, c.id)):
-        if tallies[candidate].flops > 0 and rivals[candidate].isdisjoint(chosen):
+    for candidate in (*wanted, *ranked):
+        if rivals[candidate].isdisjoint(chosen):
             chosen.append(candidate)
     least = _WORTH * _typical([tallies[c] for c in chosen])
-    worth = [c for c in chosen if tallies[c].score >= least]
+    worth = [c for c in chosen if c in wanted or tallies[c].score >= least]
     tables = [c for c in _vocabularies(graph, factors) if c in eligible and rivals[c].isdisjoint(worth)]
     return frozenset((*worth, *tables))
 
@@ -126,7 +133,8 @@ def _tally_op(
 
 def _flops(node: fx.Node, op: OpFactors) -> float:
     """Return a multiply-add count: result elements times the factors contracted between operands."""
-    contracted = [c.size or 1 for c in op.reduced if sum(c in operand.classes for operand in op.operands) > 1]
+    shared = (c for c in op.reduced - op.sharded if sum(c in operand.classes for operand in op.operands) > 1)
+    contracted = [c.size or 1 for c in shared]
     return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
 
 
@@ -140,6 +148,23 @@ def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[Factor
         for factor in present:
             rivals[factor] |= present - {factor}
     return rivals
+
+
+def _asked_for(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
+    """Return the classes that the plan's `split` names by dims of parameters."""
+    found: dict[FactorClass, None] = {}
+    for pattern, dim in plan.split:
+        leaves = [leaf for leaf in factors.leaves if leaf.kind is LeafKind.PARAMETER and fnmatch(leaf.name, pattern)]
+        dims = [factors.dims(leaf.node)[dim] for leaf in leaves if dim < len(factors.dims(leaf.node))]
+        classes = [c for classes in dims for c in classes if _is_eligible(c, factors)]
+        if not classes:
+            names = [leaf.name for leaf in factors.leaves if leaf.kind is LeafKind.PARAMETER]
+            raise PlanError(
+                f"the plan wants dim {dim} of {pattern!r} split, but no parameter of that name has such a dim that can "
+                f"be; parameters: {', '.join(names[:4])}, ..."
+            )
+        found.update(dict.fromkeys(classes))
+    return tuple(found)
 
 
 def _looked_across(graph: Graph, factors: FactorMap) -> frozenset[FactorClass]:
@@ -206,8 +231,9 @@ class Annotate:
         widest = max(len(stage.devices) for stage in stages)
         if widest == 1:
             return frozenset()
-        classes = tensor_classes(graph, factors, flow)
-        optional = _looked_across(graph, factors)
+        asked = _asked_for(self.plan, factors)
+        classes = tensor_classes(graph, factors, flow, asked)
+        optional = _looked_across(graph, factors).difference(asked)
         return frozenset(c for c in classes if c not in optional or (c.size or 0) >= widest)
 
     def _stages(self, graph: Graph, flow: Flow, pipeline: Pipeline) -> Mapping[fx.Node, int]:

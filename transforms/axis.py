@@ -20,8 +20,9 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.flow import Flow
-from hetu_fx.transforms.sharded_forms import FORMS
-from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Summed, Whole
+from hetu_fx.transforms.linear_chains import repeats_entries, shrinks_later
+from hetu_fx.transforms.sharded_forms import form_of
+from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Spread, Summed, Whole
 
 Splits = frozenset[FactorClass]
 
@@ -76,7 +77,9 @@ def deduce_axis(
     forward = _Forward(graph, factors, splits, keep_sums, may_gather)
     for node in graph.graph.nodes:
         forward.visit(node)
-    backward = _Backward(flow, forward, lambda node: keep_sums or not flow.through_inputs(node))
+    backward = _Backward(
+        flow, forward, lambda node: keep_sums or not flow.through_inputs(node) or repeats_entries(node, factors, flow)
+    )
     if keep_sums and splits:
         backward.start(node for _, node in graph.outputs_of(OutputKind.VALUE))
     for node in reversed(graph.graph.nodes):
@@ -102,7 +105,8 @@ class _Forward:
         elif node.op == "call_function" and self.factors.is_op(node):
             decision = self._decide(node, self.factors.op(node))
             self.decisions[node] = decision
-            self.states[node] = decision.result if self.keep_sums else _summed_up(decision.result)
+            stays = self.keep_sums or (decision.result == SUMMED and shrinks_later(node, self.factors))
+            self.states[node] = decision.result if stays else _summed_up(decision.result)
 
     def _own_factor_state(self, node: fx.Node, otherwise: AxisState) -> AxisState:
         mine = [c for c in flat(self.factors.dims(node)) if c in self.splits]
@@ -121,11 +125,19 @@ class _Forward:
         if factor is not None:
             return self._split_on(node, op, factor)
         summed = frozenset(i for i, o in enumerate(op.operands) if isinstance(self.states[o.node], Summed))
-        if summed and any(summed == group for group in op.linear):
-            needs = tuple(self._need(op, i, SUMMED if i in summed else WHOLE) for i in range(len(op.operands)))
-            return Decision(None, needs, SUMMED)
+        result = self._of_summands(op, summed)
+        if result is not None:
+            states = [self.states[o.node] if i in summed else WHOLE for i, o in enumerate(op.operands)]
+            return Decision(None, tuple(self._need(op, i, state) for i, state in enumerate(states)), result)
         self._check_gather(node, op)
         return Decision(None, tuple(self._need(op, i, WHOLE) for i in range(len(op.operands))), WHOLE)
+
+    def _of_summands(self, op: OpFactors, summed: frozenset[int]) -> AxisState | None:
+        """Return what the op makes of operands that are summands, one by one; None if it needs their sum."""
+        kinds = {self.states[op.operands[i].node] for i in summed}
+        if len(kinds) == 1 and summed <= op.vanishing and isinstance(kind := next(iter(kinds)), Spread):
+            return kind
+        return SUMMED if summed and any(summed == group for group in op.linear) else None
 
     def _need(self, op: OpFactors, position: int, state: AxisState) -> Need:
         """Return the need of an operand; one of which only dtype and device are read may stay as it is."""
@@ -154,16 +166,17 @@ class _Forward:
         needs = tuple(self._split_need(op, i, factor) for i in range(len(op.operands)))
         if factor in op.reduced:
             self._check_averaged(node, op, factor)
-            is_sum = factor not in op.sharded or FORMS[node.target].sums
-            return Decision(factor, needs, SUMMED if is_sum else WHOLE)
+            return Decision(factor, needs, form_of(node).result(factor) if factor in op.sharded else SUMMED)
         return Decision(factor, needs, SplitOn(factor))
 
     def _split_need(self, op: OpFactors, position: int, factor: FactorClass) -> Need:
         operand = op.operands[position]
         if position in op.unread:
             return self._need(op, position, WHOLE)
-        if factor in operand.classes:
+        if factor in operand.classes and not (factor in op.sharded and position in op.counted):
             return Need(operand.node, SplitOn(factor))
+        if factor in op.sharded and self.states[operand.node] == Spread(factor):
+            return Need(operand.node, Spread(factor))
         if position in op.counted:  # counts of rows: each shard has its own where rows are cut, all of them elsewhere
             return Need(operand.node, SUMMED if factor.is_batch else WHOLE)
         return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
@@ -201,7 +214,8 @@ def whole_of(item: fx.Node) -> fx.Node:
 
 
 def _summed_up(state: AxisState) -> AxisState:
-    return WHOLE if isinstance(state, Summed) else state
+    """Return the state once a sum is made: at once, but for summands that may go on one by one."""
+    return WHOLE if state == SUMMED else state
 
 
 class _Backward:

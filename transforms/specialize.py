@@ -32,7 +32,8 @@ from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.localize import localized_call
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
-from hetu_fx.transforms.sharded_forms import FORMS, Shard
+from hetu_fx.transforms.shard import Shard
+from hetu_fx.transforms.sharded_forms import form_of
 from hetu_fx.transforms.stages import StageLayout, stage_nodes
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed, Whole
 
@@ -129,7 +130,7 @@ class _Builder:
             factor = None
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
         if factor is not None and factor in factors.op(node).sharded:
-            return self._summed_up(node, FORMS[node.target].write(self._shard(node, args, kwargs, factor)))
+            return self._summed_up(node, form_of(node).write(self._shard(node, args, kwargs, factor)))
         result = self._traced(node, self.graph.call_function(callee(node), args, kwargs))
         if factor is not None and factor in factors.op(node).averaged:
             result = self._weighed(node, result, factor)

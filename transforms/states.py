@@ -30,6 +30,16 @@ class Summed:
     """Each coordinate holds a summand; the value is their sum."""
 
 
+@dataclass(frozen=True, slots=True)
+class Spread(Summed):
+    """Summands that do not overlap: each coordinate holds the entries that its part of `factor` makes, zeros elsewhere.
+
+    What a group of experts makes of the rows that are sent to it, say.
+    """
+
+    factor: FactorClass
+
+
 AxisState = Whole | SplitOn | Summed
 
 WHOLE = Whole()

@@ -32,6 +32,7 @@ from hetu_fx.deduction.registry import rule_for
 from hetu_fx.deduction.row_order import Routing, find_routing
 from hetu_fx.deduction.rule import Factoring, names_in
 from hetu_fx.deduction.rules.build import opaque
+from hetu_fx.deduction.rules.zeros import NONE, VANISHING
 from hetu_fx.deduction.size import Size, size_of
 from hetu_fx.errors import RuleError
 from hetu_fx.graph import meta
@@ -250,6 +251,7 @@ class _Extraction:
             random=factoring.random,
             known=step.known,
             sharded=self._named(node, factoring.sharded) - whole,
+            vanishing=VANISHING.get(step.call.op, NONE),
         )
 
     def _in_order(self, node: fx.Node, names: Iterable[str]) -> ClassDim:

@@ -93,6 +93,7 @@ class OpFactors:
         random: whether the op draws random numbers.
         known: False if there is no rule: everything is whole.
         sharded: classes that the op looks across, and has a form of its own for where they are cut.
+        vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
     """
 
     operands: tuple[OperandFactors, ...]
@@ -108,6 +109,7 @@ class OpFactors:
     random: bool
     known: bool
     sharded: frozenset[FactorClass] = frozenset()
+    vanishing: frozenset[int] = frozenset()
 
     @property
     def classes(self) -> frozenset[FactorClass]:

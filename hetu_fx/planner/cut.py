@@ -97,5 +97,5 @@ class FactorCut:
             return 0
         op = self.factors.op(node)
         operands = [{factor for dim in operand.dims for factor in dim} for operand in op.operands]
-        shared = [c for c in op.reduced if c.size and sum(c in operand for operand in operands) > 1]
+        shared = [c for c in op.reduced - op.sharded if c.size and sum(c in operand for operand in operands) > 1]
         return math.prod(factor.size or 1 for factor in shared) if shared else 0

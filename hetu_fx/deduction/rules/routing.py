@@ -18,6 +18,7 @@ from hetu_fx.deduction.rule import Factoring, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, full_name, kept, names, opaque, replaced
 
 GROUPED = frozenset({2})
+CUT_OVER_GROUPS = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 
 
 def sorted_along(call: Call) -> Factoring:
@@ -44,19 +45,22 @@ def histogram(call: Call) -> Factoring:
 
 
 def grouped_product(call: Call) -> Factoring:
-    """Multiply groups of rows by a matrix each; rows pass with the shard's own counts, groups do not."""
+    """Multiply groups of rows by a matrix each; rows pass with the shard's own counts, groups may be cut."""
     ranks = [len(operand.shape) for operand in call.operands]
     if ranks == [3, 3]:
         return _batched(call)
     if ranks != [2, 3, 1]:
         return opaque(call)
     (m, k), (g, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True))
+    cut = frozenset(g) if call.op in CUT_OVER_GROUPS else frozenset()
+    stays = frozenset(g) - cut
     return Factoring(
         ((m, k), (g, k, n), (g,)),
         ((m, n),),
-        whole=frozenset(g) if call.routed else frozenset((*g, *m)),
+        whole=stays if call.routed else stays | frozenset(m),
         linear=(frozenset({0}), frozenset({1})),
-        counted=GROUPED if call.routed else frozenset(),
+        counted=GROUPED,
+        sharded=cut,
     )
 
 

@@ -46,6 +46,8 @@ def main() -> int:
     chosen = chosen[:: QUICK if options.quick else 1]
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
+        for mutant in chosen:  # all fit the code, before the first costs time
+            mutant.apply((copy / mutant.path).read_text())
         for tests in {_tests(mutant) for mutant in chosen}:
             status, output, _ = run_tests(None, tests, copy)
             if status != 0:

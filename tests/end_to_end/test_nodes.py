@@ -1,0 +1,55 @@
+"""Training over two nodes of two ranks: exact with communication in two levels and hand-over by relays."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from twins import Twins, batch_of, one, world_of  # noqa: E402
+
+from hetu_fx.plan import Plan, Stage  # noqa: E402
+from hetu_fx.switching.graph_variant import GraphVariant  # noqa: E402
+from hetu_fx.topology import Cluster, Link  # noqa: E402
+
+NODES = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), intra=Link(1e10), inter=Link(1e6))
+
+
+def train(plan: Plan) -> str:
+    """Compare two steps with those of one device; give the text of this rank's graphs."""
+    twins = Twins("llama", plan, world_of(4), cluster=NODES, data="global")
+    for seed in range(2):
+        twins.step(batch_of("llama", 4, seed=seed))
+    runtime = twins.model.hetu._runtime
+    graphs = [
+        str(stage.device.graph)
+        for variant in runtime.variants.values()
+        if isinstance(variant, GraphVariant)
+        for stage in variant._stages.values()
+        if stage.device is not None
+    ]
+    return "\n".join(graphs)
+
+
+def check_tensor_parallel_across_nodes(rank: int, world: int, folder: Path) -> None:
+    graph = train(Plan((one(Stage((0, 1, 2))),)))
+    assert rank == 3 or "nodes 0,0,1 from 0" in graph
+
+
+def check_a_pipeline_across_nodes(rank: int, world: int, folder: Path) -> None:
+    graph = train(Plan((one(Stage((0, 1)), Stage((2, 3)), micro_batches=2),)))
+    assert graph
+    assert "nodes" not in graph
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "check", [check_tensor_parallel_across_nodes, check_a_pipeline_across_nodes], ids=lambda check: check.__name__
+)
+def test_on_two_nodes(check: Any, gloo_checks: Any) -> None:
+    assert gloo_checks(__file__, 4)[check.__name__] == [None] * 4

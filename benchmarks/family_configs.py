@@ -225,6 +225,7 @@ WHOLE_BATCH = frozenset(
         "mobilevit",
         "segformer (pixels)",
         "mobilenet_v2 (pixels)",
+        "wav2vec2-conformer",
     }
 )
 FIXED_LENGTH = frozenset({"mamba", "funnel"})

@@ -237,6 +237,7 @@ NORMALIZATION = {
     **{op: [sample(x(3, 4, 6), -1, False)] for op in ("_softmax", "_log_softmax")},
     "layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6)), sample(x(3, 4, 6), [4, 6])],
     "native_layer_norm": [sample(x(3, 4, 6), [6], x(6), x(6), 1e-5)],
+    "_weight_norm": [sample(x(3, 4, 6), x(1, 1, 6), 2), sample(x(3, 4), x(3, 1))],
     "rms_norm": [sample(x(3, 4, 6), [6], x(6))],
     "_fused_rms_norm": [sample(x(3, 4, 6), [6], x(6), 1e-5)],
     "group_norm": [

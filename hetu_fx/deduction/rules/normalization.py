@@ -47,6 +47,14 @@ def over_groups(call: Call) -> Factoring:
     return Factoring(operands, (dims,), {"group": groups, "channel": rest}, whole, literals=found)
 
 
+def over_all_but_one(call: Call) -> Factoring:
+    """Scale a weight to a length for each entry of one dim (weight norm); that dim passes, all others stay whole."""
+    dims = dims_of(call.operands[0].shape)
+    dim = call.dim("dim", len(dims))
+    length = tuple(factors if i == dim else () for i, factors in enumerate(dims))
+    return Factoring((dims, length), (dims,), whole=names(dims, [i for i in range(len(dims)) if i != dim]))
+
+
 def over_batch(call: Call) -> Factoring:
     """Normalize over batch and space (batch norm): channels pass; with running statistics all do."""
     return _per_channel(call, over_rows=_uses_batch_statistics(call))
@@ -80,6 +88,7 @@ RULES: tuple[Rule, ...] = (
     *built(softmax_whole, "_softmax", "_log_softmax", "_safe_softmax"),
     *built(over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
     *built(over_groups, "group_norm"),
+    *built(over_all_but_one, "_weight_norm"),
     *built(
         over_batch,
         *(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from hetu_fx.comm_ops.form import by_node
+from hetu_fx.comm_ops.form import by_node, spans
 
 
 class Topology(Protocol):
@@ -59,6 +59,14 @@ def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolo
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-reduce in two levels: a turn in, two across, a turn back inside."""
     return 2 * two_level_ring_cost(num_bytes, ranks, topology)
+
+
+def cheapest_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price an all-reduce in the form that it takes on the links."""
+    flat = all_reduce_cost(num_bytes, ranks, topology)
+    if not spans([topology.node_of(rank) for rank in ranks]):
+        return flat
+    return min(flat, two_level_all_reduce_cost(num_bytes, ranks, topology))
 
 
 def _across(num_bytes: float, levels: Sequence[Sequence[int]], topology: Topology) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from hetu_fx.comm_ops.cost import all_reduce_cost, messages_cost, ring_cost
+from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, messages_cost, ring_cost
 from hetu_fx.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.planner.memory import activation_bytes, fixed_bytes, in_flight
 from hetu_fx.planner.program import PartCosts, ProgramCosts
@@ -135,8 +135,8 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
 
 def tensor_parallel_line(stage: Stage, parts: PartCosts, cluster: Cluster) -> Line:
     """Return (2): as many all-reduces in the backward as in the forward."""
-    empty = all_reduce_cost(0.0, stage.devices, cluster)
-    full = all_reduce_cost(parts.reduced_bytes, stage.devices, cluster)
+    empty = cheapest_all_reduce_cost(0.0, stage.devices, cluster)
+    full = cheapest_all_reduce_cost(parts.reduced_bytes, stage.devices, cluster)
     return Line(2 * parts.num_reductions * empty, 2 * (full - empty))
 
 

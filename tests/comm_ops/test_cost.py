@@ -1,7 +1,14 @@
 """Costs follow the links: latency per hop, the slowest link of a ring, the busiest end of a message plan."""
 
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.cost import all_reduce_cost, messages_cost, ring_cost
+from hetu_fx.comm_ops.cost import (
+    all_reduce_cost,
+    cheapest_all_reduce_cost,
+    messages_cost,
+    ring_cost,
+    two_level_all_reduce_cost,
+    two_level_ring_cost,
+)
 from hetu_fx.comm_ops.resolve import resolve
 
 
@@ -26,6 +33,26 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert ring_cost(100, (0, 1), TwoNodes()) == 0.5 + 50 / 100
     assert ring_cost(100, (0, 1, 2, 3), TwoNodes()) == 3 * (1 + 25 / 10)
     assert all_reduce_cost(100, (0, 1), TwoNodes()) == 2 * ring_cost(100, (0, 1), TwoNodes())
+
+
+def test_two_levels_cross_between_nodes_once():
+    ranks, links = (0, 1, 2, 3), TwoNodes()
+    inside, across = ring_cost(100, (0, 1), links), ring_cost(100, (0, 2), links)
+    assert two_level_ring_cost(100, ranks, links) == inside + across
+    assert two_level_all_reduce_cost(100, ranks, links) == 2 * (inside + across)
+    assert two_level_ring_cost(100, (0, 1, 2), links) == inside + across
+
+
+def test_the_cheapest_all_reduce_is_flat_where_there_is_one_level():
+    links = TwoNodes()
+    assert cheapest_all_reduce_cost(100, (0, 1, 2, 3), links) == two_level_all_reduce_cost(100, (0, 1, 2, 3), links)
+    for ranks in ((0,), (0, 1), (0, 2)):
+        assert cheapest_all_reduce_cost(100, ranks, links) == all_reduce_cost(100, ranks, links)
+
+
+def test_messages_between_nodes_share_the_nodes_links():
+    assert messages_cost([(0, 2, 100), (1, 3, 100)], TwoNodes()) == 2 * (1 + 10)
+    assert messages_cost([(0, 1, 100), (3, 2, 100)], TwoNodes()) == 0.5 + 1
 
 
 def test_messages_cost_what_the_busiest_device_sends_or_receives():

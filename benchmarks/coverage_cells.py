@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class Subject:
         loss.backward()
         wholes = [None if p.grad is None else whole(p.grad) for p in model.parameters()]
         error = abs(loss.item() - truth.loss) / abs(truth.loss)
-        return {"loss": error, "gradient": worst_difference(wholes, truth.gradients)}
+        return {"loss": comparable(error), "gradient": worst_difference(wholes, truth.gradients)}
 
 
 def exactly(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -171,5 +172,10 @@ def worst_difference(found: Sequence[Tensor | None], expected: Sequence[Tensor |
 
 def _difference(found: Tensor | None, expected: Tensor | None, floor: float) -> float:
     if found is None or expected is None:
-        return sum(float(tensor.norm()) for tensor in (found, expected) if tensor is not None)
-    return float((found - expected).norm() / (expected.norm() + floor))
+        return comparable(sum(float(tensor.norm()) for tensor in (found, expected) if tensor is not None))
+    return comparable(float((found - expected).norm() / (expected.norm() + floor)))
+
+
+def comparable(difference: float) -> float:
+    """Give infinity for what is no number, so that it is the worst of all."""
+    return math.inf if math.isnan(difference) else difference

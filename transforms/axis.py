@@ -21,7 +21,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.linear_chains import repeats_entries, shrinks_later
-from hetu_fx.transforms.sharded_forms import form_of
+from hetu_fx.transforms.sharded_forms import form_of, has_form
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Spread, Summed, Whole
 
 Splits = frozenset[FactorClass]
@@ -121,7 +121,7 @@ class _Forward:
         return SUMMED if self.keep_sums else WHOLE
 
     def _decide(self, node: fx.Node, op: OpFactors) -> Decision:
-        factor = self._pick(op)
+        factor = self._pick(node, op)
         if factor is not None:
             return self._split_on(node, op, factor)
         summed = frozenset(i for i, o in enumerate(op.operands) if isinstance(self.states[o.node], Summed))
@@ -144,14 +144,14 @@ class _Forward:
         node = op.operands[position].node
         return Need(node, self.states[node] if position in op.unread else state)
 
-    def _pick(self, op: OpFactors) -> FactorClass | None:
+    def _pick(self, node: fx.Node, op: OpFactors) -> FactorClass | None:
         """Return the split factor to compute a part of: the one most operands are already split on."""
-        candidates = [c for c in (op.classes & self.splits) - self._whole(op) if self._worth(op, c)]
+        candidates = [c for c in (op.classes & self.splits) - self._whole(node, op) if self._worth(op, c)]
         return max(candidates, key=lambda c: (self._already_split(op, c), -c.id), default=None)
 
-    def _whole(self, op: OpFactors) -> Splits:
-        """Return the classes that cannot be cut in this op: its sharded form communicates, which needs `may_gather`."""
-        return op.whole if self.may_gather else op.whole | op.sharded
+    def _whole(self, node: fx.Node, op: OpFactors) -> Splits:
+        """Return the classes that cannot be cut in this op; its form, if it has one, communicates like a gather."""
+        return op.whole if self.may_gather and has_form(node) else op.whole | op.sharded
 
     def _already_split(self, op: OpFactors, factor: FactorClass) -> int:
         return sum(self.states[o.node] == SplitOn(factor) for o in op.operands)

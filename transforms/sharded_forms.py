@@ -155,6 +155,11 @@ FORMS: Mapping[str, Form] = {
 }
 
 
+def has_form(node: fx.Node) -> bool:
+    """Tell whether the op that a node calls has a form."""
+    return str(node.target) in FORMS
+
+
 def form_of(node: fx.Node) -> Form:
     """Return the form of the op that a node calls, whose rule names a sharded factor."""
     return FORMS[str(node.target)]

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hetu_fx.deduction.registry import rule_for
 from hetu_fx.plan import Plan
 from hetu_fx.transforms.device_graph import DeviceGraph
+from hetu_fx.transforms.sharded_forms import FORMS
 from hetu_fx.transforms.traffic import communications
 from tests.model_zoo import SAMPLES, to_double
 from tests.transforms.plans import program_of, same_as_one_device
@@ -159,3 +161,10 @@ def test_models_with_a_split_vocabulary_equal_one_device(name: str, plan: str) -
                 "t5": {"dropout_rate": 0.0}}  # fmt: skip
     model = SAMPLES[name].model(**dropless.get(name, {})).double().train()
     same_as_one_device(model, to_double(SAMPLES[name].batch(4, 11)), SPLITS[plan], limit=2e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_op_with_a_form_has_a_rule_of_its_own(name: str) -> None:
+    rule = rule_for(name)
+    assert rule is not None
+    assert rule.op != "*.*.*"

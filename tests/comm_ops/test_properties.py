@@ -162,6 +162,16 @@ def test_several_moves_share_their_messages(seed):
         check(target, {rank: x.numpy() for rank, x in results.items() if x is not None}, value())
 
 
+def test_what_stays_is_the_tensor_itself_and_a_summand_never_is():
+    copies, one, sum_ = (parse_annotation(text) for text in ("[0,1] D(2)", "[0]", "[0,1] P(2)"))
+    x = torch.from_numpy(value())
+    for source, same in ((copies, True), (sum_, False)):
+        plan = plan_moves([Move(source, one, SHAPE, 8)])
+        (found,) = simulate_moves(plan, {0: [x], 1: [x]}, [x])[0]
+        assert (found is x) is same
+        assert torch.equal(found, x if same else x + x)
+
+
 @settings(deadline=None, max_examples=100)
 @given(SEEDS)
 def test_annotations_and_changes_round_trip_as_text(seed):

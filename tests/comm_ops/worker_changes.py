@@ -44,6 +44,10 @@ EDGES = [
     ("D(2) over {[0,1] P(2); [2,3] S(0, 2)}", "D(2) over {[0,1] D(2); [2,3] D(2)}",
      "D(2) over {[0,1] D(2); [2,3] P(2)}"),
     ("[0,1] S(0, 2:1)", "[2,3] S(1, 1:3)", "[2,3] S(1, 1:3)"),
+    # Sub-factors whose outer and inner sizes differ.
+    ("[0,1] P(2)", "[0,1] S(0, 2, 3x_x2)", "[0,1] S(0, 2, 3x_x2)"),
+    ("[0,1] D(2)", "[0,1] S(0, 2, 3x_x2)", "[0,1] S(0, 2, 3x_x2)"),
+    ("[0,1] S(0, 2, 3x_x2)", "[0,1] D(2)", "[0,1] P(2)"),
     # Several steps: sums before a move, gathers behind it, groups each in its own way, copies cut up in between.
     ("[0,1] P(2)", "[2,3] D(2)", "[2,3] P(2)"),
     ("[0-3] P(2) D(2)", "[0-3] S(0, 4)", "[0-3] S(0, 4)"),

@@ -18,7 +18,7 @@ import torch
 from benchmarks.models import batch, gpt2
 from benchmarks.report import Bar, finish, parser
 from hetu_fx.graph.capture import capture
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.graph_variant import deduce_program
 from hetu_fx.switching.program import make_program
 from hetu_fx.transforms.specialize import Specialize

@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
     from hetu_fx.deduction.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
-    from hetu_fx.plan import Pipeline as Pipeline
-    from hetu_fx.plan import Plan as Plan
-    from hetu_fx.plan import Stage as Stage
+    from hetu_fx.planning import plan as plan
+    from hetu_fx.plans import Pipeline as Pipeline
+    from hetu_fx.plans import Plan as Plan
+    from hetu_fx.plans import Stage as Stage
     from hetu_fx.topology import Cluster as Cluster
 
 _HOMES = {
     "Cluster": "hetu_fx.topology",
     "Handle": "hetu_fx.api",
     "HetuFxError": "hetu_fx.errors",
-    "Pipeline": "hetu_fx.plan",
-    "Plan": "hetu_fx.plan",
-    "Stage": "hetu_fx.plan",
+    "Pipeline": "hetu_fx.plans",
+    "Plan": "hetu_fx.plans",
+    "Stage": "hetu_fx.plans",
     "auto_parallelize": "hetu_fx.api",
+    "plan": "hetu_fx.planning",
     "register_rule": "hetu_fx.deduction.registry",
 }
 

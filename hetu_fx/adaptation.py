@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hetu_fx.errors import StateError
-from hetu_fx.plan import Plan, micro_batch_rows
 from hetu_fx.planner.cost import stage_costs
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan, micro_batch_rows
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.policy import Health

@@ -15,7 +15,7 @@ from torch import nn
 from hetu_fx.adaptation import Adaptation
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.exporting import export_runtime
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.saving import load_model, save_model
 from hetu_fx.switching.runtime import Runtime, Settings

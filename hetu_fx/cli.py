@@ -17,7 +17,7 @@ from pathlib import Path
 from hetu_fx.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate_spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
-from hetu_fx.plan import Plan, diff
+from hetu_fx.plans import Plan, diff
 
 ERROR_STATUS = 2
 

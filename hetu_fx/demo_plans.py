@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.demo_data import Batch
-from hetu_fx.plan import Plan
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan
 from hetu_fx.switching.programs import Programs
 from hetu_fx.topology import Cluster
 

@@ -150,7 +150,7 @@ def around_the_change(run: RunRecord, settings: DemoSettings, steps: int = 3) ->
 
 def write_files(folder: Path, run: RunRecord, settings: DemoSettings) -> None:
     """Write plans and timelines; the picture of the run is drawn by `draw_run`."""
-    from hetu_fx.plan import Plan
+    from hetu_fx.plans import Plan
 
     (folder / "plans").mkdir(exist_ok=True)
     for name, plan in run.plans.items():

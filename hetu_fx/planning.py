@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import from_first
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.programs import Programs

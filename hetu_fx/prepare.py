@@ -17,9 +17,9 @@ from hetu_fx.adaptation import Adaptation
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
-from hetu_fx.plan import Plan
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import agree, from_first, together
 from hetu_fx.switching.eager_execution import EagerExecution
 from hetu_fx.switching.execution import Execution

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hetu_fx.plan import Schedule
+from hetu_fx.plans import Schedule
 
 
 class Phase(StrEnum):

@@ -12,10 +12,10 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Pipeline, Plan
 from hetu_fx.planner.allocate import spread
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.plans import Pipeline, Plan
 from hetu_fx.switching.eager_module import EagerBatch, EagerModule
 from hetu_fx.switching.eager_step import run_eager_step
 from hetu_fx.switching.eager_variant import EagerVariant, on_replicas

@@ -17,7 +17,7 @@ from hetu_fx.annotations.annotation import Sharding
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.graph.containers import Constant, Opaque, Slot, Tree, map_leaves, walk, without_opaque
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.eager_module import EagerOutput
 from hetu_fx.switching.feeds import value_source, value_target
 from hetu_fx.switching.rows import RowPlan

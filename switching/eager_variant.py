@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import any_of
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.gradients import Collector, layout_of

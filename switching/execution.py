@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Plan
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.rows import RowPlan

@@ -12,7 +12,7 @@ from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, P
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
 from hetu_fx.comm_ops.bsr_run import run_moves
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.rows import Interval, RowPlan
 
 Layout = tuple[tuple[int, ...], int]  # shape and bytes of one element

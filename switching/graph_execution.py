@@ -10,10 +10,10 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Plan
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan
 from hetu_fx.switching.batches import ReadBatch, read_batch
 from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
 from hetu_fx.switching.graph_variant import GraphVariant, deduce_program

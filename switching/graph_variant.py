@@ -14,7 +14,7 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.comm_ops.lowering import Lowering
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import together
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.buffers import local_part

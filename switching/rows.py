@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
-from hetu_fx.plan import Plan, split_rows
+from hetu_fx.plans import Plan, split_rows
 
 
 @dataclass(frozen=True, slots=True)

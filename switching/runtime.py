@@ -15,7 +15,7 @@ from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.execution import Execution, Reading, StepInputs

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
 from hetu_fx.switching.bridge import Bridge
 from hetu_fx.switching.gradients import KeptBack

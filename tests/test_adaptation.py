@@ -10,7 +10,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.adaptation import Adaptation, name_for
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper

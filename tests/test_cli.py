@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.cli import COMMANDS, main
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.transforms.passes import GRAPH_PASSES
 
 

@@ -26,7 +26,7 @@ from hetu_fx.demo_report import (
 from hetu_fx.demo_screen import Plain, Shown, Silence, make_screen
 from hetu_fx.demo_settings import FULL, QUICK, DemoSettings
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.timeline import Event, Timeline
 
 PIECES = (b"def short(): pass", b"x" * 1000, b"y = 1")

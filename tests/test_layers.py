@@ -39,7 +39,7 @@ FLOORS = (
     "deduction.propagate",
     "deduction",
     "comm_ops",
-    "environment graph plan pipeline prediction schedule timeline emulate emulate_*",
+    "environment graph plans pipeline prediction schedule timeline emulate emulate_*",
     "annotations",
     "topology measure",
     "documents",
@@ -179,7 +179,7 @@ def test_integrations_use_only_public_names_and_errors() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("from hetu_fx import plan", ["hetu_fx.plan"]),
+        ("from hetu_fx import plans", ["hetu_fx.plans"]),
         ("import hetu_fx.graph.meta as m", ["hetu_fx.graph.meta"]),
         ("def f():\n    from .bridge import Bridge", ["hetu_fx.switching.bridge.Bridge"]),
     ],

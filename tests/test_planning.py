@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hetu_fx.errors import ClusterError
-from hetu_fx.plan import Plan
 from hetu_fx.planning import plan
+from hetu_fx.plans import Plan
 from tests.planner.examples import paper
 
 LAYERS = 4

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.plan import Schedule
 from hetu_fx.planner.memory import in_flight
+from hetu_fx.plans import Schedule
 from hetu_fx.schedule import Action, Phase, actions, forwards
 
 SCHEDULES = st.sampled_from(["1f1b", "gpipe"])

@@ -19,7 +19,7 @@ from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.transforms.cut_stages import cut_stages
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout

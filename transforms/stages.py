@@ -14,7 +14,7 @@ from torch import fx
 
 from hetu_fx.deduction.factors import FactorClass, FactorMap
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.transforms.flow import Flow
 
 

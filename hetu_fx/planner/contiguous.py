@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from hetu_fx.plan import Plan
 from hetu_fx.planner.allocate import spread
 from hetu_fx.planner.cost import memory_problems, predict, sync_seconds
 from hetu_fx.planner.deadline import DeadlineTable, Option, Segment
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Builder, Family, Replica, Rules
 from hetu_fx.planner.space import PlanOptions, Space, alone, orders
+from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster
 
 _FASTER = 1e-4  # a plan counts as faster when it is by this share

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, messages_cost, ring_cost
-from hetu_fx.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.planner.memory import activation_bytes, fixed_bytes, in_flight
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
 

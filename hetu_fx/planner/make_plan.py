@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Plan, Stage
 from hetu_fx.planner.contiguous import search
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.space import PlanOptions
+from hetu_fx.plans import Plan, Stage
 from hetu_fx.topology import Cluster
 
 NEGLIGIBLE = 0.01

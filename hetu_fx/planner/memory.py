@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 
-from hetu_fx.plan import Schedule
+from hetu_fx.plans import Schedule
 
 UNBOUNDED = 1 << 40
 """More rows than any batch has."""

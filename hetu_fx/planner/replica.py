@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from hetu_fx.plan import Pipeline, Schedule, Stage
 from hetu_fx.planner.allocate import cut, spread
 from hetu_fx.planner.cost import (
     Line,
@@ -19,6 +18,7 @@ from hetu_fx.planner.cost import (
 from hetu_fx.planner.memory import fixed_bytes, in_flight, most_rows
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.space import Groups
+from hetu_fx.plans import Pipeline, Schedule, Stage
 from hetu_fx.topology import Cluster
 
 

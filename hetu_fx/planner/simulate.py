@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.plan import Pipeline, Plan, Schedule, split_rows
 from hetu_fx.planner.cost import FORWARD_AND_BACKWARD, StageCosts, places_of, stage_costs
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Pipeline, Plan, Schedule, split_rows
 from hetu_fx.schedule import Action, Phase, actions
 from hetu_fx.timeline import Event, Timeline
 from hetu_fx.topology import Cluster

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Schedule
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Schedule
 from hetu_fx.topology import Cluster, Device
 
 EXHAUSTIVE_DEVICES = 8

@@ -10,7 +10,7 @@ import torch
 from model_zoo import SAMPLES, Sample
 from torch import nn
 
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 
 
 class Mlp(nn.Module):

@@ -15,7 +15,7 @@ from twins import Twins, batch_of, dp, gradients_of, loss_of, one, rows_of, same
 
 import hetu_fx
 from hetu_fx.errors import StateError
-from hetu_fx.plan import Plan, Stage
+from hetu_fx.plans import Plan, Stage
 from hetu_fx.switching.bridge import Bridge
 from hetu_fx.switching.gradients import Collector
 

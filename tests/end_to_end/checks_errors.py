@@ -16,7 +16,7 @@ from twins import Twins, batch_of, dp, one, rows_of, world_of
 
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, HetuFxError, PlanError, StateError
-from hetu_fx.plan import Plan, Stage
+from hetu_fx.plans import Plan, Stage
 
 TP = Plan((one(Stage((0, 1), (2, 1))),), name="TP")
 

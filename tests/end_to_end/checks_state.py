@@ -20,7 +20,7 @@ from twins import Twins, adamw, batch_of, dp, loss_of, one, rows_of, same_tensor
 import hetu_fx
 from hetu_fx.errors import ExportError
 from hetu_fx.exported import load_exported
-from hetu_fx.plan import Plan, Stage
+from hetu_fx.plans import Plan, Stage
 
 TP = Plan((one(Stage((0, 1), (2, 1))),), name="TP")
 PIPES = Plan((one(Stage((0,)), Stage((1,)), rows=2, micro_batches=2), one(Stage((2,)), rows=1)), name="pipes")

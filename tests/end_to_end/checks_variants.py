@@ -12,7 +12,7 @@ from torch import nn
 from twins import Twins, batch_of, dp, gradients_of, loss_of, one, rows_of, same_tensors, world_of
 
 import hetu_fx
-from hetu_fx.plan import Plan, Stage
+from hetu_fx.plans import Plan, Stage
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.topology import Cluster
 

@@ -13,7 +13,7 @@ from cells import DEFAULT_TOLERANCE, LOSS_FNS, TOLERANCES, Step, in_double, make
 from torch import Tensor, nn
 
 import hetu_fx
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 
 WORLD = 4
 Batch = Mapping[str, Tensor]

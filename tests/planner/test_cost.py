@@ -4,7 +4,6 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Pipeline, Plan, Stage
 from hetu_fx.planner.cost import (
     TERMS,
     Line,
@@ -16,6 +15,7 @@ from hetu_fx.planner.cost import (
     tensor_parallel_line,
 )
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Link
 from tests.planner.examples import FAST_LINK, paper, transformer
 

@@ -5,13 +5,13 @@ from itertools import permutations, product
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Pipeline, Plan, Stage
 from hetu_fx.planner.contiguous import best_segments
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.replica import Builder, Rules
 from hetu_fx.planner.space import compositions
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import paper, transformer
 

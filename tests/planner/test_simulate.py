@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.plan import Pipeline, Plan, Schedule, Stage
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.simulate import Span, StageTimes, run_pipeline, simulate
+from hetu_fx.plans import Pipeline, Plan, Schedule, Stage
 from tests.planner.examples import paper, transformer
 
 

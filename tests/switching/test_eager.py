@@ -18,7 +18,7 @@ import hetu_fx
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, PlanError, StateError
 from hetu_fx.graph.containers import Constant, Fields, Slot
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.eager_execution import BY_ROWS, EagerExecution
 from hetu_fx.switching.eager_outputs import OutputForm, Spec, common_form, eager_routes
 from hetu_fx.switching.rows import plan_rows

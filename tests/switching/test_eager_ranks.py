@@ -18,7 +18,7 @@ from eager_models import Choosy, Fails, Normed, Predicts, Told, batch, make, squ
 
 import hetu_fx
 from hetu_fx.errors import BatchError, ExportError, HetuFxError, StateError
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster
 
 WORLD = 3

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.rows import Interval, RowPlan, plan_rows
 
 TWO = Plan((Pipeline((Stage((0, 1)),), rows=3, micro_batches=2), Pipeline((Stage((2,)),), rows=1)))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.rows import plan_rows
 from hetu_fx.switching.values import ValueRoute, _with_summed_copies, value_routes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hetu_fx
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 
 WORLD = 3
 UNEQUAL = Plan((Pipeline((Stage((0, 1), (2, 1)),)), Pipeline((Stage((2,)),))))

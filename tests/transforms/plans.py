@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from hetu_fx.comm_ops.layout import join_parts, take_part
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.show import op_name
-from hetu_fx.plan import Pipeline, Plan, Stage
+from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.program import Program, make_program
 from hetu_fx.transforms.annotate import Annotate

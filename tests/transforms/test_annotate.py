@@ -8,7 +8,7 @@ from torch import nn
 
 from hetu_fx.deduction.factors import FactorClass, FactorMap
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.annotate import Annotate, part_sizes, tensor_classes
 from hetu_fx.transforms.stages import AnnotatedGraph

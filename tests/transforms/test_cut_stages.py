@@ -8,7 +8,7 @@ from torch import nn
 
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.show import op_name
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.annotate import Annotate
 from hetu_fx.transforms.cut_stages import cut_stages

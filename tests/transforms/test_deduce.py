@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.errors import DeductionError, PlanError
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
 from tests.model_zoo import SAMPLES, ConvNet
 from tests.transforms.plans import deduced, pipeline, program_of

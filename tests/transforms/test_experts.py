@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.traffic import Traffic, traffic_by_block
 from tests.model_zoo import SAMPLES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.lower import Backend, lower
 from tests.transforms.plans import device_graph, program_of

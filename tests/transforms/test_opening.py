@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 from tests.transforms.plans import deduced, device_graph, program_of, run_in_lockstep

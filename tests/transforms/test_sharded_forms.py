@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hetu_fx.deduction.registry import rule_for
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.sharded_forms import FORMS
 from hetu_fx.transforms.traffic import communications

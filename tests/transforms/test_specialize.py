@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph.show import op_name
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.device_graph import SlotKind
 from hetu_fx.transforms.specialize import Specialize

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hetu_fx.plan import Plan
+from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.traffic import Traffic, communications, traffic_by_block

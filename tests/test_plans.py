@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plan import Pipeline, Plan, Stage, diff, micro_batch_rows, pipeline_rows, split_rows
+from hetu_fx.plans import Pipeline, Plan, Stage, diff, micro_batch_rows, pipeline_rows, split_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 
 DESIGN_FILE = """
@@ -259,5 +259,5 @@ def test_micro_batches_add_up_and_differ_by_at_most_one(rows: int, count: int) -
 
 
 def test_plans_and_clusters_import_without_torch() -> None:
-    code = "import sys, hetu_fx.plan, hetu_fx.topology; sys.exit('torch' in sys.modules)"
+    code = "import sys, hetu_fx.plans, hetu_fx.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

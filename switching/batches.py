@@ -42,7 +42,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
         BatchError: they do not fit the model's forward or the captured program.
         CaptureError: the program cannot be captured.
     """
-    batch = batch_of(programs.forward, args, kwargs)
+    batch = batch_of(programs.signature, args, kwargs)
     program = programs.find(batch, training)
     tensors = input_tensors(program.graph, batch)
     rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs) if tensors[name].dim()}

@@ -50,6 +50,11 @@ class Bridge:
         ]
 
     @property
+    def sends_gradients(self) -> bool:
+        """Whether any gradient of this rank travels, or arrives."""
+        return any(run.messages or run.moved for run in self._reduces)
+
+    @property
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +63,7 @@ class EagerModule:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.forward: Forward = model.forward
+        self.signature = inspect.signature(self.forward)
         self.model, self.loss_fn = model, loss_fn
         self._caller = _Caller(model, self.forward, loss_fn)
         self._has_rows: dict[str, bool] = {}
@@ -74,7 +76,7 @@ class EagerModule:
         Raises:
             BatchError: they do not fit the forward, or have no rows, or not the same number of them.
         """
-        batch = batch_of(self.forward, args, kwargs)
+        batch = batch_of(self.signature, args, kwargs)
         tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         row_inputs = self._row_inputs(tensors)
         rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else -1 for name in row_inputs}

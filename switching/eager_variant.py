@@ -88,6 +88,7 @@ class UsedOnly(Collector):
     def finish(self, factor: Tensor) -> dict[str, Tensor]:
         """Return the home gradients of the parameters that some rank has used; collective if they are synchronised."""
         self._used |= self.kept.local.keys()
+        self._used |= {name for name, leaf in self.leaves.items() if leaf.grad is not None}
         home = super().finish(factor)
         if not home:
             return home

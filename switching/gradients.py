@@ -112,7 +112,7 @@ class Collector:
         The hooks must not own the collector, which owns the leaves: python cannot collect a cycle through a tensor's
         hooks, and every step would leave its parameters behind.
         """
-        if not self._may_travel:
+        if not self._may_travel or not self.bridge.sends_gradients:
             return
         myself = weakref.ref(self)
 

@@ -29,6 +29,7 @@ class Programs:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.forward: Forward = model.forward
+        self.signature = inspect.signature(self.forward)
         self._programs: dict[str, Program] = {}
 
     @property
@@ -47,7 +48,7 @@ class Programs:
     def first(self, batch: Batch, training: bool) -> Program:
         """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-        return self.find(batch_of(self.forward, args, kwargs), training)
+        return self.find(batch_of(self.signature, args, kwargs), training)
 
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; captures the model the first time."""
@@ -76,13 +77,12 @@ class Programs:
         return self.loss_fn
 
 
-def batch_of(forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-    """Return a call's batch: by keyword, or positional where the forward takes *args.
+def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+    """Return a call's batch: by keyword, or positional where the forward of this signature takes *args.
 
     Raises:
         BatchError: the arguments do not fit the forward.
     """
-    signature = inspect.signature(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

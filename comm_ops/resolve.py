@@ -8,6 +8,7 @@ an earlier one cannot be beaten (`Prices`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
@@ -62,7 +63,18 @@ def _resolve(source: Annotation, target: Annotation, gradient: Annotation, shape
     check_gradient(target, gradient)
     for annotation in (source, target):
         check_fits(annotation, shape, f"{source} -> {target}")
-    return Resolution(source, target, shape, _cheapest(Edge(source, target, gradient, shape), prices))
+    return Resolution(source, target, shape, _best(Edge(source, target, gradient, shape), prices))
+
+
+def _best(edge: Edge, prices: Prices) -> Steps:
+    """Take the cheapest steps found; on links also what moves fewest bytes is priced.
+
+    Groups are resolved one by one, so that the fastest way of each need not be the fastest of all together.
+    """
+    if prices.topology is None:
+        return _cheapest(edge, prices)
+    fewest_bytes = _cheapest(edge, replace(prices, topology=None))
+    return min(_cheapest(edge, prices), fewest_bytes, key=prices.of)
 
 
 def _cheapest(edge: Edge, prices: Prices) -> Steps:

@@ -79,7 +79,13 @@ def _simplify_copy(node: fx.Node) -> fx.Node | None:
 
 
 def _simplify_view(node: fx.Node) -> fx.Node | None:
-    return _source(node) if meta.same_shape(node, _source(node)) else None
+    """Drop a view that changes nothing. Any other becomes a reshape: on a part of its operand another kernel may have
+    run, which lays its result out in another way, and nothing here depends on sharing memory."""
+    if meta.same_shape(node, _source(node)):
+        return _source(node)
+    if node.target is aten.view.default:
+        node.target = aten.reshape.default
+    return None
 
 
 def _simplify_squeeze(node: fx.Node) -> fx.Node | None:

@@ -39,10 +39,10 @@ def heads_of(program: Program) -> FactorClass:
 
 
 def localized(
-    program: Program, target: Any, factor: FactorClass | None, part: int = 3
+    program: Program, target: Any, factor: FactorClass | None, part: int = 3, number: int = 0
 ) -> tuple[tuple[Any, ...], list[fx.Node]]:
-    """Write the call of the only node with this target; also return the local operands, made up here."""
-    node = next(n for n in program.graph.graph.nodes if n.target is target)
+    """Write the call of a node with this target; also return the local operands, made up here."""
+    node = [n for n in program.graph.graph.nodes if n.target is target][number]
     local = fx.Graph()
     op = program.factors.op(node)
     operands = [local.placeholder(f"operand{i}") for i in range(len(op.operands))]
@@ -52,23 +52,23 @@ def localized(
 
 
 def test_a_literal_size_becomes_the_local_part(program: Program) -> None:
-    args, operands = localized(program, aten.view.default, heads_of(program))
+    args, operands = localized(program, aten.reshape.default, heads_of(program))
     assert args[0] is operands[0]
     assert list(args[1][2:]) == [3, 3, 5]
 
 
 def test_a_product_of_sizes_is_taken_with_the_local_part(program: Program) -> None:
-    args, _ = localized(program, aten.reshape.default, heads_of(program))
+    args, _ = localized(program, aten.reshape.default, heads_of(program), number=-1)
     assert list(args[1][2:]) == [3, 15]
 
 
 def test_sizes_stay_where_nothing_is_split(program: Program) -> None:
-    args, _ = localized(program, aten.view.default, None)
+    args, _ = localized(program, aten.reshape.default, None)
     assert list(args[1][2:]) == [3, 4, 5]
 
 
 def test_symbolic_sizes_are_read_from_their_local_nodes(program: Program) -> None:
-    args, _ = localized(program, aten.view.default, heads_of(program))
+    args, _ = localized(program, aten.reshape.default, heads_of(program))
     assert isinstance(args[1][0], fx.Node)
     assert args[1][0].name.startswith("other_")
 
@@ -93,7 +93,7 @@ class RowsTimesHeads(nn.Module):
 
 def test_a_size_that_counts_rows_and_parts_is_taken_with_the_local_part() -> None:
     program = program_of(RowsTimesHeads(), (torch.randn(2, 6, 7),))
-    args, _ = localized(program, aten.reshape.default, heads_of(program))
+    args, _ = localized(program, aten.reshape.default, heads_of(program), number=-1)
     size = args[1][0]
     assert (size.target, size.args[1]) == (operator.mul, 3)
     rest = size.args[0]

@@ -13,7 +13,7 @@ from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
 from hetu_fx.comm_ops.bsr_run import run_moves
 from hetu_fx.comm_ops.change import Change, parse_change
 from hetu_fx.comm_ops.choose_form import bound, nodes_of
-from hetu_fx.comm_ops.cost import Topology, messages_cost, send_cost
+from hetu_fx.comm_ops.cost import Topology, rounds_cost, send_cost
 from hetu_fx.comm_ops.form import FLAT, Form, parse_form, spans
 from hetu_fx.comm_ops.groups import active
 from hetu_fx.comm_ops.op import CommOp, call
@@ -74,7 +74,7 @@ def _price(plan: BsrPlan, change: Change, topology: Topology) -> Callable[[float
 
     def seconds(num_bytes: float) -> float:
         scale = num_bytes / max(1, entries)
-        return sum(messages_cost([(a, b, size * scale) for a, b, size in sent], topology) for sent in rounds)
+        return rounds_cost([[(a, b, size * scale) for a, b, size in sent] for sent in rounds], topology)
 
     return seconds
 

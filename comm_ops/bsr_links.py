@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
-from hetu_fx.comm_ops.cost import Topology, messages_cost
+from hetu_fx.comm_ops.cost import Topology, rounds_cost
 
 
 def plan_on_links(moves: Sequence[Move], topology: Topology | None, choice: str = "auto") -> BsrPlan:
@@ -26,4 +26,4 @@ def plan_on_links(moves: Sequence[Move], topology: Topology | None, choice: str 
 
 def seconds_of(plan: BsrPlan, topology: Topology) -> float:
     """Price a plan: its rounds one after the other."""
-    return sum(messages_cost(part.messages, topology) for part in plan.rounds)
+    return rounds_cost([part.messages for part in plan.rounds], topology)

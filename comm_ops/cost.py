@@ -21,6 +21,21 @@ class Topology(Protocol):
         """Number of the node that `rank` stands on; the ranks of a node share its link to the others."""
 
 
+class _EqualLinks:
+    """Links that differ in nothing, carry a byte a second and start at once, inside one node."""
+
+    def bytes_per_second(self, a: int, b: int) -> float:
+        return 1.0
+
+    def latency_seconds(self, a: int, b: int) -> float:
+        return 0.0
+
+    def node_of(self, rank: int) -> int:
+        return 0
+
+
+EQUAL_LINKS: Topology = _EqualLinks()
+
 Cost = Callable[[float, Sequence[int], Topology], float]
 
 # The collective of equal parts over messages of the same parts (HAP's bandwidth ratio, turned over), as measured with
@@ -93,6 +108,11 @@ def messages_cost(messages: Iterable[tuple[int, int, float]], topology: Topology
         for end in (("out", sender), ("in", receiver), *_node_ends(sender, receiver, topology)):
             busy[end] = busy.get(end, 0.0) + seconds
     return max(busy.values(), default=0.0)
+
+
+def rounds_cost(rounds: Iterable[Iterable[tuple[int, int, float]]], topology: Topology) -> float:
+    """Price rounds of messages, one after the other."""
+    return sum(messages_cost(messages, topology) for messages in rounds)
 
 
 def _node_ends(sender: int, receiver: int, topology: Topology) -> list[tuple[str, int]]:

@@ -60,7 +60,7 @@ class Edge:
         source, target, gradient = (
             Annotation((a.groups[index],), (a.shardings[index],)) for a in (self.source, self.target, self.gradient)
         )
-        return Edge(source, target, gradient, _piece(self.source.top, index, self.shape))
+        return Edge(source, target, gradient, piece_shape(self.source.top, index, self.shape))
 
 
 def dual(top: State | None) -> State | None:
@@ -81,7 +81,8 @@ def flatten(annotation: Annotation) -> Annotation:
     return Annotation.on(annotation.ranks, top, *sharding.axes)
 
 
-def _piece(top: State | None, index: int, shape: Shape) -> Shape:
+def piece_shape(top: State | None, index: int, shape: Shape) -> Shape:
+    """Give the shape of what a group holds of a tensor under `top`."""
     if not isinstance(top, Split):
         return shape
     size = shape[top.dim]

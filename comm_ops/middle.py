@@ -6,13 +6,13 @@ not split yet and has an entry for every rank.
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
 from hetu_fx.annotations.device_group import DeviceGroup
 from hetu_fx.annotations.sharding import Sharding
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State
+from hetu_fx.annotations.states import Duplicate, Partial, Split, State, even_sizes
+from hetu_fx.comm_ops.edge import piece_shape
 
 
 def reduced(annotation: Annotation, shape: Shape) -> list[Annotation]:
@@ -55,11 +55,7 @@ def _by_coordinate(annotation: Annotation, number: int) -> Annotation:
 
 def _with_cuts(annotation: Annotation, shape: Shape, kind: type[Duplicate | Partial]) -> Annotation | None:
     """Replace every axis of `kind` on both tiers by a split, or by a duplicate where no dim can be cut."""
-    shardings = tuple(
-        _cut_sharding(sharding, _piece_sizes(annotation, index, shape), kind)
-        for index, sharding in enumerate(annotation.shardings)
-    )
-    top = annotation.top
+    shardings, top = _cut_shardings(annotation, shape, kind), annotation.top
     if isinstance(top, kind):
         top = _cut_top(top.ways, shardings, shape) or Duplicate(top.ways)
     found = Annotation(annotation.groups, shardings, top)
@@ -68,8 +64,15 @@ def _with_cuts(annotation: Annotation, shape: Shape, kind: type[Duplicate | Part
 
 def cut_copies(annotation: Annotation, shape: Shape) -> tuple[Sharding, ...]:
     """Give the shardings with the copies inside the groups cut up."""
-    sizes = [_piece_sizes(annotation, index, shape) for index in range(len(annotation.groups))]
-    return tuple(_cut_sharding(s, z, Duplicate) for s, z in zip(annotation.shardings, sizes, strict=True))
+    return _cut_shardings(annotation, shape, Duplicate)
+
+
+def _cut_shardings(annotation: Annotation, shape: Shape, kind: type[Duplicate | Partial]) -> tuple[Sharding, ...]:
+    """Replace the axes of `kind` inside the groups."""
+    return tuple(
+        _cut_sharding(sharding, piece_shape(annotation.top, index, shape), kind)
+        for index, sharding in enumerate(annotation.shardings)
+    )
 
 
 def _cut_sharding(sharding: Sharding, sizes: Shape, kind: type[Duplicate | Partial]) -> Sharding:
@@ -105,13 +108,4 @@ def _cut_slices(dim: int, ways: int, shardings: tuple[Sharding, ...], shape: Sha
 
 
 def _about_even(dim: int, size: int, ways: int, outer: int = 1) -> Split:
-    bounds = [size * part // ways for part in range(ways + 1)]
-    return Split(dim, tuple(stop - start for start, stop in itertools.pairwise(bounds)), outer)
-
-
-def _piece_sizes(annotation: Annotation, index: int, shape: Shape) -> Shape:
-    top = annotation.top
-    if not isinstance(top, Split):
-        return shape
-    size = top.local_size(shape[top.dim] or 0, index)
-    return (*shape[: top.dim], size, *shape[top.dim + 1 :])
+    return Split(dim, even_sizes(size, ways), outer)

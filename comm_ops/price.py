@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hetu_fx.annotations.annotation import Shape
 from hetu_fx.comm_ops.bsr_plan import Move
 from hetu_fx.comm_ops.bsr_report import least_bytes
-from hetu_fx.comm_ops.cost import Topology
+from hetu_fx.comm_ops.cost import EQUAL_LINKS, Topology
 from hetu_fx.comm_ops.edge import Edge, Steps
 from hetu_fx.comm_ops.resolution import AxisStep, CommStep, MoveStep, steps_bytes, steps_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _EqualLinks:
-    """Links that differ in nothing and start at once."""
-
-    def bytes_per_second(self, a: int, b: int) -> float:
-        return 1.0
-
-    def latency_seconds(self, a: int, b: int) -> float:
-        return 0.0
-
-    def node_of(self, rank: int) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +29,7 @@ class Prices:
         known = [_with_known_sizes(step) for step in steps]
         num_bytes = steps_bytes(known, self.itemsize)
         if self.topology is None:
-            return num_bytes, steps_seconds(known, self.itemsize, _EqualLinks()), len(known)
+            return num_bytes, steps_seconds(known, self.itemsize, EQUAL_LINKS), len(known)
         return steps_seconds(known, self.itemsize, self.topology), num_bytes, len(known)
 
     def settles(self, edge: Edge, steps: Steps) -> bool:
@@ -58,11 +45,13 @@ class Prices:
         if all(isinstance(step, AxisStep) for step in steps):
             return True
         known = [_with_known_sizes(step) for step in steps]
-        shape = tuple(1 if size is None else size for size in edge.shape)
-        return steps_bytes(known, self.itemsize) <= least_bytes(Move(edge.source, edge.target, shape, self.itemsize))
+        least = least_bytes(Move(edge.source, edge.target, _known(edge.shape), self.itemsize))
+        return steps_bytes(known, self.itemsize) <= least
 
 
 def _with_known_sizes(step: CommStep) -> CommStep:
-    if None not in step.shape:
-        return step
-    return replace(step, shape=tuple(1 if size is None else size for size in step.shape))
+    return replace(step, shape=_known(step.shape)) if None in step.shape else step
+
+
+def _known(shape: Shape) -> Shape:
+    return tuple(1 if size is None else size for size in shape)

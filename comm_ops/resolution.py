@@ -11,7 +11,7 @@ from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops import COMM_OPS
 from hetu_fx.comm_ops.batched_send_receive import plan_change
 from hetu_fx.comm_ops.change import Change, format_shape
-from hetu_fx.comm_ops.cost import Topology, messages_cost
+from hetu_fx.comm_ops.cost import Topology, rounds_cost
 from hetu_fx.comm_ops.split_plan import slice_groups
 from hetu_fx.errors import ResolveError
 
@@ -183,7 +183,7 @@ def _takes_part(step: CommStep, rank: int) -> bool:
 
 def _step_seconds(step: CommStep, itemsize: int, topology: Topology) -> float:
     if isinstance(step, MoveStep):
-        return sum(messages_cost(messages, topology) for messages in step.rounds(itemsize))
+        return rounds_cost(step.rounds(itemsize), topology)
     cost = COMM_OPS[step.op].cost
     return max((cost(numel * itemsize, ranks, topology) for ranks, numel in step.collectives()), default=0.0)
 

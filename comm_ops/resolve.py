@@ -103,9 +103,9 @@ def _by_group(edge: Edge, prices: Prices) -> Iterator[Steps]:
     Where every group would be moved, one move of all does it in fewer messages.
     """
     if same_top(edge):
-        found = [_cheapest(edge.of_group(index), prices) for index in range(len(edge.source.groups))]
-        if not all(isinstance(step, MoveStep) for steps in found for step in steps) or edge.source.has_partial:
-            yield tuple(step for steps in found for step in steps)
+        steps = _inside(edge, prices)
+        if not all(isinstance(step, MoveStep) for step in steps) or edge.source.has_partial:
+            yield steps
 
 
 def _by_summand(edge: Edge, prices: Prices) -> Iterator[Steps]:
@@ -149,6 +149,7 @@ def _through(edge: Edge, shardings: tuple[Sharding, ...], prices: Prices) -> Ste
 
 
 def _inside(edge: Edge, prices: Prices) -> Steps:
+    """Resolve every group alone."""
     groups = range(len(edge.source.groups))
     return tuple(step for index in groups for step in _cheapest(edge.of_group(index), prices))
 

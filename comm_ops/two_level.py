@@ -8,12 +8,12 @@ smallest node has ranks. The first and second level of an all-gather copy bits; 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from hetu_fx.annotations.states import even_sizes
 from hetu_fx.comm_ops.form import by_node, lanes
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.comm_ops.wire import gather_parts, reduce_parts, sum_over
@@ -26,7 +26,7 @@ def sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: 
     levels = by_node(tuple(ranks), tuple(nodes))
     inside = _inside(levels, table.rank)
     place, count = inside.index(table.rank), min(map(len, levels))
-    sizes = [*_even(x.numel(), count), *([0] * (len(inside) - count))]
+    sizes = [*even_sizes(x.numel(), count), *([0] * (len(inside) - count))]
     mine = reduce_parts(x.detach().reshape(-1).split(sizes), inside, table)
     if place < count:
         mine = sum_over(mine, lanes(levels)[place], table)
@@ -89,9 +89,3 @@ def _brought(levels: Levels, place: int, count: int) -> list[int]:
     """List the ranks whose parts the lanes of position `place` of `count` in its node carry, in order."""
     owners = (_owners(levels, lane) for lane in range(place, max(map(len, levels)), count))
     return [owner for found in owners for owner in found if owner >= 0]
-
-
-def _even(size: int, count: int) -> list[int]:
-    """Cut `size` in `count` about equal parts."""
-    bounds = [size * index // count for index in range(count + 1)]
-    return [stop - start for start, stop in itertools.pairwise(bounds)]

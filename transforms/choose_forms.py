@@ -11,13 +11,11 @@ on one node, the graph is as it was.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from hetu_fx.comm_ops import COMM_OPS
 from hetu_fx.comm_ops.lowering import Lowering
-from hetu_fx.comm_ops.resolution import Call
 from hetu_fx.transforms.device_graph import DeviceGraph
-
-_NAMES = {record.overload: record.name for record in COMM_OPS.values()}
+from hetu_fx.transforms.traffic import comm_call, communications
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,7 @@ class ChooseForms:
     name: str = "choose_forms"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
-        for node in device.graph.nodes:
-            if node.op == "call_function" and node.target in _NAMES:
-                value, *args = node.args
-                node.args = (value, *self.lowering.formed(Call(_NAMES[node.target], tuple(args))).args)
+        for node in communications(device):
+            arguments: Any = (node.args[0], *self.lowering.formed(comm_call(node)).args)
+            node.args = arguments
         return device

@@ -106,3 +106,9 @@ State = Split | Duplicate | Partial
 def _check_ways(kind: str, ways: int) -> None:
     if ways < 1:
         raise AnnotationError(f"{kind} needs at least 1 way, got {ways}")
+
+
+def even_sizes(size: int, ways: int) -> tuple[int, ...]:
+    """Cut `size` in parts that differ by one at most."""
+    bounds = [size * part // ways for part in range(ways + 1)]
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))

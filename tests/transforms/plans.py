@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.comm_ops.adjoint import adjoint_calls
 from hetu_fx.comm_ops.layout import join_parts, take_part
+from hetu_fx.comm_ops.resolution import Call
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.show import op_name
 from hetu_fx.plans import Pipeline, Plan, Stage
@@ -19,7 +21,7 @@ from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 from hetu_fx.transforms.specialize import Specialize
-from hetu_fx.transforms.traffic import adjoint_calls, communications
+from hetu_fx.transforms.traffic import comm_call, communications
 
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...]
 
@@ -96,20 +98,20 @@ class Meeting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, nodes: Sequence[fx.Node], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.nodes = nodes
-        return play([(node.target._opname, node.args[1:]) for node in nodes], values)
+        return play([comm_call(node) for node in nodes], values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        calls = [adjoint_calls(node) for node in ctx.nodes]
+        calls = [adjoint_calls(comm_call(node)) for node in ctx.nodes]
         for step in zip(*calls, strict=True):
             gradients = play(step, gradients)
         return (None, *gradients)
 
 
-def play(calls: Sequence[tuple[str, tuple[Any, ...]]], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def play(calls: Sequence[Call], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Do what the collective of all ranks does; they must all have come for the same."""
-    assert len({(name, str(args)) for name, args in calls}) == 1, f"ranks meet in different calls: {calls}"
-    name, args = calls[0]
+    assert len({(call.op, str(call.args)) for call in calls}) == 1, f"ranks meet in different calls: {calls}"
+    name, args = calls[0].op, calls[0].args
     if name == "identity":
         return tuple(value.clone() for value in values)
     if name == "all_gather":

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
 from hetu_fx.comm_ops.cost import Topology
+from hetu_fx.comm_ops.leaving import release_at_exit
 from hetu_fx.errors import CommError
 
 # How many tables each base group has seen: with the base's name it makes group names that are new and that
@@ -71,6 +72,11 @@ class GroupTable:
             name = str(_tables_over.get(base, 0))
             _tables_over[base] = _tables_over.get(base, 0) + 1
         self._name = f"hetu_fx/{base.group_name}/{name}"
+        release_at_exit(self)
+
+    def release(self) -> None:
+        """Let the groups go; the table can communicate no longer."""
+        self._groups, self._base = {}, None
 
     def add_wait(self, what: str, start: float, end: float) -> None:
         """Count a communication's time (of perf_counter), and tell the listener if there is one."""
@@ -186,7 +192,7 @@ def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 
 _active: GroupTable | None = None
-_default: tuple[ProcessGroup | None, GroupTable] | None = None
+_default: GroupTable | None = None
 
 
 def activate(table: GroupTable | None) -> GroupTable | None:
@@ -201,11 +207,10 @@ def active() -> GroupTable:
     global _default
     if _active is not None:
         return _active
-    world = _world_group()
-    if _default is None or _default[0] is not world:
+    if _default is None or _default._base is not _world_group():
         # Named, as ranks may come here at different times, or some not at all.
-        _default = (world, GroupTable(name="default"))
-    return _default[1]
+        _default = GroupTable(name="default")
+    return _default
 
 
 @contextmanager

@@ -41,3 +41,10 @@ def test_values_and_gradients_of_many_changes_on_four_ranks(tmp_path):
 def test_a_dead_or_silent_peer_is_a_comm_error_and_no_hang(tmp_path):
     (code, output), *_ = run_world("worker_silence.py", 3, tmp_path, 60)
     assert code == 0, output[-3000:]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(90)
+def test_a_process_that_ends_waits_for_its_messages_under_way(tmp_path):
+    results = run_world("worker_leaving.py", 2, tmp_path, 60)
+    assert [code for code, _ in results] == [0, 0], "\n".join(output[-3000:] for _, output in results)

@@ -1,0 +1,55 @@
+"""Leaves torch.distributed in order when the process ends.
+
+The threads of gloo hold the tensors of messages. One that frees a tensor while the interpreter is finalised asks for
+python's lock, is ended for that in the middle of a destructor, and aborts the process ("terminate called without an
+active exception"; pytorch issue 190489, seen in torch 2.13). A process group that is freed earlier waits for its
+threads. destroy_process_group frees only those that nobody else holds, and group tables hold theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Protocol
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+class HoldsGroups(Protocol):
+    """What has process groups, and can let them go."""
+
+    def release(self) -> None: ...
+
+
+_holders: WeakSet[HoldsGroups] = WeakSet()
+
+
+def release_at_exit(holder: HoldsGroups) -> None:
+    """Have `holder` let its groups go, if it is still there when the process ends."""
+    _holders.add(holder)
+
+
+@atexit.register
+def _leave() -> None:
+    """Free all groups, which waits for their messages under way (bounded by their time-outs), and leave the world.
+
+    After an error nothing is waited for, so that the peers notice at once.
+    """
+    if not _holders or hasattr(sys, "last_type"):
+        return
+    for holder in _holders:
+        holder.release()
+    _clear_defaults()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _clear_defaults() -> None:
+    """Let go the world that functions of torch have as a default argument if they were imported when it was there."""
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(default, ProcessGroup) for default in defaults):
+            function.__defaults__ = tuple(None if isinstance(value, ProcessGroup) else value for value in defaults)

@@ -102,8 +102,9 @@ class Adaptation:
             if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
                 variant.expect(plan.predicted, rates)
                 return name
-        name = plan.name or name_for(rates)
-        self.runtime.add_variant(plan, name, planned_rates=rates)
+        name = name_for(rates)
+        if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
+            self.runtime.add_variant(plan, name, planned_rates=rates)
         return name
 
 

@@ -66,6 +66,14 @@ def test_another_plan_becomes_a_variant_of_its_own() -> None:
     assert "slow-0x2" in adaptation.runtime.variants
 
 
+def test_rates_of_one_name_run_the_variant_that_has_it() -> None:
+    adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
+    name = adaptation.replan({0: 2.001})
+    adaptation.planner = lambda cluster, _: replace(Plan.single(), zero=0)
+    assert adaptation.replan({0: 2.002}) == name
+    assert len(adaptation.runtime.variants) == 2
+
+
 def test_planners_are_asked_for_the_devices_as_they_are() -> None:
     asked: list[Cluster] = []
     adaptation = adaptation_with(Plan.single())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call, Shape
+from hetu_fx.deduction.call import Call
 from hetu_fx.deduction.rule import Dim, Dims, Factoring, Rule
-from hetu_fx.deduction.rules.build import built, dims_of
+from hetu_fx.deduction.rules.build import broadcast, built, dims_of, named
 from hetu_fx.deduction.size import ONE, Size
 
 
@@ -15,13 +15,13 @@ def scaled_dot_product(call: Call) -> Factoring:
     leading = list(dims_of(result[:-2], "b"))
     sizes: dict[str, Size] = {}
     shared = _group_heads(call, leading, sizes)
-    q, k, d, e = (_named(n, s) for n, s in zip("qkde", (query[-2], key[-2], query[-1], value[-1]), strict=True))
+    q, k, d, e = (named(n, s) for n, s in zip("qkde", (query[-2], key[-2], query[-1], value[-1]), strict=True))
     operands: list[Dims] = [
-        (*_leading(query, leading), q, d),
-        (*_leading(key, shared), k, d),
-        (*_leading(value, shared), k, e),
+        (*broadcast(query[:-2], leading), q, d),
+        (*broadcast(key[:-2], shared), k, d),
+        (*broadcast(value[:-2], shared), k, e),
     ]
-    operands.extend(_mask(operand.shape, (*leading, q, k)) for operand in call.operands[3:])
+    operands.extend(broadcast(operand.shape, (*leading, q, k)) for operand in call.operands[3:])
     whole = frozenset((*k, *d, *(q if call.arguments.get("is_causal") else ())))
     return Factoring(
         tuple(operands),
@@ -33,32 +33,17 @@ def scaled_dot_product(call: Call) -> Factoring:
     )
 
 
-def _named(name: str, size: Size) -> Dim:
-    return () if size.number == 1 else (name,)
-
-
 def _group_heads(call: Call, leading: list[Dim], sizes: dict[str, Size]) -> list[Dim]:
     """Return the leading dims of keys; with grouped heads, the queries' heads become (key heads, repeats)."""
     query, key = call.operands[0].shape, call.operands[1].shape
     repeats = query[-3].over(key[-3]) if call.arguments.get("enable_gqa") else ONE
     if repeats is None or repeats == ONE:
         return leading
-    heads = _named("heads", key[-3])
+    heads = named("heads", key[-3])
     sizes.update({"heads": key[-3], "repeats": repeats})
     shared = [*leading[:-1], heads]
     leading[-1] = (*heads, "repeats")
     return shared
-
-
-def _leading(shape: Shape, dims: list[Dim]) -> Dims:
-    """Return the leading dims of an operand, broadcast from the right to `dims`."""
-    offset = len(dims) - (len(shape) - 2)
-    return tuple(() if size.number == 1 else dims[i + offset] for i, size in enumerate(shape[:-2]))
-
-
-def _mask(shape: Shape, dims: Dims) -> Dims:
-    offset = len(dims) - len(shape)
-    return tuple(() if size.number == 1 else dims[i + offset] for i, size in enumerate(shape))
 
 
 RULES: tuple[Rule, ...] = built(scaled_dot_product, "scaled_dot_product_attention")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from hetu_fx.deduction.call import Call, Shape
 from hetu_fx.deduction.line import parse_line
 from hetu_fx.deduction.rule import NOTHING, Builder, Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.size import Size
 
 Linear = str | Collection[Collection[int]]
 FIRST: tuple[frozenset[int], ...] = (frozenset({0}),)
@@ -43,6 +44,17 @@ def full_name(op: str) -> str:
 def dims_of(shape: Shape, prefix: str = "d") -> Dims:
     """Name the dims of a shape d0, d1, ...; a dim of size 1 has no factor."""
     return tuple(() if size.number == 1 else (f"{prefix}{i}",) for i, size in enumerate(shape))
+
+
+def named(name: str, size: Size) -> Dim:
+    """Return the dim of one factor; a dim of size 1 has none."""
+    return () if size.number == 1 else (name,)
+
+
+def broadcast(shape: Shape, target: Sequence[Dim]) -> Dims:
+    """Return the dims of an operand that is broadcast to dims with these factors."""
+    offset = len(target) - len(shape)
+    return tuple(() if size.number == 1 else target[i + offset] for i, size in enumerate(shape))
 
 
 def aligned(shape: Shape, target: Shape, prefix: str = "d") -> Dims:

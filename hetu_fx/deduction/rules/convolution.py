@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hetu_fx.deduction.call import Call, Shape
 from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, LiteralSize, Rule
-from hetu_fx.deduction.rules.build import built, dims_of, names, replaced
+from hetu_fx.deduction.rules.build import built, dims_of, named, names, replaced
 from hetu_fx.deduction.size import Size, integer
 
 
@@ -26,7 +26,7 @@ def _convolution(call: Call, *, transposed: bool) -> Factoring:
     space = len(weight) - 2
     at = len(shape) - space - 1  # 0 without a batch dim
     groups = integer(call.integer("groups", 1))
-    group = _one_name("g", groups)
+    group = named("g", groups)
     k, inputs = _channels("k", shape[at], groups)
     o, outputs = _channels("o", result[at], groups)
     sizes: dict[str, Size] = {"g": groups, "k": inputs, "o": outputs}
@@ -58,14 +58,10 @@ def _has_bias(call: Call) -> bool:
     return len(call.operands) == 3
 
 
-def _one_name(name: str, size: Size) -> Dim:
-    return () if size.number == 1 else (name,)
-
-
 def _channels(name: str, size: Size, groups: Size) -> tuple[Dim, Size]:
     inner = size.over(groups)
     assert inner is not None, "a convolution's channels are a multiple of its groups"
-    return _one_name(name, inner), inner
+    return named(name, inner), inner
 
 
 def pooled(call: Call) -> Factoring:
@@ -110,10 +106,10 @@ def _columns(call: Call, space: Shape, flat: Shape, *, folds: bool) -> Factoring
     """Relate (batch, channels, height, width) to (batch, channels x places, windows); the batch may be absent."""
     image, columns = dims_of(space, "x"), dims_of(flat, "y")
     at = len(space) - 3
-    channel, place = _one_name("c", space[at]), flat[at].over(space[at])
+    channel, place = named("c", space[at]), flat[at].over(space[at])
     assert place is not None, "columns hold all places of a window for each channel"
     image = (*image[:at], channel, *image[at + 1 :])
-    inner = _one_name("p", place)
+    inner = named("p", place)
     target = (*image[:at], (*channel, *inner), *columns[at + 1 :])
     whole = names(image, (at + 1, at + 2)) | names(target, (at + 1,)) | frozenset(inner)
     sizes = {"c": space[at], "p": place}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hetu_fx.deduction.call import Call, Shape
 from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, Rule
-from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, names, opaque, replaced
+from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, named, names, opaque, replaced
 from hetu_fx.deduction.size import Size, integer
 
 
@@ -115,9 +115,7 @@ def put(call: Call) -> Factoring:
 def looked_up(call: Call) -> Factoring:
     """Look up rows of a table, which may be cut if gradients are not counted per index or sparse."""
     dims = dims_of(call.operands[1].shape, "i")
-    table = tuple(
-        () if size.number == 1 else dim for size, dim in zip(call.operands[0].shape, (("v",), ("h",)), strict=True)
-    )
+    table = tuple(map(named, "vh", call.operands[0].shape))
     plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
     looked = names(table, [0])
     return Factoring(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.rule import Dims, Factoring, Rule
-from hetu_fx.deduction.rules.build import FIRST, built, dims_of, kept, names
+from hetu_fx.deduction.call import Call
+from hetu_fx.deduction.rule import Factoring, Rule
+from hetu_fx.deduction.rules.build import FIRST, broadcast, built, dims_of, kept, names
 
 
 def summed_away(call: Call) -> Factoring:
@@ -49,13 +49,8 @@ def compared_along(call: Call) -> Factoring:
     rank = len(target) + 1
     dim = call.dim("dim", rank, 1)
     full = (*target[:dim], ("d",), *target[dim:])
-    operands = tuple(_broadcast_to(operand.shape, full) for operand in call.operands)
+    operands = tuple(broadcast(operand.shape, full) for operand in call.operands)
     return Factoring(operands, (target,), whole=names(full, [dim]))
-
-
-def _broadcast_to(shape: Shape, full: Dims) -> Dims:
-    offset = len(full) - len(shape)
-    return tuple(() if size.number == 1 else full[i + offset] for i, size in enumerate(shape))
 
 
 def running(call: Call) -> Factoring:

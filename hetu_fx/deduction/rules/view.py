@@ -19,6 +19,7 @@ from hetu_fx.deduction.rules.build import (
     dims_of,
     lines,
     literals,
+    named,
     names,
     replaced,
 )
@@ -148,7 +149,7 @@ def mixed_channels(call: Call) -> Factoring:
     rest = shape[1].over(groups)
     assert rest is not None, "channels are a multiple of the groups"
     sizes = {"g": groups, "r": rest}
-    outer, inner = ((name,) if sizes[name].number != 1 else () for name in ("g", "r"))
+    outer, inner = named("g", groups), named("r", rest)
     source, target = (replaced(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
     found = (LiteralSize(call.at("groups"), outer),) if outer else ()
     return Factoring((source,), (target,), sizes, linear=FIRST, literals=found)

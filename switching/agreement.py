@@ -149,7 +149,8 @@ def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
     everyone = mine.new_empty(table.size, len(row))
     with using(table), guarded("agreement on the step", range(table.size)):
         dist.all_gather(list(everyone.unbind()), mine, group=table.base)
-    return [[float(item) for item in told] for told in everyone.tolist()]
+    told: list[list[float]] = everyone.tolist()
+    return told
 
 
 def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:

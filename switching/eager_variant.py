@@ -77,6 +77,7 @@ class UsedOnly(Collector):
             variant.kept_back,
             syncs=syncs,
             ran_ahead=False,
+            overlaps=True,
             timer=timer,
         )
         self.listen()

@@ -72,6 +72,8 @@ class Collector:
         kept: gradients of earlier steps that wait to be synchronised.
         syncs: bring them home in this step; otherwise they are kept.
         ran_ahead: backward runs before the gradient of the loss is known, so gradients are multiplied by it at the end.
+        overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
+            messages must not be interleaved with those of the bridge.
         timer: stopped when backward has run.
     """
 
@@ -85,17 +87,18 @@ class Collector:
         *,
         syncs: bool,
         ran_ahead: bool,
+        overlaps: bool,
         timer: ComputeTimer,
     ) -> None:
         self.bridge, self.homes, self.kept, self.syncs, self.timer = bridge, homes, kept, syncs, timer
         self.trained = tuple(name for name in homes if name in trained)
         self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
         self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
-        self._ran_ahead = ran_ahead
+        self._ran_ahead, self._overlaps = ran_ahead, overlaps
         kept.settle()
 
     @property
-    def _may_travel(self) -> bool:
+    def _sums_first(self) -> bool:
         """Whether gradients may be summed before the gradient of the loss is known.
 
         Those of earlier steps that wait have been multiplied by that of their loss; those of a backward that runs
@@ -103,11 +106,12 @@ class Collector:
         """
         return self._reduction is not None and not (self._ran_ahead and self.kept.bridge is not None)
 
-    def listen(self) -> None:
-        """Hand each gradient on as it arrives, from now on: before the backward that completes them.
+    @property
+    def _may_travel(self) -> bool:
+        return self._overlaps and self._sums_first
 
-        Not to be called where replicas talk in the middle of the model: their messages must not be interleaved with
-        those of the bridge.
+    def listen(self) -> None:
+        """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
 
         The hooks must not own the collector, which owns the leaves: python cannot collect a cycle through a tensor's
         hooks, and every step would leave its parameters behind.
@@ -162,16 +166,17 @@ class Collector:
         """
         self.timer.stop()
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
-        if self._reduction is None or self.kept.bridge is not None:
+        sums_first = self._sums_first
+        if not sums_first:
             self._multiply(left.values(), factor)
         if self._reduction is None:
             self.kept.add(self.bridge, left)
             return {}
-        waited, self.kept.bridge, self.kept.under_way = self.kept.bridge is not None, None, None
+        self.kept.bridge = self.kept.under_way = None
         for name in {**left, **self.kept.local}:
             self._reduction.ready(name, self.kept.take(name, left.get(name)))
         home = self._reduction.finish()
-        if not waited:
+        if sums_first:
             self._multiply(home.values(), factor)
         return as_home(home, self.homes)
 

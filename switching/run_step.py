@@ -121,8 +121,7 @@ class _Step:
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
         collector = self._collector(compute, ran_ahead=False)
-        if not self.stage.talks_in_step:
-            collector.listen()
+        collector.listen()
         anchor = collector.anchor()
         results: dict[tuple[ResultKind, str], Tensor] = {}
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
@@ -154,11 +153,9 @@ class _Step:
             layout = self.device.layout
             order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
-            listen = None if self.stage.talks_in_step else collector.listen
-            run = self.stage.engine.run
+            run, listen = self.stage.engine.run, collector.listen
             self.outcome = run(order, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
-        if not self.stage.talks_in_step:
-            collector.ran()
+        collector.ran()
         loss = self._local_loss(self.outcome.loss)
         assert loss is not None
         return loss + anchor.to(loss.dtype), self._joined()
@@ -173,6 +170,7 @@ class _Step:
             self.variant.kept_back,
             syncs=self.inputs.syncs_gradients,
             ran_ahead=ran_ahead,
+            overlaps=not self.stage.talks_in_step,
             timer=self.outcome.timer,
         )
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.groups import GroupTable, guarded, using
+from hetu_fx.comm_ops.groups import GroupTable, using
+from hetu_fx.switching.exchange import reduce_world
 from hetu_fx.switching.timer import ComputeTimer
 
 
@@ -38,7 +39,5 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def _summed(tensor: Tensor, table: GroupTable) -> Tensor:
-    if table.size > 1:
-        with using(table), guarded("all-reduce of the loss", range(table.size)):
-            dist.all_reduce(tensor, group=table.base)
-    return tensor
+    with using(table):
+        return reduce_world(tensor, table.size, dist.ReduceOp.SUM)

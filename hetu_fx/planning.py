@@ -42,9 +42,8 @@ def plan(
         ClusterError: a malformed cluster file.
     """
     execution = GraphExecution(Programs(model, loss_fn), batch, None)
+    costs = execution.costs(execution.example_rows)
     if cluster is None:
         table = GroupTable()
-        measured = Cluster.measure(table)
-        return execution.plan(from_first(table, execution.costs(execution.example_rows)), measured, name)
-    devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return execution.plan(execution.costs(execution.example_rows), devices, name)
+        costs, cluster = from_first(table, costs), Cluster.measure(table)
+    return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name)

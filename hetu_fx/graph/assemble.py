@@ -20,7 +20,7 @@ from hetu_fx.graph.clean import clean
 from hetu_fx.graph.containers import Opaque, Slot, Tree, walk, without_opaque
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
-from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf, drop_dead_nodes
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
 from hetu_fx.graph.masks import name_masks
 from hetu_fx.graph.regions import detach_at_exits, inline_regions
 
@@ -61,7 +61,6 @@ class Assembly:
         detach_at_exits(flat, differentiable)
         clean(flat)
         name_masks(flat)
-        drop_dead_nodes(flat)
         leaves = _without_unused_constants(flat, leaves)
         return Graph(
             graph=flat,

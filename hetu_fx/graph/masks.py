@@ -13,6 +13,7 @@ from torch import fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
+from hetu_fx.graph.graph import drop_dead_nodes
 from hetu_fx.graph.positions import Affine, AtMostZero, Known, positional_values
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ def name_masks(graph: fx.Graph) -> None:
         _name_mask(node, known)
         if argument(node, "attn_mask") is None:
             _read_grouped_heads(node)
+    drop_dead_nodes(graph)
 
 
 def _name_mask(node: fx.Node, known: Known) -> None:

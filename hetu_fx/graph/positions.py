@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,11 @@ def positional_values(graph: fx.Graph) -> Known:
     known: dict[fx.Node, Positional] = {}
     for node in graph.nodes:
         reader = READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
-        found = reader(_Call(node, known)) if reader else None
+        if reader is None:
+            continue
+        found = _mapped(reader(_Call(node, known)), partial(_flat_where_single, shape=meta.shape(node)))
         if found is not None:
-            known[node] = _flat_where_single(found, meta.shape(node))
+            known[node] = found
     return known
 
 
@@ -115,12 +118,18 @@ class _Call:
         return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _flat_where_single(value: Positional, shape: tuple[meta.Size, ...]) -> Positional:
+def _mapped(value: Positional | None, change: Callable[[Affine], Affine]) -> Positional | None:
+    """Change an affine value, or the bound of a truth value."""
+    match value:
+        case Affine():
+            return change(value)
+        case AtMostZero(bound):
+            return AtMostZero(change(bound))
+    return None
+
+
+def _flat_where_single(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
     """Drop the slopes of dims of size 1, where the only index is 0, and give every dim of `shape` one."""
-    if isinstance(value, AtMostZero):
-        bound = _flat_where_single(value.bound, shape)
-        assert isinstance(bound, Affine)
-        return AtMostZero(bound)
     slopes = (0,) * (len(shape) - len(value.slopes)) + value.slopes
     kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
     return Affine(value.constant, tuple(kept))
@@ -128,12 +137,7 @@ def _flat_where_single(value: Positional, shape: tuple[meta.Size, ...]) -> Posit
 
 def _with_slopes(value: Positional | None, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Positional | None:
     """Rearrange the slopes of a value or of its bound."""
-    match value:
-        case Affine():
-            return Affine(value.constant, change(value.slopes))
-        case AtMostZero():
-            return AtMostZero(Affine(value.bound.constant, change(value.bound.slopes)))
-    return None
+    return _mapped(value, lambda affine: Affine(affine.constant, change(affine.slopes)))
 
 
 def _arange(call: _Call) -> Positional | None:
@@ -182,23 +186,14 @@ def _slice(call: _Call) -> Positional | None:
     start, step = call.given("start") or 0, call.given("step")
     if not isinstance(start, int) or not isinstance(step, int) or start < 0:
         return None
-    return _moved(call, call.given("dim") % call.ndim, start, step)
-
-
-def _moved(call: _Call, dim: int, start: int, step: int) -> Positional | None:
-    """Return the first argument read from `start` in steps along a dim."""
+    dim = call.given("dim") % call.ndim
 
     def move(value: Affine) -> Affine:
         slope = value.slopes[dim]
         slopes = (*value.slopes[:dim], slope * step, *value.slopes[dim + 1 :])
         return Affine(value.constant + slope * start, slopes)
 
-    match call.value("self"):
-        case Affine() as value:
-            return move(value)
-        case AtMostZero(bound):
-            return AtMostZero(move(bound))
-    return None
+    return _mapped(call.value("self"), move)
 
 
 def _sum(sign: int) -> Callable[[_Call], Positional | None]:

@@ -12,10 +12,10 @@ from torch import fx
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
 from hetu_fx.graph.edit import insert
+from hetu_fx.transforms.dtypes import HALVES
 
 aten = torch.ops.aten
 
-HALVES = (torch.float16, torch.bfloat16)
 Drop = Callable[[fx.Node], fx.Node]
 
 

@@ -13,6 +13,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.edit import insert, replace
 from hetu_fx.graph.graph import Graph, drop_dead_nodes
 from hetu_fx.transforms.counts import Counts
+from hetu_fx.transforms.dtypes import sum_dtype
 
 aten = torch.ops.aten
 
@@ -83,7 +84,7 @@ class _BatchNorm:
         self.count = self._cast(count, self._working_dtype())
 
     def _working_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype in (torch.float16, torch.bfloat16) else self.dtype
+        return sum_dtype(self.dtype)
 
     def rewrite(self) -> None:
         """Replace the node and what is taken out of it."""

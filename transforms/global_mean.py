@@ -14,6 +14,7 @@ from hetu_fx.graph.calls import argument, arguments, operand, overload
 from hetu_fx.graph.edit import insert, replace
 from hetu_fx.graph.graph import Graph, drop_dead_nodes
 from hetu_fx.transforms.counts import Counts
+from hetu_fx.transforms.dtypes import sum_dtype
 
 aten = torch.ops.aten
 
@@ -108,7 +109,7 @@ class _Rewrite:
             self._note(node, "its count is not proportional to the rows")
             return
         keep = bool(argument(node, "keepdim")) if node.target is aten.mean.dim else False
-        summed = insert(node, aten.sum.dim_IntList, source, dims, keep, dtype=_accumulated(meta.dtype(node)))
+        summed = insert(node, aten.sum.dim_IntList, source, dims, keep, dtype=sum_dtype(meta.dtype(node)))
         if source in self.counts.input_only and meta.shape(summed) == ():
             summed = self.counts.hoist(summed)
         self._divide(node, summed, count)
@@ -119,7 +120,7 @@ class _Rewrite:
         if count is None:
             each.graph.erase_node(each)
             return
-        if _accumulated(meta.dtype(node)) == meta.dtype(node):
+        if sum_dtype(meta.dtype(node)) == meta.dtype(node):
             total = _with_reduction(node, SUM)
         else:  # a sum over many tokens would overflow the loss's own dtype
             total = insert(node, aten.sum.default, each, dtype=torch.float32)
@@ -235,10 +236,6 @@ def _product(sizes: Any) -> Any:
     for size in sizes:
         result = result * meta.expression(size)
     return result
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _reads_number(node: fx.Node) -> bool:

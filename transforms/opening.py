@@ -15,7 +15,7 @@ from hetu_fx.annotations.annotation import Shape
 from hetu_fx.deduction.factors import FactorClass
 
 aten = torch.ops.aten
-Call = tuple[Any, tuple[Any, ...]]
+Call = tuple[Any, ...]  # the op, then its arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Opening:
     def opened(self, value: fx.Node, part: int) -> Call:
         """Return the call that sees the dim as three; `part` is how much of the factor the device holds."""
         sizes = [-1 if size is None else size for size in (self.outer, part, self.inner)]
-        return aten.unflatten.int, (value, self.dim, sizes)
+        return aten.unflatten.int, value, self.dim, sizes
 
     def closed(self, value: fx.Node) -> Call:
         """Return the call that makes one dim of the three again."""
-        return aten.flatten.using_ints, (value, self.dim, self.dim + 2)
+        return aten.flatten.using_ints, value, self.dim, self.dim + 2

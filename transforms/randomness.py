@@ -17,6 +17,7 @@ from hetu_fx.graph.graph import Graph, LeafKind, drop_dead_nodes
 from hetu_fx.transforms import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.attention import explicit_attention
 from hetu_fx.transforms.counts import linear_factor
+from hetu_fx.transforms.dtypes import sum_dtype
 
 aten = torch.ops.aten
 DROPOUT, UNIFORM = torch.ops.hetu.dropout.default, torch.ops.hetu.uniform.default
@@ -169,7 +170,7 @@ class _Rewrite:
 
     def _normal(self, node: fx.Node, like: Any, mean: Any, deviation: Any) -> fx.Node:
         """Draw from a normal distribution by Box and Muller's formula, from two sites."""
-        work = torch.float32 if meta.dtype(node) in (torch.float16, torch.bfloat16) else meta.dtype(node)
+        work = sum_dtype(meta.dtype(node))
         first, second = self.uniform(node, like, work), self.uniform(node, like, work)
         positive = insert(node, aten.rsub.Scalar, first, 1.0)
         log = insert(node, aten.log.default, positive)

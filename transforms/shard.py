@@ -58,22 +58,23 @@ class Shard:
         """Return how many dims the first operand has."""
         return len(meta.shape(operand(self.node)))
 
-    def dim(self, name: str = "dim") -> int:
-        """Return a dim argument counted from the front."""
-        return int(self.given[name]) % max(self.rank, 1)
+    @property
+    def dim(self) -> int:
+        """Return the dim argument counted from the front."""
+        return int(self.given["dim"]) % max(self.rank, 1)
 
-    def total(self, summand: fx.Node, rank: int) -> fx.Node:
-        """Sum a value of `rank` dims over the devices; its cotangent is the same on all of them."""
+    def total(self, summand: fx.Node) -> fx.Node:
+        """Sum a value with the first operand's dims over the devices; its cotangent is the same on all of them."""
         ways = len(self.devices)
         source, target = (Annotation.on(self.devices, state) for state in (Partial(ways), Duplicate(ways)))
-        return self.communicate(summand, resolve_edge(source, target, target, (None,) * rank))
+        return self.communicate(summand, resolve_edge(source, target, target, (None,) * self.rank))
 
-    def joined(self, piece: fx.Node, dim: int, rank: int, *, summed: bool) -> fx.Node:
+    def joined(self, piece: fx.Node, dim: int, *, summed: bool) -> fx.Node:
         """Put pieces of size 2 in `dim` side by side, one per device; `summed` if cotangents are summands."""
         ways = len(self.devices)
         source, target = (Annotation.on(self.devices, state) for state in (Split.even(dim, ways), Duplicate(ways)))
         gradient = Annotation.on(self.devices, Partial(ways)) if summed else target
-        shape = tuple(2 * ways if i == dim else None for i in range(rank))
+        shape = tuple(2 * ways if i == dim else None for i in range(self.rank))
         return self.communicate(piece, resolve_edge(source, target, gradient, shape))
 
     def log_sum_exp(self, scores: fx.Node, dim: int, *, summed: bool) -> fx.Node:
@@ -81,7 +82,7 @@ class Shard:
         emit = self.emit
         peak = emit(aten.nan_to_num.default, emit(aten.amax.default, emit(aten.detach.default, scores), [dim], True))
         part = emit(aten.sum.dim_IntList, emit(aten.exp.default, emit(aten.sub.Tensor, scores, peak)), [dim], True)
-        both = self.joined(emit(aten.cat.default, [peak, part], dim), dim, self.rank, summed=summed)
+        both = self.joined(emit(aten.cat.default, [peak, part], dim), dim, summed=summed)
         peaks = emit(aten.detach.default, emit(aten.slice.Tensor, both, dim, 0, None, 2))
         parts = emit(aten.slice.Tensor, both, dim, 1, None, 2)
         top = emit(aten.amax.default, peaks, [dim], True)

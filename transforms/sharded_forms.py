@@ -22,6 +22,7 @@ from torch import fx
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
+from hetu_fx.transforms.dtypes import HALVES, sum_dtype
 from hetu_fx.transforms.grouped_form import grouped_product
 from hetu_fx.transforms.shard import Shard
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Spread
@@ -29,7 +30,6 @@ from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Spread
 aten = torch.ops.aten
 
 NONE, MEAN = 0, 1  # torch's codes of the reduction argument; 2 is the sum
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def embedding(shard: Shard) -> fx.Node:
@@ -44,7 +44,7 @@ def embedding(shard: Shard) -> fx.Node:
 
 def gather(shard: Shard) -> fx.Node:
     """Pick what lies in the part; zero elsewhere."""
-    return shard.picked(shard.given["self"], shard.dim(), shard.given["index"])
+    return shard.picked(shard.given["self"], shard.dim, shard.given["index"])
 
 
 def log_softmax(shard: Shard) -> fx.Node:
@@ -60,7 +60,7 @@ def softmax(shard: Shard) -> fx.Node:
 def _log_softmax(shard: Shard) -> fx.Node:
     scores, asked = _in_full(shard), shard.given["dtype"]
     scores = scores if asked is None else shard.emit(aten.to.dtype, scores, asked)
-    return shard.emit(aten.sub.Tensor, scores, shard.log_sum_exp(scores, shard.dim(), summed=True))
+    return shard.emit(aten.sub.Tensor, scores, shard.log_sum_exp(scores, shard.dim, summed=True))
 
 
 def _cast_back(shard: Shard, result: fx.Node) -> fx.Node:
@@ -79,7 +79,7 @@ def cross_entropy(shard: Shard) -> fx.Node:
         spread = shard.emit(aten.sum.dim_IntList, scores, [dim], True)
         expected = shard.emit(aten.mul.Tensor, expected, 1 - smoothing)
         expected = shard.emit(aten.add.Tensor, expected, spread, alpha=smoothing / sum(shard.sizes))
-    each = shard.emit(aten.sub.Tensor, normalizer, shard.total(expected, shard.rank))
+    each = shard.emit(aten.sub.Tensor, normalizer, shard.total(expected))
     return _reduced(shard, shard.emit(aten.squeeze.dim, each, dim))
 
 
@@ -98,8 +98,8 @@ def _class_dim(shard: Shard) -> int:
 def _in_full(shard: Shard) -> fx.Node:
     """Return the scores in a dtype that sums can be made in."""
     scores: fx.Node = shard.given["self"]
-    halved = meta.dtype(operand(shard.node)) in HALVES
-    return shard.emit(aten.to.dtype, scores, torch.float32) if halved else scores
+    dtype = meta.dtype(operand(shard.node))
+    return shard.emit(aten.to.dtype, scores, sum_dtype(dtype)) if dtype in HALVES else scores
 
 
 def _reduced(shard: Shard, each: fx.Node) -> fx.Node:

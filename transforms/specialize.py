@@ -131,17 +131,15 @@ class _Builder:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
         if factor is not None and factor in factors.op(node).sharded:
             return self._summed_up(node, form_of(node).write(self._shard(node, args, kwargs, factor)))
-        result = self._traced(node, self.graph.call_function(callee(node), args, kwargs))
+        result = self._emit(node, callee(node), *args, **kwargs)
         if factor is not None and factor in factors.op(node).averaged:
             result = self._weighed(node, result, factor)
         return self._summed_up(node, result)
 
     def _shard(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Shard:
-        def emit(target: Any, *given: Any, **options: Any) -> fx.Node:
-            return self._traced(node, self.graph.call_function(target, given, options))
-
         sizes, devices = self.layout.sizes[factor], self.layout.devices
-        return Shard(node, args, kwargs, devices, self.coordinate, sizes, emit, partial(self._resolved, node))
+        emit, communicate = (partial(write, node) for write in (self._emit, self._resolved))
+        return Shard(node, args, kwargs, devices, self.coordinate, sizes, emit, communicate)
 
     def _with_cut(self, node: fx.Node, args: tuple[Any, ...], factor: FactorClass) -> tuple[Any, ...]:
         """Tell an op that draws which part of the whole tensor it draws for."""
@@ -154,7 +152,7 @@ class _Builder:
     def _weighed(self, node: fx.Node, mean: fx.Node, factor: FactorClass) -> fx.Node:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
         share = self._part(factor) / sum(self.layout.sizes[factor])
-        return self._traced(node, self.graph.call_function(torch.ops.aten.mul.Tensor, (mean, share)))
+        return self._emit(node, torch.ops.aten.mul.Tensor, mean, share)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         pairs = zip(self.tensor.needs(node), self.batch.needs(node), strict=True)
@@ -223,8 +221,9 @@ class _Builder:
         moved = self._resolved(node, opened, resolve_edge(source, target, back, opening.shape(shape)))
         return self._emit(node, *opening.closed(moved))
 
-    def _emit(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        return self._traced(node, self.graph.call_function(target, args))
+    def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call that belongs to a node of the logical graph."""
+        return self._traced(node, self.graph.call_function(target, args, kwargs))
 
     def _on_batch(self, need: Need, states: States, value: fx.Node) -> fx.Node:
         """Sum over replicas what this op needs the sum of, or what its cotangent must be summed of."""
@@ -240,8 +239,7 @@ class _Builder:
 
     def _resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution) -> fx.Node:
         for call in resolution.calls(self.rank):
-            arguments: Any = (value, *call.args)
-            value = self._traced(node, self.graph.call_function(COMM_OPS[call.op].overload, arguments))
+            value = self._emit(node, COMM_OPS[call.op].overload, value, *call.args)
             if node in self.annotated.flow.differentiable:
                 self.differentiable.add(value)
         return value

@@ -109,6 +109,7 @@ class Assembly:
         output = flat.output_node()
         values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
         if self.has_loss_fn:
+            _check_loss(values[-1])
             loss: int | None = len(names)
             if LOSS in names:  # the model's own loss gives way to loss_fn's
                 values[names.index(LOSS)] = values.pop()
@@ -190,13 +191,22 @@ def _without_unused_constants(flat: fx.Graph, leaves: tuple[Leaf, ...]) -> tuple
 
 def _index_of_loss(names: list[str], values: list[fx.Node]) -> int | None:
     if LOSS in names:
-        return names.index(LOSS)
+        index = names.index(LOSS)
+        return index if _is_number(values[index]) else None
     first_may_be = bool(names) and names[0] in ("output", "0")
-    return 0 if first_may_be and _is_scalar(values[0]) else None
+    return 0 if first_may_be and meta.shape(values[0]) == () and _is_number(values[0]) else None
 
 
-def _is_scalar(node: fx.Node) -> bool:
-    return meta.shape(node) == () and meta.dtype(node).is_floating_point
+def _check_loss(node: fx.Node) -> None:
+    if not _is_number(node):
+        raise CaptureError(
+            f"loss_fn returns a tensor of shape {list(meta.shape(node))} and {meta.dtype(node)}, but a loss is one "
+            f"real number for the whole batch; return the mean or the sum of it"
+        )
+
+
+def _is_number(node: fx.Node) -> bool:
+    return all(size == 1 for size in meta.shape(node)) and meta.dtype(node).is_floating_point
 
 
 def _output_leaf(name: str, is_loss: bool) -> OutputLeaf:

@@ -214,6 +214,23 @@ def test_trainable_loss_modules_are_refused() -> None:
         capture(nn.Linear(6, 3), {"input": torch.randn(5, 6)}, loss_fn=Loss())
 
 
+def test_a_loss_fn_that_returns_more_than_one_number_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"loss_fn returns a tensor of shape .* one real number for the whole batch"):
+        capture(nn.Linear(6, 3), {"input": torch.randn(5, 6)}, loss_fn=lambda output, input: output.pow(2).mean(1))
+
+
+def test_an_output_named_loss_of_more_than_one_number_is_an_output_like_others() -> None:
+    class PerRow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.linear(x).pow(2).mean(1)}
+
+    assert capture(PerRow(), {"x": torch.randn(5, 6)}).loss is None
+
+
 def test_gradient_checkpointing_is_captured_as_if_it_were_not_there() -> None:
     model = SAMPLES["llama"].model().double().train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

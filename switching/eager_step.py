@@ -14,7 +14,7 @@ from hetu_fx.switching.eager_variant import EagerVariant, UsedOnly
 from hetu_fx.switching.execution import StepInputs, StepOutputs
 from hetu_fx.switching.feeds import rows_for_pipeline
 from hetu_fx.switching.rows import Interval
-from hetu_fx.switching.step import GlobalLoss, applied
+from hetu_fx.switching.step import GlobalLoss, LossGradient, applied
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.values import anchored, hand_out
 
@@ -33,13 +33,20 @@ class _EagerStep:
         self.interval = self._own_interval()
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
         self.timer = ComputeTimer()
+        self.loss_gradient = LossGradient(self.table, inputs.guess)
 
     def run(self) -> StepOutputs:
         rows = self._own_rows()
         parameters = self.variant.gather(self.variant.bridge)
         anchor: Tensor | None = None
         if self.trains:
-            collector = UsedOnly(self.variant, parameters, syncs=self.inputs.syncs_gradients, timer=self.timer)
+            collector = UsedOnly(
+                self.variant,
+                parameters,
+                syncs=self.inputs.syncs_gradients,
+                loss_gradient=self.loss_gradient,
+                timer=self.timer,
+            )
             parameters, anchor = collector.leaves, collector.anchor()
         self._share_buffers()
         made, told = self._attempt(rows, parameters)
@@ -108,7 +115,7 @@ class _EagerStep:
             local = made.loss * share
         if anchor is not None:
             local = local + anchor.to(local.dtype)
-        loss: Tensor = applied(GlobalLoss, local, self.table, made is not None, 1.0, self.timer)
+        loss: Tensor = applied(GlobalLoss, local, self.loss_gradient, made is not None, 1.0, self.timer)
         return loss
 
 

@@ -12,6 +12,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import any_of
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.gradients import Collector, layout_of
+from hetu_fx.switching.step import LossGradient
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.variant import Variant
 
@@ -65,7 +66,13 @@ class UsedOnly(Collector):
     """
 
     def __init__(
-        self, variant: EagerVariant, compute: Mapping[str, Tensor], *, syncs: bool, timer: ComputeTimer
+        self,
+        variant: EagerVariant,
+        compute: Mapping[str, Tensor],
+        *,
+        syncs: bool,
+        loss_gradient: LossGradient,
+        timer: ComputeTimer,
     ) -> None:
         self._used: set[str] = set()
         self._variant = variant
@@ -76,6 +83,7 @@ class UsedOnly(Collector):
             variant.homes,
             variant.kept_back,
             syncs=syncs,
+            loss_gradient=loss_gradient,
             ran_ahead=False,
             overlaps=True,
             timer=timer,
@@ -86,11 +94,11 @@ class UsedOnly(Collector):
         self._used.add(name)
         super()._arrived(name, leaf)
 
-    def finish(self, factor: Tensor) -> dict[str, Tensor]:
+    def finish(self) -> dict[str, Tensor]:
         """Return the home gradients of the parameters that some rank has used; collective if they are synchronised."""
         self._used |= self.kept.local.keys()
         self._used |= {name for name, leaf in self.leaves.items() if leaf.grad is not None}
-        home = super().finish(factor)
+        home = super().finish()
         if not home:
             return home
         return {name: home[name] for name in used_anywhere(self._used, self._variant)}

@@ -15,6 +15,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.rows import RowPlan
+from hetu_fx.switching.step import Guess
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.variant import Variant
 from hetu_fx.topology import Cluster
@@ -35,6 +36,7 @@ class StepInputs:
         shared: every rank passes the same batch.
         outputs: which outputs are wanted: "auto", "all" or "loss".
         syncs_gradients: gradients go home in this step; otherwise they are kept for a later one.
+        guess: what the gradient of the loss will be.
     """
 
     counts: tuple[float, ...]
@@ -45,6 +47,7 @@ class StepInputs:
     shared: bool
     outputs: str
     syncs_gradients: bool
+    guess: Guess
 
     def wants_values(self, *, has_loss: bool, training: bool) -> bool:
         """Tell whether other outputs than the loss are wanted: always where there is none."""

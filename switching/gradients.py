@@ -8,7 +8,7 @@ the home parameters: its backward runs last, waits for the buckets and gives the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hetu_fx.switching.bridge import Bridge, Reduction
 from hetu_fx.switching.home import HomeTensor
-from hetu_fx.switching.step import applied
+from hetu_fx.switching.step import LossGradient, applied
 from hetu_fx.switching.timer import ComputeTimer
 
 
@@ -71,7 +71,8 @@ class Collector:
         homes: the home parameters by name.
         kept: gradients of earlier steps that wait to be synchronised.
         syncs: bring them home in this step; otherwise they are kept.
-        ran_ahead: backward runs before the gradient of the loss is known, so gradients are multiplied by it at the end.
+        loss_gradient: what gradients are to be multiplied by in the end.
+        ran_ahead: backward runs in forward, long before the gradient of the loss is known.
         overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
             messages must not be interleaved with those of the bridge.
         timer: stopped when backward has run.
@@ -86,6 +87,7 @@ class Collector:
         kept: KeptBack,
         *,
         syncs: bool,
+        loss_gradient: LossGradient,
         ran_ahead: bool,
         overlaps: bool,
         timer: ComputeTimer,
@@ -94,21 +96,18 @@ class Collector:
         self.trained = tuple(name for name in homes if name in trained)
         self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
         self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
-        self._ran_ahead, self._overlaps = ran_ahead, overlaps
+        self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
         kept.settle()
 
     @property
     def _sums_first(self) -> bool:
-        """Whether gradients may be summed before the gradient of the loss is known.
-
-        Those of earlier steps that wait have been multiplied by that of their loss; those of a backward that runs
-        ahead have not, so they cannot travel together.
-        """
-        return self._reduction is not None and not (self._ran_ahead and self.kept.bridge is not None)
+        """Whether gradients are summed over ranks before they are multiplied: not with those of earlier steps, which
+        have been multiplied."""
+        return self._reduction is not None and self.kept.bridge is None
 
     @property
     def _may_travel(self) -> bool:
-        return self._overlaps and self._sums_first
+        return self._overlaps and self._reduction is not None and (self._sums_first or not self._ran_ahead)
 
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
@@ -157,18 +156,17 @@ class Collector:
     def _arrived(self, name: str, leaf: Tensor) -> None:
         assert self._reduction is not None
         gradient, leaf.grad = leaf.grad, None
+        if gradient is not None and not self._sums_first:
+            self._multiply([gradient])
         self._reduction.ready(name, self.kept.take(name, gradient))
 
-    def finish(self, factor: Tensor) -> dict[str, Tensor]:
-        """Return the home gradients, once backward has run; empty if they are kept back.
-
-        `factor` is the gradient of the loss; where backward ran ahead of it, gradients are multiplied by it now.
-        """
+    def finish(self) -> dict[str, Tensor]:
+        """Return the home gradients, once backward has run; empty if they are kept back."""
         self.timer.stop()
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         sums_first = self._sums_first
         if not sums_first:
-            self._multiply(left.values(), factor)
+            self._multiply(list(left.values()))
         if self._reduction is None:
             self.kept.add(self.bridge, left)
             return {}
@@ -177,14 +175,14 @@ class Collector:
             self._reduction.ready(name, self.kept.take(name, left.get(name)))
         home = self._reduction.finish()
         if sums_first:
-            self._multiply(home.values(), factor)
+            self._multiply(list(home.values()))
         return as_home(home, self.homes)
 
-    def _multiply(self, gradients: Iterable[Tensor], factor: Tensor) -> None:
-        """Multiply gradients by that of the loss, where backward ran ahead of it; on all ranks alike, before or after
-        they are summed."""
-        if self._ran_ahead and float(factor) != 1.0:
-            torch._foreach_mul_(list(gradients), float(factor))
+    def _multiply(self, gradients: list[Tensor]) -> None:
+        """Multiply gradients by what backward ran without of the loss's."""
+        factor = self._loss_gradient.correction()
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
 
 
 class _Anchor(torch.autograd.Function):
@@ -200,7 +198,7 @@ class _Anchor(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Return the home gradients, None for parameters without one."""
         collector: Collector = ctx.collector
-        home = collector.finish(gradient)
+        home = collector.finish()
         return (None, None, *(home.get(name) for name in collector.trained))
 
 

@@ -13,63 +13,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from hetu_fx.switching.exchange import reduce_world
 from hetu_fx.switching.home_local import cut_like
 from hetu_fx.switching.home_tensor import Handler, HomeTensor
 from hetu_fx.switching.home_whole import run_whole
+from hetu_fx.switching.pending import Pending
 
 aten = torch.ops.aten
 
 
-class PendingNorm(torch.Tensor):
+class PendingNorm(Pending):
     """The norm of a home tensor, of which this rank knows its own elements' part only.
 
-    Any op on it (reading it included) first sums it over ranks, with all other pending norms in the op, in
-    one message: every rank must do so alike. Its value is then kept.
+    Settling sums it over ranks, with all other pending norms in the op, in one message: every rank must do so alike.
     """
 
     part: torch.Tensor
     order: float
     world: int
-    value: torch.Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Settle the pending norms among the arguments, then run the op on their values."""
-        flat, spec = pytree.tree_flatten((args, kwargs or {}))
-        settle([leaf for leaf in flat if type(leaf) is PendingNorm])
-        flat = [leaf.value if type(leaf) is PendingNorm else leaf for leaf in flat]
-        plain_args, plain_kwargs = pytree.tree_unflatten(flat, spec)
-        return func(*plain_args, **plain_kwargs)
+    def settle(cls, pending: Sequence[PendingNorm]) -> None:
+        """Sum norms over ranks: one message for all of an order and a world."""
+        open_norms = {id(norm): norm for norm in pending if norm.value is None}.values()
+        for order, world in sorted({(norm.order, norm.world) for norm in open_norms}):
+            norms = [norm for norm in open_norms if (norm.order, norm.world) == (order, world)]
+            values = total_norms(torch.stack([norm.part.double() for norm in norms]), order, world)
+            for norm, value in zip(norms, values.unbind(), strict=True):
+                norm.value = value.to(norm.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         known = "pending" if self.value is None else repr(self.value)
         return f"PendingNorm({known}, order={self.order})"
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Settle the norm and pickle it as a plain tensor."""
-        return (self + 0).detach().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Settle the norm and copy it as a plain tensor."""
-        return (self + 0).detach()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Settle the norm and give it as an array."""
-        return (self + 0).numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Settle the norm and give it as a number."""
-        return self.item()
 
 
 def pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:
@@ -77,16 +53,6 @@ def pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> Pe
     pending = torch.Tensor._make_subclass(PendingNorm, part.to(dtype))
     pending.part, pending.order, pending.world, pending.value = part, order, world, None
     return pending
-
-
-def settle(pending: Sequence[PendingNorm]) -> None:
-    """Sum norms over ranks: one message for all of an order and a world."""
-    open_norms = {id(norm): norm for norm in pending if norm.value is None}.values()
-    for order, world in sorted({(norm.order, norm.world) for norm in open_norms}):
-        norms = [norm for norm in open_norms if (norm.order, norm.world) == (order, world)]
-        values = total_norms(torch.stack([norm.part.double() for norm in norms]), order, world)
-        for norm, value in zip(norms, values.unbind(), strict=True):
-            norm.value = value.to(norm.dtype)
 
 
 def total_norms(parts: torch.Tensor, order: float, world: int) -> torch.Tensor:

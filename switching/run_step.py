@@ -19,7 +19,7 @@ from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
 from hetu_fx.switching.gradients import Collector
 from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
 from hetu_fx.switching.rows import Interval
-from hetu_fx.switching.step import GlobalLoss, applied
+from hetu_fx.switching.step import GlobalLoss, LossGradient, applied
 from hetu_fx.switching.values import ValueRoute, anchored, hand_out, value_routes
 from hetu_fx.transforms.device_graph import ResultKind, SlotKind
 
@@ -43,6 +43,9 @@ class _Step:
         self.device = self.stage.device
         self.interval = self._own_interval()
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
+        self.runs_ahead = self.trains and not self.stage.deduced.annotated.runs_in_step
+        self.scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
+        self.loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / self.scale if self.runs_ahead else None)
         self.outcome = Outcome()
 
     def run(self) -> StepOutputs:
@@ -50,10 +53,10 @@ class _Step:
         compute = self.variant.gather(self.stage.bridge)
         if not self.trains:
             local, values = self._evaluate(micro_batches, compute)
-        elif self.stage.deduced.annotated.runs_in_step:
-            local, values = self._run_under_autograd(micro_batches, compute)
-        else:
+        elif self.runs_ahead:
             local, values = self._run_scheduled(micro_batches, compute)
+        else:
+            local, values = self._run_under_autograd(micro_batches, compute)
         self._write_buffers()
         made = self._returned(values) if self.wants_values else {}
         loss = None if local is None else self._global_loss(local)
@@ -120,7 +123,7 @@ class _Step:
         self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
-        collector = self._collector(compute, ran_ahead=False)
+        collector = self._collector(compute)
         collector.listen()
         anchor = collector.anchor()
         results: dict[tuple[ResultKind, str], Tensor] = {}
@@ -147,7 +150,7 @@ class _Step:
                 "a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
                 "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
             )
-        collector = self._collector(compute, ran_ahead=True)
+        collector = self._collector(compute)
         anchor = collector.anchor()
         if self.stage.engine is not None and self.device is not None:
             layout = self.device.layout
@@ -160,7 +163,7 @@ class _Step:
         assert loss is not None
         return loss + anchor.to(loss.dtype), self._joined()
 
-    def _collector(self, compute: Mapping[str, Tensor], *, ran_ahead: bool) -> Collector:
+    def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""
         return Collector(
             self.stage.bridge,
@@ -169,7 +172,8 @@ class _Step:
             self.variant.homes,
             self.variant.kept_back,
             syncs=self.inputs.syncs_gradients,
-            ran_ahead=ran_ahead,
+            loss_gradient=self.loss_gradient,
+            ran_ahead=self.runs_ahead,
             overlaps=not self.stage.talks_in_step,
             timer=self.outcome.timer,
         )
@@ -183,10 +187,8 @@ class _Step:
         return torch.zeros(meta.hints(node), dtype=meta.dtype(node))
 
     def _global_loss(self, local: Tensor) -> Tensor:
-        whole = self.program.loss_is_mean or self.inputs.shared
-        scale = 1.0 if whole else 1.0 / self.table.size
         contributes, timer = self.stage.contributes_loss, self.outcome.timer
-        loss: Tensor = applied(GlobalLoss, local, self.table, contributes, scale, timer)
+        loss: Tensor = applied(GlobalLoss, local, self.loss_gradient, contributes, self.scale, timer)
         return loss
 
     def _routes(self) -> tuple[ValueRoute, ...]:

@@ -21,6 +21,7 @@ from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.execution import Execution, Reading, StepInputs
 from hetu_fx.switching.policy import BatchFacts, Health, VariantFacts, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
+from hetu_fx.switching.step import Guess
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.variant import Variant
 
@@ -77,6 +78,7 @@ class Runtime:
         self.current = ""
         self.syncs_gradients = True
         self.step = 0
+        self.guess = Guess()
         self.report = StepReport()
         self.pinned: str | None = None
         self.switches = 0
@@ -154,6 +156,7 @@ class Runtime:
             shared=self.settings.shared,
             outputs=self.settings.outputs,
             syncs_gradients=self.syncs_gradients,
+            guess=self.guess,
         )
         made = batch.run(self.variants[self.current], inputs)
         self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), made.timer)

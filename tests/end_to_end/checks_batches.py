@@ -80,6 +80,25 @@ def _accumulate(twins: Twins, batch: dict[str, Tensor]) -> None:
     twins.update()
 
 
+def check_gradients_follow_the_average_of_what_comes_in(rank: int, world: int, folder: Path) -> None:
+    """Ranks may scale the one loss each by their own factor, and by another one in every step."""
+    if (group := world_of(2)) is None:
+        return
+    twins = Twins("mlp", ALL, group)
+    for name in UNEVEN:
+        twins.model.hetu.switch(name)
+        for seed, factors in enumerate([(3.0, 1.0), (0.5, 0.25), (0.0, 0.0), (0.0, 8.0)]):
+            first, second = (batch_of("mlp", 5, seed=2 * seed + part) for part in (0, 1))
+            mean = sum(factors) / 2
+            squared_error(twins.plain(**first), **first).backward()
+            (squared_error(twins.plain(**second), **second) * mean).backward()
+            with twins.model.no_sync():
+                loss_of(twins.model(**rows_of(first, (3, 2)))).backward()
+            (loss_of(twins.model(**rows_of(second, (1, 4)))) * factors[rank]).backward()
+            twins.same_gradients()
+            twins.update()
+
+
 @contextmanager
 def counted_reductions() -> Iterator[list[int]]:
     """Note every bucket of gradients that starts on its way home."""

@@ -3,7 +3,8 @@
 The block runs as 8-way tensor parallel replicas, sequence parallel around the norms, and hands over to the next stage.
 Gradients are synchronised by ZeRO-1 among equal replicas, and for the other bar by slices among unequal ones: half of
 the devices 8-way, half 4-way. Every repetition names other ranks, so that no cache helps. Seconds are those of the
-processor, which depend less on what else runs.
+processor, which depend less on what else runs. Beside the block stands what is worked out when it first runs: the
+collectives of the slices of unequal groups.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split, State
 from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.resolution import CommStep, Resolution, TopStep
 from hetu_fx.comm_ops.resolve import resolve, resolve_edge
 
 TENSOR_PARALLEL = 8
@@ -38,6 +40,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], int | None]] = {
 }
 BAR_DEVICES, BAR_SECONDS, BAR_GROWTH = 1024, 0.2, 1.25
 KINDS = ("tensor parallel", "sequence parallel", "gradient sync", "gather", "hand-over", "unequal groups")
+BESIDE = ("slice groups", "switch plan")
 ALWAYS = ("tensor parallel", "sequence parallel", "hand-over")
 BLOCKS = {
     "equal replicas": (*ALWAYS, "gradient sync", "gather"),
@@ -55,12 +58,11 @@ class Edge:
     shape: tuple[int, ...]
     gradient: Annotation | None = None
 
-    def resolve(self) -> None:
+    def resolve(self) -> Resolution:
         """Resolve it."""
         if self.gradient is None:
-            resolve(self.source, self.target, self.shape)
-        else:
-            resolve_edge(self.source, self.target, self.gradient, self.shape)
+            return resolve(self.source, self.target, self.shape)
+        return resolve_edge(self.source, self.target, self.gradient, self.shape)
 
 
 def block(ranks: Sequence[int]) -> Iterator[Edge]:
@@ -135,10 +137,17 @@ def measure(num_devices: int, repetition: int) -> dict[str, float]:
     first = num_devices * repetition
     ranks = range(first, first + num_devices)
     seconds = dict.fromkeys(KINDS, 0.0)
+    steps: list[CommStep] = []
     for edge in list(block(ranks)):
         start = time.process_time()
-        edge.resolve()
+        resolution = edge.resolve()
         seconds[edge.kind] += time.process_time() - start
+        steps += resolution.steps
+    start = time.process_time()
+    for step in steps:
+        if isinstance(step, TopStep):
+            step.collectives()
+    seconds["slice groups"] = time.process_time() - start
     moves = switch(ranks)
     start = time.process_time()
     plan_moves(moves, node_of=lambda rank: rank // 8)
@@ -162,7 +171,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 4))
     devices = [row["devices"] for row in rows]
-    for name in (*BLOCKS, *KINDS, "switch plan"):
+    for name in (*BLOCKS, *KINDS, *BESIDE):
         axes.loglog(
             devices, [row[name] for row in rows], marker="o", label=name, linewidth=2.5 if name in BLOCKS else 1
         )
@@ -198,7 +207,7 @@ def main() -> int:
 def row(num_devices: int, repetitions: int) -> Row:
     """Make a line of the table: the median of every kind."""
     found = [measure(num_devices, repetition) for repetition in range(repetitions)]
-    names = (*BLOCKS, *KINDS, "switch plan")
+    names = (*BLOCKS, *KINDS, *BESIDE)
     medians = {name: statistics.median(times[name] for times in found) for name in names}
     return {"devices": num_devices, **medians}
 

@@ -71,6 +71,11 @@ class AxisStep:
                 found.append((self.peers(rank), max(_numel(size) for size in sizes)))
         return found
 
+    @property
+    def traffic(self) -> int:
+        """Entries that travel while the data goes around the rings of all collectives once."""
+        return sum((len(ranks) - 1) * numel for ranks, numel in self.collectives())
+
 
 @dataclass(frozen=True, slots=True)
 class TopStep:
@@ -91,6 +96,16 @@ class TopStep:
         """List (ranks, entries in all) of each group's collective."""
         groups = slice_groups(Change(self.source, self.target, self.shape))
         return [(group.ranks, group.numel) for group in groups]
+
+    @property
+    def traffic(self) -> int:
+        """Entries that travel while the data goes around the rings of all collectives once.
+
+        Worked out without listing these: every entry of the tensor is in as many of them, each with a rank of every
+        group, as there are copies in the group that has most.
+        """
+        copies = max(sharding.num_copies for sharding in self.source.shardings)
+        return (len(self.source.groups) - 1) * copies * _numel(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +176,7 @@ def steps_bytes(steps: Iterable[CommStep], itemsize: int) -> int:
         if isinstance(step, MoveStep):
             total += sum(message[2] for messages in step.rounds(itemsize) for message in messages)
         elif ring_turns(step.op):
-            traffic = sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
-            total += ring_turns(step.op) * traffic * itemsize
+            total += ring_turns(step.op) * step.traffic * itemsize
     return total
 
 

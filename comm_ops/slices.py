@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import Intervals, cut, length, merge, offsets, whole
+from hetu_fx.annotations.sharding import Sharding
 from hetu_fx.annotations.states import Partial, Split
 from hetu_fx.comm_ops.change import Change
 
@@ -50,9 +51,11 @@ def finest_slices(change: Change) -> tuple[Slice, ...]:
     """
     for annotation in (change.source, change.target):
         annotation.check_shape(change.shape)
-    before, after = _held(change.source, change.shape), _held(change.target, change.shape)
+    before = _held(change.source, change.shape)
+    after = before if _cut_alike(change.source, change.target) else _held(change.target, change.shape)
     classes = [_classes({dims[dim] for dims in (*before, *after)}) for dim in range(len(change.shape))]
-    owners, receivers = _holders(before, classes), _holders(after, classes)
+    owners = _holders(before, classes)
+    receivers = owners if after is before else _holders(after, classes)
     owners_of, receivers_of = _owner_table(change, before), _receiver_table(change, after)
     return tuple(
         Slice(
@@ -86,29 +89,40 @@ class _Classes:
     inside: Mapping[Intervals, tuple[int, ...]]
 
 
+def _cut_alike(one: Annotation, other: Annotation) -> bool:
+    """Tell whether every rank holds the same region under both, by what annotations say of splits."""
+    tops = {top if isinstance(top, Split) else None for top in (one.top, other.top)}
+    return len(tops) == 1 and (one.groups, one.shardings) == (other.groups, other.shardings)
+
+
 def _held(annotation: Annotation, shape: Shape) -> dict[Dims, list[int]]:
-    """List the ranks that hold each distinct region; those with equal split coordinates share one."""
+    """List the ranks that hold each distinct region."""
     held: dict[Dims, list[int]] = {}
     for index, (group, sharding) in enumerate(zip(annotation.groups, annotation.shardings, strict=True)):
-        piece = _piece(annotation, index, shape)
-        parts = [[cut(piece[split.dim], split, at) for at in range(split.ways)] for split in sharding.splits]
-        cuts = [isinstance(axis, Split) for axis in sharding.axes]
-        known: dict[tuple[int, ...], Dims] = {}
-        for position, rank in enumerate(group.ranks):
-            key = tuple(itertools.compress(sharding.coordinates(position), cuts))
-            if key not in known:
-                split_dims = {split.dim: part[at] for split, part, at in zip(sharding.splits, parts, key, strict=True)}
-                known[key] = tuple(split_dims.get(dim, uncut) for dim, uncut in enumerate(piece))
-            held.setdefault(known[key], []).append(rank)
+        regions = _regions(sharding, _piece(annotation, index, shape))
+        for rank, dims in zip(group.ranks, regions, strict=True):
+            held.setdefault(dims, []).append(rank)
     return held
 
 
-def _piece(annotation: Annotation, index: int, shape: Shape) -> list[Intervals]:
+def _regions(sharding: Sharding, piece: Dims) -> list[Dims]:
+    """List the region of every position of a group that shares `piece`."""
+    regions = [piece]
+    for axis in sharding.axes:
+        if isinstance(axis, Split):
+            dim, parts = axis.dim, [cut(piece[axis.dim], axis, at) for at in range(axis.ways)]
+            regions = [(*region[:dim], part, *region[dim + 1 :]) for region in regions for part in parts]
+        else:
+            regions = [region for region in regions for _ in range(axis.ways)]
+    return regions
+
+
+def _piece(annotation: Annotation, index: int, shape: Shape) -> Dims:
     """Give the index space of one group; a symbolic dim counts as one entry."""
     piece = [whole(1 if size is None else size) for size in shape]
     if isinstance(annotation.top, Split):
         piece[annotation.top.dim] = cut(piece[annotation.top.dim], annotation.top, index)
-    return piece
+    return tuple(piece)
 
 
 def _classes(distinct: Collection[Intervals]) -> _Classes:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import length
 from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops.change import Change
-from hetu_fx.comm_ops.slices import Dims, finest_slices
+from hetu_fx.comm_ops.slices import Dims, Slice, finest_slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,15 @@ def groups_of(change: Change, rank: int) -> tuple[SliceGroup, ...]:
 def fits(change: Change) -> bool:
     """Tell whether split collectives can make the change: no partial inside groups, and slices that stay.
 
-    A group that owns a slice alone (under a split top) must hold it on the same ranks before and after.
+    A group that owns a slice alone (under a split top) must hold it on the same ranks before and after. It does,
+    and slices need not be listed, unless it cuts the dim of the top itself.
     """
-    if any(s.num_summands > 1 for s in (*change.source.shardings, *change.target.shardings)):
+    shardings = (*change.source.shardings, *change.target.shardings)
+    if any(s.num_summands > 1 for s in shardings):
         return False
-    return all(found.stays for found in _slices(change))
+    cut_by_top = {a.top.dim for a in (change.source, change.target) if isinstance(a.top, Split)}
+    cut_inside = {split.dim for sharding in shardings for split in sharding.splits}
+    return not cut_by_top & cut_inside or all(found.stays for found in _slices(change))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +83,27 @@ class _Held:
 
 @lru_cache(maxsize=64)
 def _slices(change: Change) -> tuple[_Held, ...]:
-    found = []
+    group_of = {rank: index for index, group in enumerate(change.source.groups) for rank in group.ranks}
     owned = any(isinstance(annotation.top, Split) for annotation in (change.source, change.target))
-    for part in finest_slices(change):
-        owners = [rank for copy in part.owners for ranks in copy for rank in ranks]
-        before, after = _by_group(change.source, owners), _by_group(change.target, part.receivers)
-        whole, cut = (after, before) if isinstance(change.source.top, Split) else (before, after)
-        home = next(iter(cut)) if owned else None
-        stays = home is None or before[home] == after[home]
-        found.append(_Held(part.dims, tuple(whole[index] for index in sorted(whole)), home, stays))
-    return tuple(found)
+    held = _held_by_one if owned else _held_by_all
+    return tuple(held(change, part, group_of) for part in finest_slices(change))
 
 
-def _by_group(annotation: Annotation, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Sort ranks into their groups, in the order of their positions."""
-    found: dict[int, list[int]] = {}
-    for index, position in sorted(map(annotation.place, ranks)):
-        found.setdefault(index, []).append(annotation.groups[index].ranks[position])
-    return {index: tuple(members) for index, members in found.items()}
+def _held_by_all(change: Change, part: Slice, group_of: Mapping[int, int]) -> _Held:
+    return _Held(part.dims, tuple(_by_group(part.receivers, group_of).values()), None, stays=True)
+
+
+def _held_by_one(change: Change, part: Slice, group_of: Mapping[int, int]) -> _Held:
+    owners = (rank for copy in part.owners for ranks in copy for rank in ranks)
+    before, after = _by_group(owners, group_of), _by_group(part.receivers, group_of)
+    whole, cut = (after, before) if isinstance(change.source.top, Split) else (before, after)
+    (home,) = cut
+    return _Held(part.dims, tuple(whole.values()), home, before[home] == after[home])
+
+
+def _by_group(ranks: Iterable[int], group_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Sort ranks, which come in the order of their groups, into these."""
+    return {index: tuple(members) for index, members in itertools.groupby(ranks, group_of.__getitem__)}
 
 
 def _round_robin(lists: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

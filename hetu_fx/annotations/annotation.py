@@ -75,7 +75,7 @@ class Annotation:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, group after group."""
-        return tuple(rank for group in self.groups for rank in group.ranks)
+        return tuple(itertools.chain.from_iterable(group.ranks for group in self.groups))
 
     @property
     def has_partial(self) -> bool:

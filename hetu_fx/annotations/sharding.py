@@ -46,6 +46,11 @@ class Sharding:
         return tuple(reversed(coordinates))
 
     @property
+    def num_copies(self) -> int:
+        """Product of the ways of the duplicate axes."""
+        return math.prod(axis.ways for axis in self.axes if isinstance(axis, Duplicate))
+
+    @property
     def num_summands(self) -> int:
         """Product of the ways of the partial axes."""
         return math.prod(axis.ways for axis in self.axes if isinstance(axis, Partial))

@@ -17,7 +17,7 @@ from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
 from hetu_fx.comm_ops.bsr_report import least_bytes
 from hetu_fx.comm_ops.change import Change, parse_change
 from hetu_fx.comm_ops.reference import run, run_adjoint
-from hetu_fx.comm_ops.resolution import AxisStep, MoveStep
+from hetu_fx.comm_ops.resolution import AxisStep, MoveStep, TopStep
 from hetu_fx.comm_ops.resolve import resolve, resolve_edge
 from hetu_fx.comm_ops.simulated import simulate, simulate_moves
 
@@ -134,6 +134,17 @@ def test_nothing_moves_more_bytes_than_one_batched_send_receive(seed):
         assert resolution.bytes(1) <= direct
     if not source.has_partial and not target.has_partial:
         assert resolution.bytes(1) == least_bytes(Move(source, target, SHAPE, 1))
+
+
+@settings(deadline=None, max_examples=250)
+@given(SEEDS)
+def test_what_crosses_groups_is_counted_as_if_every_collective_were_listed(seed):
+    random = Random(seed)
+    shape = random.choice(SHAPES)
+    for step in resolve(*random_pair(random, DEVICES, shape), shape).steps:
+        if isinstance(step, TopStep):
+            event(step.op)
+            assert step.traffic == sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
 
 
 @settings(deadline=None, max_examples=100)

@@ -2,6 +2,7 @@
 
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.change import Change
+from hetu_fx.comm_ops.resolution import TopStep
 from hetu_fx.comm_ops.split_plan import fits, groups_of, slice_groups
 
 
@@ -52,3 +53,11 @@ def test_a_dim_that_both_tiers_cut_does_not_fit():
     target = parse_annotation("D(2) over {[0,1] S(0, 2); [2]}")
     assert not fits(Change(source, target, (8,)))
     assert not fits(Change(parse_annotation("P(2) over {[0,1] P(2); [2]}"), source, (8,)))
+
+
+def test_entries_cross_groups_once_per_copy_of_the_group_with_most():
+    for members, expected in (("[0-3] S(0, 4); [4,5] S(0, 2)", 12), ("[0,1] D(2); [2]; [3-6] D(4)", 2 * 4 * 12)):
+        ways = members.count(";") + 1
+        source, target = (parse_annotation(f"{top}({ways}) over {{{members}}}") for top in "PD")
+        step = TopStep("split_all_reduce", source, target, (12,), "duplicate")
+        assert step.traffic == expected == sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())

@@ -34,6 +34,9 @@ class GroupTable:
     the same order. Every wait of a group that the table makes is bounded by `timeout` (that of
     `process_group` if None). `listener` is told (what, start, end) of every communication. `topology` has the
     links between its ranks, if they are known: set it alike on all ranks.
+
+    `creation_seconds` has what the creation of every group took, by its ranks, in the order of creation: connections
+    to all members under gloo; NCCL connects at the first message, which then takes longer.
     """
 
     listener: Callable[[str, float, float], None] | None = None
@@ -47,6 +50,7 @@ class GroupTable:
         name: str | None = None,
     ) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.creation_seconds: dict[tuple[int, ...], float] = {}
         self._staged: dict[torch.device, bool] = {}
         self._base = process_group or _world_group()
         self._globals: tuple[int, ...] = (0,)
@@ -60,7 +64,7 @@ class GroupTable:
     def dry(cls, rank: int, size: int) -> GroupTable:
         """Pretend to be `rank` of `size`, for tracing and export: shapes are right, messages are refused."""
         table = cls.__new__(cls)
-        table._groups, table._staged, table._base = {}, {}, None
+        table._groups, table._staged, table._base, table.creation_seconds = {}, {}, None, {}
         table._globals, table._name, table.seconds_waited = tuple(range(size)), "dry", 0.0
         table.rank, table.size, table.timeout = rank, size, timedelta(0)
         return table
@@ -78,9 +82,18 @@ class GroupTable:
         """Let the groups go; the table can communicate no longer."""
         self._groups, self._base = {}, None
 
-    def add_wait(self, what: str, start: float, end: float) -> None:
-        """Count a communication's time (of perf_counter), and tell the listener if there is one."""
-        self.seconds_waited += end - start
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Count a communication's time, once where one is part of another, and tell the listener if there is one."""
+        start, before = perf_counter(), self.seconds_waited
+        try:
+            yield
+        finally:
+            end = perf_counter()
+            self.seconds_waited = before + end - start
+            self._tell(what, start, end)
+
+    def _tell(self, what: str, start: float, end: float) -> None:
         if self.listener is not None:
             self.listener(what, start, end)
 
@@ -132,8 +145,11 @@ class GroupTable:
             return base
         members = sorted(self._globals[rank] for rank in ranks)
         name = f"{self._name}/{'-'.join(map(str, ranks))}"
+        start = perf_counter()
         with guarded("group creation", ranks):
-            return _create_group(members, name, self.timeout)
+            group = _create_group(members, name, self.timeout)
+        self.creation_seconds[ranks] = perf_counter() - start
+        return group
 
 
 def _create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGroup:
@@ -179,16 +195,15 @@ def _has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
 @contextmanager
 def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
     """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the seconds."""
-    start = perf_counter()
+    table = active()
     try:
-        yield
+        with table.waiting(what):
+            yield
     except (RuntimeError, ValueError) as error:
         raise CommError(
-            f"{what} of ranks {list(ranks)} failed on rank {active().rank}: {error}; "
+            f"{what} of ranks {list(ranks)} failed on rank {table.rank}: {error}; "
             "a peer is dead, stuck, or runs another plan"
         ) from error
-    finally:
-        active().add_wait(what, start, perf_counter())
 
 
 _active: GroupTable | None = None

@@ -113,14 +113,21 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Return what the last step did: variant, rows per pipeline, this process's compute seconds."""
+        """Return what the last step did, and what this process has paid once so far.
+
+        `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `group_seconds`
+        has what the creation of each process group took, by its ranks, and `first_use` by variant the `FirstUse`.
+        """
         report = self._runtime.report
+        self._runtime.charge_groups()
         return {
             "variant": report.variant,
             "rows": report.rows,
             "compute_seconds": report.timer.seconds,
             "steps": self._runtime.step,
             "switches": self._runtime.switches,
+            "group_seconds": dict(self._runtime.table.creation_seconds),
+            "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
         }
 
     @property
@@ -129,8 +136,9 @@ class Handle:
         return self._adaptation.rates
 
     def explain(self) -> str:
-        """Return the current plan as a table, with what was predicted."""
-        return self.plan.explain()
+        """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
+        self._runtime.charge_groups()
+        return f"{self.plan.explain()}\nfirst use: {self._runtime.variants[self.current].first_use}"
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants."""
@@ -156,7 +164,8 @@ class Handle:
     def on_communication(self, listener: Callable[[str, float, float], None] | None) -> None:
         """Call `listener(what, start, end)` after each communication of this process; None: no more.
 
-        Times are those of time.perf_counter. A timeline of what a step waits for is made from them.
+        Times are those of time.perf_counter. A timeline of what a step waits for is made from them. The first
+        communication of some ranks contains a "group creation".
         """
         self._runtime.table.listener = listener
 

@@ -64,7 +64,8 @@ class Training:
 
     def _add_communication(self, what: str, start: float, end: float) -> None:
         name = f"step {len(self.records) + 1}: {what}"
-        self.events.append(Event(dist.get_rank(), name, start, end, "communication"))
+        kind = what if what == "group creation" else "communication"
+        self.events.append(Event(dist.get_rank(), name, start, end, kind))
 
     def _step(self, step: int) -> None:
         before = self.hetu.current, dict(self.hetu.health), set(self.hetu.variants)

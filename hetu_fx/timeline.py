@@ -24,6 +24,7 @@ COLORS = {
     "gradients": "#d1605e",
     "optimizer": "#7d7d7d",
     "communication": "#f2d9a0",
+    "group creation": "#8c6d46",
 }
 """Colours of the picture by an event's kind; other kinds are drawn in `_OTHER`."""
 

@@ -29,7 +29,8 @@ class EagerVariant(Variant):
         planned_rates: Mapping[int, float],
     ) -> None:
         super().__init__(name, plan, table, homes, planned_rates)
-        self.bridge = Bridge([self._entry(name, home) for name, home in homes.items()], table)
+        with self.first_use.making():
+            self.bridge = Bridge([self._entry(name, home) for name, home in homes.items()], table)
 
     def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
         """Every replica reads a copy, and has a summand of the gradient."""

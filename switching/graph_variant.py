@@ -104,7 +104,8 @@ class GraphVariant(Variant):
         """Return the program under this plan; made at the first call, which is collective."""
         key = (id(program), wants_values)
         if key not in self._stages:
-            self._stages[key] = together(self.table, lambda: self._make(program, wants_values))
+            with self.first_use.making():
+                self._stages[key] = together(self.table, lambda: self._make(program, wants_values))
         return self._stages[key]
 
     def _make(self, program: Program, wants_values: bool) -> StagePlan:

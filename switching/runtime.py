@@ -85,6 +85,7 @@ class Runtime:
         self.policy: Policy = choose_variant
         self.health = Health()
         self.observers: list[Observer] = []
+        self._groups_seen = set(table.creation_seconds)
 
     def add_variant(self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None) -> Variant:
         """Add a variant; its device graphs are made when a batch first needs them."""
@@ -103,6 +104,12 @@ class Runtime:
         if name is not None:
             self._known(name)
         self.pinned = name
+
+    def charge_groups(self) -> None:
+        """Count the groups that have been created since the last call as the current variant's."""
+        found = {ranks: s for ranks, s in self.table.creation_seconds.items() if ranks not in self._groups_seen}
+        self._groups_seen |= found.keys()
+        self.variants[self.current].first_use.group_seconds |= found
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one batch; collective."""
@@ -125,6 +132,7 @@ class Runtime:
         self._known(name)
         self.variants[self.current].flush()
         self.buffers.sync()
+        self.charge_groups()
         self.current = name
         self.switches += 1
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 from torch import Tensor, nn
 
@@ -13,6 +15,30 @@ from hetu_fx.prediction import Prediction
 from hetu_fx.switching.bridge import Bridge
 from hetu_fx.switching.gradients import KeptBack
 from hetu_fx.switching.home import HomeTensor
+
+
+@dataclass
+class FirstUse:
+    """What it has taken this rank to get a variant running; paid once.
+
+    Attributes:
+        graph_seconds: making its graphs and what stands around them; a compiler's work is not in it.
+        group_seconds: creating process groups, by their ranks: those that were first used while this variant ran.
+    """
+
+    graph_seconds: float = 0.0
+    group_seconds: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Count the time inside as that of making graphs."""
+        start = perf_counter()
+        yield
+        self.graph_seconds += perf_counter() - start
+
+    def __str__(self) -> str:
+        groups, seconds = len(self.group_seconds), sum(self.group_seconds.values())
+        return f"graphs made in {self.graph_seconds:.3g} s, {groups} process groups in {seconds:.3g} s"
 
 
 class Variant:
@@ -30,6 +56,7 @@ class Variant:
         self.planned_rates = planned_rates
         self.trained = frozenset(n for n, home in homes.items() if home.requires_grad)
         self.kept_back = KeptBack()
+        self.first_use = FirstUse()
         self._gathered: tuple[object, dict[str, Tensor]] = (None, {})
 
     @property

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hetu_fx.comm_ops import groups
 from hetu_fx.comm_ops.groups import GroupTable, activate, active, guarded, using
 from hetu_fx.errors import CommError
 
@@ -39,6 +40,23 @@ def test_torchs_errors_become_ours():
     with pytest.raises(CommError, match=r"all-reduce of ranks \[0, 1\] failed on rank 0: timed out"):
         with guarded("all-reduce", [0, 1]):
             raise RuntimeError("timed out")
+
+
+def test_a_wait_inside_another_is_counted_once_and_told_first(monkeypatch):
+    now = iter((0.0, 1.0, 3.0, 10.0))
+    monkeypatch.setattr(groups, "perf_counter", lambda: next(now))
+    table, told = GroupTable.dry(0, 2), []
+    table.listener = lambda *event: told.append(event)
+    with using(table), guarded("all-reduce", [0, 1]), guarded("group creation", [0, 1]):
+        pass
+    assert table.seconds_waited == 10
+    assert told == [("group creation", 1.0, 3.0), ("all-reduce", 0.0, 10.0)]
+
+
+def test_a_wait_that_fails_is_counted_too():
+    with using(GroupTable.dry(0, 2)) as table, pytest.raises(CommError), guarded("all-reduce", [0, 1]):
+        raise RuntimeError("timed out")
+    assert table.seconds_waited > 0
 
 
 def test_another_ranks_communication_is_refused():

@@ -76,12 +76,17 @@ def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: 
     return 2 * two_level_ring_cost(num_bytes, ranks, topology)
 
 
-def cheapest_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-reduce in the form that it takes on the links."""
-    flat = all_reduce_cost(num_bytes, ranks, topology)
+def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price an all-gather or reduce-scatter in the form that it takes on the links."""
+    flat = ring_cost(num_bytes, ranks, topology)
     if not spans([topology.node_of(rank) for rank in ranks]):
         return flat
-    return min(flat, two_level_all_reduce_cost(num_bytes, ranks, topology))
+    return min(flat, two_level_ring_cost(num_bytes, ranks, topology))
+
+
+def cheapest_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price an all-reduce in the form that it takes on the links: two turns."""
+    return 2 * cheapest_ring_cost(num_bytes, ranks, topology)
 
 
 def _across(num_bytes: float, levels: Sequence[Sequence[int]], topology: Topology) -> float:

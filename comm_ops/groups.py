@@ -9,16 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
 from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.comm_ops.leaving import release_at_exit
+from hetu_fx.comm_ops.process_group import (
+    GroupCreation,
+    create_group,
+    has_native_backend,
+    timeout_of,
+    world_group,
+)
 from hetu_fx.errors import CommError
 
 # How many tables each base group has seen: with the base's name it makes group names that are new and that
@@ -35,8 +40,7 @@ class GroupTable:
     `process_group` if None). `listener` is told (what, start, end) of every communication. `topology` has the
     links between its ranks, if they are known: set it alike on all ranks.
 
-    `creation_seconds` has what the creation of every group took, by its ranks, in the order of creation: connections
-    to all members under gloo; NCCL connects at the first message, which then takes longer.
+    `creations` lists the groups created so far, also those of tables beside this one.
     """
 
     listener: Callable[[str, float, float], None] | None = None
@@ -50,13 +54,14 @@ class GroupTable:
         name: str | None = None,
     ) -> None:
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self.creation_seconds: dict[tuple[int, ...], float] = {}
+        self.creations: list[GroupCreation] = []
+        self._beside: dict[str, GroupTable] = {}
         self._staged: dict[torch.device, bool] = {}
-        self._base = process_group or _world_group()
+        self._base = process_group or world_group()
         self._globals: tuple[int, ...] = (0,)
         self.seconds_waited = 0.0  # in communication, since the table was made
         self._name = "alone"
-        self.rank, self.size, self.timeout = 0, 1, timeout or _timeout_of(self._base)
+        self.rank, self.size, self.timeout = 0, 1, timeout or timeout_of(self._base)
         if self._base is not None:
             self._bind(self._base, name)
 
@@ -64,7 +69,7 @@ class GroupTable:
     def dry(cls, rank: int, size: int) -> GroupTable:
         """Pretend to be `rank` of `size`, for tracing and export: shapes are right, messages are refused."""
         table = cls.__new__(cls)
-        table._groups, table._staged, table._base, table.creation_seconds = {}, {}, None, {}
+        table._groups, table._staged, table._base, table.creations, table._beside = {}, {}, None, [], {}
         table._globals, table._name, table.seconds_waited = tuple(range(size)), "dry", 0.0
         table.rank, table.size, table.timeout = rank, size, timedelta(0)
         return table
@@ -77,6 +82,17 @@ class GroupTable:
             _tables_over[base] = _tables_over.get(base, 0) + 1
         self._name = f"hetu_fx/{base.group_name}/{name}"
         release_at_exit(self)
+
+    def beside(self, name: str) -> GroupTable:
+        """Give the table of the same ranks, with groups of its own, for messages in a thread of that name.
+
+        Messages of one group must come in one order on all ranks, which those of several threads do not. Made at the
+        first call. Only a group of all ranks is shared.
+        """
+        if name not in self._beside:
+            self._beside[name] = GroupTable(self.base, timeout=self.timeout, name=f"{self._name}/{name}")
+            self._beside[name].creations = self.creations
+        return self._beside[name]
 
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
@@ -134,7 +150,7 @@ class GroupTable:
     def staged(self, device: torch.device) -> bool:
         """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
         if device not in self._staged:
-            self._staged[device] = device.type != "cpu" and not _has_native_backend(self.base, device)
+            self._staged[device] = device.type != "cpu" and not has_native_backend(self.base, device)
         return self._staged[device]
 
     def _create(self, ranks: tuple[int, ...]) -> ProcessGroup:
@@ -147,55 +163,18 @@ class GroupTable:
         name = f"{self._name}/{'-'.join(map(str, ranks))}"
         start = perf_counter()
         with guarded("group creation", ranks):
-            group = _create_group(members, name, self.timeout)
-        self.creation_seconds[ranks] = perf_counter() - start
+            group = create_group(members, name, self.timeout)
+        self.creations.append(GroupCreation(ranks, perf_counter() - start))
         return group
 
 
-def _create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGroup:
-    """Do what new_group(use_local_synchronization=True) does, but under a name that all members agree on.
-
-    new_group hashes the number of groups that the process has made so far into the name, so ranks that are in
-    unequal numbers of groups (the normal case for unequal devices) never meet (seen in torch 2.13).
-    """
-    backend, store = _world.pg_map[_get_default_group()]
-    me = members.index(dist.get_rank())
-    created = _new_process_group_helper(
-        len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
-    )
-    group: ProcessGroup = created[0]
-    _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
-    return group
-
-
-def _world_group() -> ProcessGroup | None:
-    return _get_default_group() if dist.is_available() and dist.is_initialized() else None
-
-
-def _timeout_of(group: ProcessGroup | None) -> timedelta:
-    if group is None:
-        return timedelta(minutes=30)
-    for device in ("cpu", "cuda"):
-        try:
-            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
-        except RuntimeError:  # the group has no backend for this kind of device
-            continue
-        return timeout
-    return timedelta(minutes=30)
-
-
-def _has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError:  # the group has no backend for this kind of device
-        return False
-    return "gloo" not in type(backend).__name__.lower()
-
-
 @contextmanager
-def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the seconds."""
-    table = active()
+def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) -> Iterator[None]:
+    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the seconds.
+
+    They count for `table` (None: the active one).
+    """
+    table = table or active()
     try:
         with table.waiting(what):
             yield
@@ -222,7 +201,7 @@ def active() -> GroupTable:
     global _default
     if _active is not None:
         return _active
-    if _default is None or _default._base is not _world_group():
+    if _default is None or _default._base is not world_group():
         # Named, as ranks may come here at different times, or some not at all.
         _default = GroupTable(name="default")
     return _default

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hetu_fx.comm_ops import COMM_OPS
 from hetu_fx.comm_ops.choose_form import CHOICES
 from hetu_fx.comm_ops.cost import Topology
+from hetu_fx.comm_ops.form import FLAT, Form
 from hetu_fx.comm_ops.resolution import Call, Resolution
 from hetu_fx.errors import ResolveError
 
@@ -34,7 +35,9 @@ class Lowering:
 
     def formed(self, call: Call) -> Call:
         """Give a call with its form as the last argument, but where it is flat."""
-        if self.topology is None:
-            return call
-        form = str(COMM_OPS[call.op].form(call.args, self.topology, self.choice))
+        form = str(self.form(call.op, *call.args))
         return Call(call.op, (*call.args, form)) if form else call
+
+    def form(self, op: str, *args: object) -> Form:
+        """Choose the form of an op with these arguments, which start with its ranks or its change."""
+        return FLAT if self.topology is None else COMM_OPS[op].form(args, self.topology, self.choice)

@@ -71,6 +71,13 @@ def reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Seque
     return mine.view(parts[list(ranks).index(table.rank)].shape)
 
 
+def groups_in_levels(ranks: Sequence[int], nodes: Sequence[int], rank: int) -> Iterator[tuple[int, ...]]:
+    """List the groups that `rank` may meet in, inside its node and in its lanes, in the one order of all ranks."""
+    levels = by_node(tuple(ranks), tuple(nodes))
+    members = (_inside(levels, rank), *(lane for _, lane in _own_lanes(levels, rank)))
+    return (group for group in members if len(group) > 1)
+
+
 def _inside(levels: Levels, rank: int) -> tuple[int, ...]:
     return next(ranks for ranks in levels if rank in ranks)
 

@@ -37,7 +37,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
         return fresh(x)
     wire = to_wire(x, table)
     others = len(ranks) - 1
-    with guarded("all-reduce", ranks):
+    with guarded("all-reduce", ranks, table):
         if wire.device.type == "cpu" and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
             return _sum_of_messages(dict.fromkeys(ranks, wire), ranks, table).to(x.device)
         result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
@@ -52,7 +52,7 @@ def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return parts
     wires = [to_wire(part, table) for part in parts]
-    with guarded("all-gather", ranks):
+    with guarded("all-gather", ranks, table):
         group = table.group(ranks)
         if wires[here].device.type == "cpu":
             works = [
@@ -73,7 +73,7 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return fresh(mine)
     wires = [to_wire(part, table) for part in parts]
-    with guarded("reduce-scatter", ranks):
+    with guarded("reduce-scatter", ranks, table):
         if wires[0].device.type == "cpu":
             result = _sum_of_messages(dict(zip(ranks, wires, strict=True)), ranks, table)
         else:
@@ -90,7 +90,7 @@ def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[in
     if len(ranks) == 1 or largest == 0:
         return gather_parts(x, shapes, ranks, table)
     wire = _padded(to_wire(x, table), largest)
-    with guarded("all-gather", ranks):
+    with guarded("all-gather", ranks, table):
         arrived = [torch.empty_like(wire) for _ in ranks]
         dist.all_gather(arrived, wire, group=table.group(ranks))
     flats = dict(zip(table.order(ranks), (flat.to(x.device) for flat in arrived), strict=True))
@@ -104,7 +104,7 @@ def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     if len(ranks) == 1 or largest == 0:
         return reduce_parts(parts, ranks, table)
     wires = [_padded(to_wire(parts[i], table), largest) for i in table.order(ranks)]
-    with guarded("reduce-scatter", ranks):
+    with guarded("reduce-scatter", ranks, table):
         result = torch.empty_like(wires[0])
         dist.reduce_scatter(result, wires, group=table.group(ranks))
     return result[: mine.numel()].view(mine.shape).to(mine.device, copy=True)

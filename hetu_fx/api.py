@@ -115,8 +115,8 @@ class Handle:
     def stats(self) -> dict[str, Any]:
         """Return what the last step did, and what this process has paid once so far.
 
-        `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `group_seconds`
-        has what the creation of each process group took, by its ranks, and `first_use` by variant the `FirstUse`.
+        `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `groups` lists
+        the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant.
         """
         report = self._runtime.report
         self._runtime.charge_groups()
@@ -126,7 +126,7 @@ class Handle:
             "compute_seconds": report.timer.seconds,
             "steps": self._runtime.step,
             "switches": self._runtime.switches,
-            "group_seconds": dict(self._runtime.table.creation_seconds),
+            "groups": tuple(self._runtime.table.creations),
             "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
         }
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.groups import GroupTable, using
+from hetu_fx.comm_ops.lowering import Lowering
 from hetu_fx.switching.bridge_plan import BUCKET_BYTES, BridgeEntry, BridgePlan, Bucket, plan_bridge
 from hetu_fx.switching.bridge_run import BucketRun, Crossing, UnderWay
 
@@ -25,11 +26,19 @@ IN_FLIGHT = 3
 class Bridge:
     """Brings parameters from home to where they are computed with, and gradients home.
 
-    Made alike on all ranks of `table`; every call is collective over them.
+    Made alike on all ranks of `table`; every call is collective over them. `lowering` chooses the form of its messages
+    (None: the cheapest on the links of `table`).
     """
 
-    def __init__(self, entries: Sequence[BridgeEntry], table: GroupTable, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        entries: Sequence[BridgeEntry],
+        table: GroupTable,
+        bucket_bytes: int = BUCKET_BYTES,
+        lowering: Lowering | None = None,
+    ) -> None:
         self.plan = plan_bridge(entries, bucket_bytes)
+        lowering = lowering or Lowering(table.topology)
         self.table = table
         self._device = torch.device("cpu")
         by_name = {entry.name: entry for entry in entries}
@@ -41,11 +50,11 @@ class Bridge:
             for name, entry in by_name.items()
         }
         self._gathers = [
-            BucketRun(table, bucket, [crossings[name][0] for name in bucket.names], tag, required=True)
+            BucketRun(table, bucket, [crossings[name][0] for name in bucket.names], tag, lowering, required=True)
             for tag, bucket in enumerate(self.plan.gathers)
         ]
         self._reduces = [
-            BucketRun(table, bucket, [crossings[name][1] for name in bucket.names], tag, required=False)
+            BucketRun(table, bucket, [crossings[name][1] for name in bucket.names], tag, lowering, required=False)
             for tag, bucket in enumerate(self.plan.reduces)
         ]
 

@@ -85,7 +85,7 @@ class Runtime:
         self.policy: Policy = choose_variant
         self.health = Health()
         self.observers: list[Observer] = []
-        self._groups_seen = set(table.creation_seconds)
+        self._groups_seen = len(table.creations)
 
     def add_variant(self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None) -> Variant:
         """Add a variant; its device graphs are made when a batch first needs them."""
@@ -107,9 +107,9 @@ class Runtime:
 
     def charge_groups(self) -> None:
         """Count the groups that have been created since the last call as the current variant's."""
-        found = {ranks: s for ranks, s in self.table.creation_seconds.items() if ranks not in self._groups_seen}
-        self._groups_seen |= found.keys()
-        self.variants[self.current].first_use.group_seconds |= found
+        found = self.table.creations[self._groups_seen :]
+        self._groups_seen += len(found)
+        self.variants[self.current].first_use.groups += found
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one batch; collective."""

@@ -10,6 +10,7 @@ from time import perf_counter
 from torch import Tensor, nn
 
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.process_group import GroupCreation
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
 from hetu_fx.switching.bridge import Bridge
@@ -23,11 +24,11 @@ class FirstUse:
 
     Attributes:
         graph_seconds: making its graphs and what stands around them; a compiler's work is not in it.
-        group_seconds: creating process groups, by their ranks: those that were first used while this variant ran.
+        groups: the process groups that were first used, and so created, while this variant ran.
     """
 
     graph_seconds: float = 0.0
-    group_seconds: dict[tuple[int, ...], float] = field(default_factory=dict)
+    groups: list[GroupCreation] = field(default_factory=list)
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -37,8 +38,8 @@ class FirstUse:
         self.graph_seconds += perf_counter() - start
 
     def __str__(self) -> str:
-        groups, seconds = len(self.group_seconds), sum(self.group_seconds.values())
-        return f"graphs made in {self.graph_seconds:.3g} s, {groups} process groups in {seconds:.3g} s"
+        seconds = sum(group.seconds for group in self.groups)
+        return f"graphs made in {self.graph_seconds:.3g} s, {len(self.groups)} process groups in {seconds:.3g} s"
 
 
 class Variant:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, messages_cost, ring_cost
+from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
 from hetu_fx.planner.memory import activation_bytes, fixed_bytes, in_flight
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
@@ -154,7 +154,7 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     Zero 1: gradients are reduce-scattered and parameters gathered, a turn around the ring each. Zero 0:
     gradients are all-reduced, two turns, and nothing is gathered.
     """
-    turn = ring_cost(num_bytes, ranks, cluster)
+    turn = cheapest_ring_cost(num_bytes, ranks, cluster)
     return (turn, turn) if zero else (2 * turn, 0.0)
 
 

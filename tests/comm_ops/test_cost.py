@@ -4,6 +4,7 @@ from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.cost import (
     all_reduce_cost,
     cheapest_all_reduce_cost,
+    cheapest_ring_cost,
     messages_cost,
     ring_cost,
     two_level_all_reduce_cost,
@@ -48,6 +49,7 @@ def test_the_cheapest_all_reduce_is_flat_where_there_is_one_level():
     assert cheapest_all_reduce_cost(100, (0, 1, 2, 3), links) == two_level_all_reduce_cost(100, (0, 1, 2, 3), links)
     for ranks in ((0,), (0, 1), (0, 2)):
         assert cheapest_all_reduce_cost(100, ranks, links) == all_reduce_cost(100, ranks, links)
+        assert cheapest_ring_cost(100, ranks, links) == ring_cost(100, ranks, links)
 
 
 def test_messages_between_nodes_share_the_nodes_links():

@@ -75,22 +75,23 @@ def check_the_groups_of_a_variant_are_created_when_it_is_first_used(rank: int, w
     other = Plan((one(Stage((0,))), one(Stage((1, 2)))), name="other")
     twins = Twins("mlp", [pair, other], group)
     hetu, batch = twins.model.hetu, batch_of("mlp", 6)
-    assert hetu.stats["group_seconds"] == {}
+    assert hetu.stats["groups"] == ()
     told: list[str] = []
     hetu.on_communication(lambda what, start, end: told.append(what))
     seen = []
     for name in ("pair", "other", "pair", "other"):
         hetu.switch(name)
         twins.step(batch, (2, 2, 2))
-        seen.append(set(hetu.stats["group_seconds"]))
+        seen.append({group.ranks for group in hetu.stats["groups"]})
     assert seen[1] == seen[2] == seen[3], "a variant that has run needs no new groups"
-    first = {name: set(use.group_seconds) for name, use in hetu.stats["first_use"].items()}
+    first = {name: {group.ranks for group in use.groups} for name, use in hetu.stats["first_use"].items()}
     assert ((0, 1) in first["pair"]) is (rank < 2)
     assert first["pair"] == seen[0]
     assert not first["pair"] & first["other"]
-    assert first["pair"] | first["other"] == set(hetu.stats["group_seconds"])
-    assert told.count("group creation") == len(hetu.stats["group_seconds"])
-    assert all(rank in ranks for ranks in hetu.stats["group_seconds"]), "a group that this rank is not in"
+    assert first["pair"] | first["other"] == seen[-1]
+    assert told.count("group creation") == len(hetu.stats["groups"]) == len(seen[-1])
+    assert all(rank in ranks for ranks in seen[-1]), "a group that this rank is not in"
+    assert all(group.seconds > 0 for group in hetu.stats["groups"])
     assert all(use.graph_seconds > 0 for use in hetu.stats["first_use"].values())
     assert f"{len(first['other'])} process groups" in hetu.explain()
 

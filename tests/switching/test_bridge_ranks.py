@@ -18,9 +18,11 @@ from hetu_fx.annotations.annotation import State as AxisState
 from hetu_fx.annotations.reference import shard
 from hetu_fx.annotations.samples import random_annotation, random_cotangent
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.lowering import Lowering
 from hetu_fx.switching.bridge import Bridge, BridgeEntry, Reduction
 from hetu_fx.switching.home_layout import home_layout
 from hetu_fx.switching.home_plan import make_home_layouts
+from hetu_fx.topology import Cluster, Link
 
 WORLD = 4
 SHAPES = {"w": (12, 40), "v": (40, 12), "fused": (36, 32), "bias": (12,), "scale": (), "big": (48, 50)}
@@ -96,6 +98,19 @@ def expected_sum(annotation: Annotation, name: str, home: Annotation, rank: int)
     return cut(home, name, sum(value(name, 7 + n) for n in numbers), rank)  # type: ignore[arg-type]
 
 
+def lowerings() -> Iterator[tuple[str, Lowering]]:
+    """Yield the ways in which messages may go: flat, and in two levels of nodes."""
+    yield "flat", Lowering()
+    for nodes in ("aabb", "aaab", "abab"):
+        yield f"nodes {nodes}", Lowering(on_nodes(nodes), "two_level")
+
+
+def on_nodes(nodes: str, bytes_per_second: float = 1e7) -> Cluster:
+    """Put a rank on the node of each letter; nodes are joined by a link of the given speed."""
+    inter = Link(bytes_per_second, 1e-6)
+    return Cluster.on_paper([1e9] * WORLD, nodes=tuple(nodes), intra=Link(1e9, 1e-6), inter=inter)
+
+
 def bridges(table: GroupTable, dtype: torch.dtype = torch.float64) -> Iterator[tuple[str, Bridge]]:
     for title, parameters in settings():
         compute = {name: pair[0] for name, pair in parameters.items()}
@@ -109,7 +124,8 @@ def bridges(table: GroupTable, dtype: torch.dtype = torch.float64) -> Iterator[t
         }
         for where, home in homes.items():
             entries = [BridgeEntry(name, SHAPES[name], dtype, home[name], *parameters[name]) for name in SHAPES]
-            yield f"{title}, {where}", Bridge(entries, table, bucket_bytes=10000)
+            for form, lowering in lowerings():
+                yield f"{title}, {where}, {form}", Bridge(entries, table, bucket_bytes=10000, lowering=lowering)
 
 
 def check_values_reach_their_readers(rank: int, world: int, folder: Path) -> None:
@@ -187,6 +203,28 @@ def check_random_annotations(rank: int, world: int, folder: Path) -> None:
         assert set(values) == ({"w"} if rank in read else set())
         if rank in read:
             assert np.array_equal(values["w"].numpy(), read[rank]), (case, home, compute)
+
+
+def check_two_levels_meet_inside_nodes_and_in_lanes_and_where_the_price_says_so(
+    rank: int, world: int, folder: Path
+) -> None:
+    one = stages(*(((r,), ()) for r in range(WORLD)))
+    levels = {ranks for ranks in ((0, 1), (2, 3), (0, 2), (1, 3)) if rank in ranks}
+    slow, fast = on_nodes("aabb"), on_nodes("aabb", 1e9)
+    cases = [
+        (Lowering(slow, "two_level"), levels),
+        (Lowering(slow, "flat"), set()),
+        (Lowering(slow), levels),
+        (Lowering(fast), set()),
+    ]
+    for zero in (0, 1):
+        home = make_home_layouts(SHAPES, range(WORLD), dict.fromkeys(SHAPES, one[0]), zero=zero)
+        entries = [BridgeEntry(name, SHAPES[name], torch.float64, home[name], *one) for name in SHAPES]
+        for lowering, expected in cases:
+            table = GroupTable()
+            bridge = Bridge(entries, table, lowering=lowering)
+            bridge.gather(bridge.reduce(gradients(bridge, rank)))
+            assert {created.ranks for created in table.creations} == expected, (zero, lowering.choice)
 
 
 def check_the_bridge_works_inside_a_smaller_world(rank: int, world: int, folder: Path) -> None:

@@ -1,0 +1,63 @@
+"""One process group, as torch.distributed has it: created under a given name, and asked what it can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCreation:
+    """What it took to create the group of logical `ranks`.
+
+    Under gloo that is to connect all members; NCCL connects at the first message, which then takes longer.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGroup:
+    """Do what new_group(use_local_synchronization=True) does, but under a name that all members agree on.
+
+    new_group hashes the number of groups that the process has made so far into the name, so ranks that are in
+    unequal numbers of groups (the normal case for unequal devices) never meet (seen in torch 2.13).
+    """
+    backend, store = _world.pg_map[_get_default_group()]
+    me = members.index(dist.get_rank())
+    created = _new_process_group_helper(
+        len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
+    )
+    group: ProcessGroup = created[0]
+    _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
+    return group
+
+
+def world_group() -> ProcessGroup | None:
+    return _get_default_group() if dist.is_available() and dist.is_initialized() else None
+
+
+def timeout_of(group: ProcessGroup | None) -> timedelta:
+    if group is None:
+        return timedelta(minutes=30)
+    for device in ("cpu", "cuda"):
+        try:
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        except RuntimeError:  # the group has no backend for this kind of device
+            continue
+        return timeout
+    return timedelta(minutes=30)
+
+
+def has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # the group has no backend for this kind of device
+        return False
+    return "gloo" not in type(backend).__name__.lower()

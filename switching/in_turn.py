@@ -1,0 +1,47 @@
+"""Work that is done beside what else a process does, in a thread, one piece after the other in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+
+
+class InTurn:
+    """Runs pieces of work one after the other; those after one that failed fail with the same error.
+
+    Every piece has a thread of its own, which waits for its turn, so none is left when there is nothing to do. Python
+    does not wait for them when the process ends: after an error peers must notice at once.
+    """
+
+    def __init__(self) -> None:
+        self._last: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> Turn:
+        """Have `work` done after what has been started before."""
+        before, done = self._last, Future[None]()
+        self._last = done
+        Thread(target=_run, args=(before, work, done), daemon=True).start()
+        return Turn(done)
+
+
+class Turn:
+    """A piece of work under way."""
+
+    def __init__(self, done: Future[None]) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        """Wait until it is done, and raise what it raised."""
+        self._done.result()
+
+
+def _run(before: Future[None] | None, work: Callable[[], None], done: Future[None]) -> None:
+    try:
+        if before is not None:
+            before.result()
+        work()
+    except BaseException as error:  # handed to whoever waits
+        done.set_exception(error)
+    else:
+        done.set_result(None)

@@ -227,6 +227,29 @@ def check_two_levels_meet_inside_nodes_and_in_lanes_and_where_the_price_says_so(
             assert {created.ranks for created in table.creations} == expected, (zero, lowering.choice)
 
 
+def check_a_bucket_starts_without_waiting_for_its_peers(rank: int, world: int, folder: Path) -> None:
+    """Rank 0 tells the others to start only when it has started all its buckets, as it may in its backward."""
+    import torch.distributed as dist
+
+    one = stages(*(((r,), ()) for r in range(WORLD)))
+    home = make_home_layouts(SHAPES, range(WORLD), dict.fromkeys(SHAPES, one[0]))
+    entries = [BridgeEntry(name, SHAPES[name], torch.float64, home[name], *one) for name in SHAPES]
+    for form, lowering in lowerings():
+        bridge = Bridge(entries, GroupTable(), bucket_bytes=5000, lowering=lowering)
+        expected = bridge.reduce(gradients(bridge, rank))  # creates the groups, which is collective
+        reduction = Reduction(bridge, SHAPES)
+        if rank:
+            dist.recv(torch.empty(1), src=0)
+        for name, gradient in gradients(bridge, rank).items():
+            reduction.ready(name, gradient)
+        reduction.start()
+        if rank == 0:
+            for other in range(1, WORLD):
+                dist.send(torch.zeros(1), dst=other)
+        found = reduction.finish()
+        assert all(torch.equal(found[name], expected[name]) for name in SHAPES), form
+
+
 def check_the_bridge_works_inside_a_smaller_world(rank: int, world: int, folder: Path) -> None:
     import torch.distributed as dist
 

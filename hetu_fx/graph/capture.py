@@ -164,6 +164,8 @@ def _surroundings() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # a failed export prints its graph there
+        # With symbolic sizes, torch works out each entry of this cache twice; that costs more than its hits save.
+        stack.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
         warnings.simplefilter("ignore")
         guards = logging.getLogger("torch.fx.experimental.symbolic_shapes")
         guards.addFilter(_say_nothing)

@@ -1,15 +1,26 @@
-"""Tiny models that tests capture, with example batches. Sizes differ, so that equal sizes mean equal dims."""
+"""Tiny models that tests capture, with example batches. Sizes differ, so that equal sizes mean equal dims.
+
+Export takes seconds, so `captured` does it once per model and process. `models` names the models to a test and sends
+what needs the same one to the same worker (with pytest's --dist loadgroup).
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from torch import nn
 
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.graph import Graph
+
+LENGTH = 13
 VOCABULARY = 97
 TRANSFORMER = {"num_hidden_layers": 2, "num_attention_heads": 6, "hidden_size": 48, "intermediate_size": 112}
 
@@ -123,3 +134,41 @@ SAMPLES = {
 
 def to_double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+NO_DROPOUT: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "t5": {"dropout_rate": 0.0},
+}
+
+
+def models(*names: str) -> list[Any]:
+    """Return values for a test's parameter: these models, or all, each with all its tests in one worker."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names or SAMPLES]
+
+
+def example(name: str) -> dict[str, torch.Tensor]:
+    """Return the batch on which a model is captured; its number of rows is no other size of the model."""
+    return SAMPLES[name].batch(5 if name == "vit" else 7, LENGTH)
+
+
+def captured(name: str, *, double: bool = False, dropout: bool = True) -> tuple[nn.Module, Graph]:
+    """Return a copy of a model in training mode, and its graph, which passes leave as it is.
+
+    Args:
+        name: which model.
+        double: with parameters and inputs of float64; not mixtral, whose grouped products know no float64.
+        dropout: as the model comes, or with all dropout left out.
+    """
+    drops = dropout and name in NO_DROPOUT
+    model, graph = _captured(name, double and name != "mixtral", drops)
+    return copy.deepcopy(model), graph
+
+
+@functools.cache
+def _captured(name: str, double: bool, drops: bool) -> tuple[nn.Module, Graph]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, batch = SAMPLES[name].model(**{} if drops else NO_DROPOUT.get(name, {})).train(), example(name)
+        return (model, capture(model, batch)) if not double else (model.double(), capture(model, to_double(batch)))

@@ -11,31 +11,17 @@ from hetu_fx.deduction.analyse import analyse
 from hetu_fx.deduction.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import leaf_values
-from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from tests.deduction.shards import cuts_of
 from tests.deduction.simulate import Simulation
-from tests.model_zoo import SAMPLES, to_double
-
-NO_DROPOUT = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "t5": {"dropout_rate": 0.0},
-}
-LENGTH = 13
+from tests.model_zoo import captured, example, models, to_double
 
 
 @functools.cache
 def prepared(name: str) -> tuple[Graph, FactorMap, list[torch.Tensor]]:
     torch.manual_seed(0)
-    sample = SAMPLES[name]
-    model, batch = (
-        sample.model(**NO_DROPOUT.get(name, {})).train(),
-        sample.batch(5 if name == "vit" else 7, LENGTH),
-    )
-    if name != "mixtral":  # grouped matmuls know no float64
-        model, batch = model.double(), to_double(batch)
-    graph = capture(model, batch)
+    model, graph = captured(name, double=True, dropout=False)
+    batch = example(name) if name == "mixtral" else to_double(example(name))
     inputs = [leaf for leaf in graph.leaves if leaf.name in batch]
     assert all(meta.hints(leaf.node) == tuple(batch[leaf.name].shape) for leaf in inputs), (
         "the sizes that run are the hints"
@@ -43,7 +29,7 @@ def prepared(name: str) -> tuple[Graph, FactorMap, list[torch.Tensor]]:
     return graph, analyse(graph), [value.detach() for value in leaf_values(graph, model, batch)]
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", models())
 def test_every_value_on_shards_of_every_class_is_the_shard_of_the_value(name: str) -> None:
     graph, factors, leaves = prepared(name)
     for cls in factors.classes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ from hetu_fx.planner.cut import FactorCut
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.profile import example_rows, program_costs
 from hetu_fx.planner.program import ProgramCosts
-from tests.model_zoo import SAMPLES
+from tests.model_zoo import LENGTH, captured, example, models
 from tests.planner.examples import paper
-
-ROWS, LENGTH = 5, 11
 
 
 class Stack(nn.Module):
@@ -49,14 +46,6 @@ class Block(nn.Module):
 @functools.cache
 def stack() -> Graph:
     return capture(Stack(), {"x": torch.randn(7, 8)}, loss_fn=lambda out, **batch: out)
-
-
-@functools.cache
-def captured(name: str) -> tuple[nn.Module, Graph]:
-    model = SAMPLES[name].model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model, capture(model, SAMPLES[name].batch(ROWS, LENGTH))
 
 
 def cut_inner(graph: Graph) -> FactorCut:
@@ -95,22 +84,23 @@ def test_units_are_the_size_of_the_smallest_class_that_is_cut() -> None:
     assert program_costs(graph).units == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "conv"])
+@pytest.mark.parametrize("name", models("gpt2", "bert", "t5", "conv"))
 def test_flops_are_those_that_torch_counts_in_the_eager_model(name: str) -> None:
     model, graph = captured(name)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(**SAMPLES[name].batch(ROWS, LENGTH))
+        model(**example(name))
     rows = example_rows(graph)
     assert program_costs(graph).whole.flops * rows == pytest.approx(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", models())
 def test_every_parameter_is_counted_once(name: str) -> None:
     model, graph = captured(name)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     assert program_costs(graph).whole.parameter_bytes == held
 
 
+@pytest.mark.xdist_group("mixtral")
 def test_a_product_that_torch_cannot_count_is_counted_by_its_rule() -> None:
     _, graph = captured("mixtral")
     plain = program_costs(graph).whole.flops
@@ -125,6 +115,7 @@ def test_costs_per_row_do_not_depend_on_the_rows_of_the_step() -> None:
     assert costs[0].blocks == costs[1].blocks
 
 
+@pytest.mark.xdist_group("llama")
 def test_a_captured_model_is_planned_from_end_to_end() -> None:
     _, graph = captured("llama")
     costs: ProgramCosts = program_costs(graph, rows=24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 from hetu_fx.transforms.specialize import Specialize
 from hetu_fx.transforms.traffic import comm_call, communications
+from tests.model_zoo import captured
 
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...]
 
@@ -30,6 +32,12 @@ def program_of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | 
     """Capture a model in its own mode; parameters that need no gradient are frozen."""
     frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
     return make_program(capture(model, batch, loss_fn=loss_fn, training=model.training), frozen)
+
+
+@functools.cache
+def zoo_program(name: str) -> Program:
+    """Return a model of the zoo in training mode as a program, made once per process."""
+    return make_program(captured(name)[1], frozenset())
 
 
 def pipeline(*stages: Sequence[int], ratios: Sequence[int] = (), rows: int = 1, micro_batches: int = 1) -> Pipeline:
@@ -163,7 +171,19 @@ def same_as_one_device(
     model: nn.Module, batch: Batch, plan: Plan, *, loss_fn: Callable[..., Tensor] | None = None, limit: float = 1e-10
 ) -> dict[int, DeviceGraph]:
     """Compare a plan of one stage with the model itself: loss, outputs, every gradient; return the device graphs."""
-    program = program_of(model, batch, loss_fn)
+    return program_as_one_device(program_of(model, batch, loss_fn), model, batch, plan, loss_fn=loss_fn, limit=limit)
+
+
+def program_as_one_device(
+    program: Program,
+    model: nn.Module,
+    batch: Batch,
+    plan: Plan,
+    *,
+    loss_fn: Callable[..., Tensor] | None = None,
+    limit: float = 1e-10,
+) -> dict[int, DeviceGraph]:
+    """Compare as `same_as_one_device` does, with a program that is there already."""
     inputs = batch if isinstance(batch, Mapping) else {str(i): x for i, x in enumerate(batch)}
     devices = {rank: device_graph(program, plan, rank, wants_values=True) for rank in plan.devices}
     given = feeder(program, plan, model, inputs)

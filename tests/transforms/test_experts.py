@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from hetu_fx.errors import PlanError
 from hetu_fx.plans import Plan
+from hetu_fx.switching.program import Program
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.traffic import Traffic, traffic_by_block
-from tests.model_zoo import SAMPLES
-from tests.transforms.plans import deduced, program_of, same_as_one_device
+from tests.model_zoo import SAMPLES, example
+from tests.transforms.plans import deduced, program_as_one_device, program_of, zoo_program
 
 EXPERTS = (("*.experts.*", 0),)
 PLANS = {
@@ -23,9 +26,20 @@ PLANS = {
 ROUNDING = 5e-5  # torch's grouped product knows no float64
 
 
-def trained(plan: Plan, rows: int = 4) -> dict[int, DeviceGraph]:
+pytestmark = pytest.mark.xdist_group("mixtral")
+
+
+@functools.cache
+def without_router_loss() -> tuple[nn.Module, Program]:
     model = SAMPLES["mixtral"].model(output_router_logits=False).train()
-    return same_as_one_device(model, SAMPLES["mixtral"].batch(rows, 11), replace(plan, split=EXPERTS), limit=ROUNDING)
+    return model, program_of(model, example("mixtral"))
+
+
+def trained(plan: Plan, rows: int = 4) -> dict[int, DeviceGraph]:
+    model, program = without_router_loss()
+    model.zero_grad()
+    batch = SAMPLES["mixtral"].batch(rows, 11)
+    return program_as_one_device(program, model, batch, replace(plan, split=EXPERTS), limit=ROUNDING)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -38,8 +52,7 @@ def test_devices_whose_experts_get_no_rows_add_nothing() -> None:
 
 
 def test_what_experts_make_is_summed_once_after_it_is_put_together() -> None:
-    model = SAMPLES["mixtral"].model(output_router_logits=False).train()
-    program = program_of(model, SAMPLES["mixtral"].batch(4, 11))
+    _, program = without_router_loss()
     found = traffic_by_block(trained(PLANS["5 experts 3:2"])[0], program.graph.block_paths)
     assert found[0].forward == {"all_reduce": 2}
     # backward: attention's input, the rows sent to experts, and one number per row, its weight
@@ -47,7 +60,7 @@ def test_what_experts_make_is_summed_once_after_it_is_put_together() -> None:
 
 
 def test_parameters_of_experts_are_cut_by_expert() -> None:
-    program = program_of(SAMPLES["mixtral"].model().train(), SAMPLES["mixtral"].batch(4, 11))
+    program = zoo_program("mixtral")
     made = deduced(program, replace(PLANS["5 experts 2:2:1"], split=EXPERTS))
     layout = made.annotated.layouts[0]
     shapes = {

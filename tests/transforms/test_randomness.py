@@ -16,7 +16,7 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.transforms.randomness import Randomness
 from tests.graph.compare import assert_same_as_eager
-from tests.model_zoo import SAMPLES, to_double
+from tests.model_zoo import SAMPLES, captured, models, to_double
 
 aten = torch.ops.aten
 
@@ -27,12 +27,11 @@ def state(row: int = 0, step: int = 0) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def rewritten(name: str) -> tuple[nn.Module, Graph]:
-    sample = SAMPLES[name]
-    model = sample.model().double().train()
-    return model, Randomness()(capture(model, to_double(sample.batch(5, 11))))
+    model, graph = captured(name, double=True)
+    return model, Randomness()(graph)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", models("gpt2", "bert", "t5"))
 def test_no_op_draws_from_a_generator_any_more(name: str) -> None:
     _, graph = rewritten(name)
     targets = {node.target for node in graph.graph.nodes}
@@ -43,7 +42,7 @@ def test_no_op_draws_from_a_generator_any_more(name: str) -> None:
     assert not any("depend on the plan" in note for note in graph.notes)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", models("gpt2", "bert", "t5"))
 def test_rows_on_their_own_get_the_masks_of_the_whole_batch(name: str) -> None:
     model, graph = rewritten(name)
     batch = to_double(SAMPLES[name].batch(7, 11))
@@ -55,6 +54,7 @@ def test_rows_on_their_own_get_the_masks_of_the_whole_batch(name: str) -> None:
         assert torch.allclose(logits, whole[row : row + len(logits)], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.xdist_group("gpt2")
 def test_steps_have_different_masks() -> None:
     model, graph = rewritten("gpt2")
     batch = SAMPLES["gpt2"].batch(3, 11)
@@ -64,6 +64,7 @@ def test_steps_have_different_masks() -> None:
     assert first != second
 
 
+@pytest.mark.xdist_group("llama")
 def test_graphs_that_draw_nothing_get_no_state() -> None:
     _, graph = rewritten("llama")
     assert not graph.leaves_of(LeafKind.RANDOM_STATE)
@@ -184,6 +185,7 @@ def test_unknown_draws_are_noted() -> None:
     assert any("randint_like" in note and "depend on the plan" in note for note in graph.notes)
 
 
+@pytest.mark.xdist_group("gpt2")
 def test_rules_let_every_factor_pass_through_a_draw() -> None:
     _, graph = rewritten("gpt2")
     factors = analyse(graph)

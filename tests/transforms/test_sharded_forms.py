@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 from hetu_fx.deduction.registry import rule_for
 from hetu_fx.plans import Plan
+from hetu_fx.switching.program import make_program
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.sharded_forms import FORMS
 from hetu_fx.transforms.traffic import communications
-from tests.model_zoo import SAMPLES, to_double
-from tests.transforms.plans import program_of, same_as_one_device
+from tests.model_zoo import SAMPLES, captured, models, to_double
+from tests.transforms.plans import program_as_one_device, program_of, same_as_one_device
 
 TIGHT = 1e-11
 SPLITS = {"even": Plan.tensor_parallel((0, 1)), "5:2": Plan.tensor_parallel((0, 1), (5, 2)),
@@ -153,14 +154,12 @@ def test_tables_with_gradients_of_a_kind_of_their_own_stay_whole(options: dict[s
     assert bool(program.factors.op(table).sharded) == (not options)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", models("llama", "gpt2", "bert", "t5"))
 @pytest.mark.parametrize("plan", ["5:2", "3 ranks"])
 def test_models_with_a_split_vocabulary_equal_one_device(name: str, plan: str) -> None:
-    dropless = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-                "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-                "t5": {"dropout_rate": 0.0}}  # fmt: skip
-    model = SAMPLES[name].model(**dropless.get(name, {})).double().train()
-    same_as_one_device(model, to_double(SAMPLES[name].batch(4, 11)), SPLITS[plan], limit=2e-6)
+    model, graph = captured(name, double=True, dropout=False)
+    program = make_program(graph, frozenset())
+    program_as_one_device(program, model, to_double(SAMPLES[name].batch(4, 11)), SPLITS[plan], limit=2e-6)
 
 
 @pytest.mark.parametrize("name", FORMS)

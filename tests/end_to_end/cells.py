@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from model_zoo import SAMPLES, Sample
+from model_zoo import NO_DROPOUT, SAMPLES, Sample
 from torch import nn
 
 from hetu_fx.plans import Pipeline, Plan, Stage
@@ -34,12 +34,7 @@ def squared_error(output: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -
     return nn.functional.mse_loss(output, target)
 
 
-NO_DROPOUT: Mapping[str, dict[str, Any]] = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "t5": {"dropout_rate": 0.0},
-    "mixtral": {"output_router_logits": False},
-}
+PLAIN: Mapping[str, dict[str, Any]] = {**NO_DROPOUT, "mixtral": {"output_router_logits": False}}
 
 MODELS: Mapping[str, Sample] = {"mlp": Sample("mlp", Mlp, mlp_batch), **SAMPLES}
 LOSS_FNS: Mapping[str, Callable[..., torch.Tensor]] = {"mlp": squared_error}
@@ -96,7 +91,7 @@ STEPS = (Step("even", 8, 11), Step("7 rows", 7, 11), Step("ignored labels", 6, 1
 def make_model(name: str) -> nn.Module:
     """Make a model; the same on every rank."""
     torch.manual_seed(17)
-    model = MODELS[name].model(**NO_DROPOUT.get(name, {}))
+    model = MODELS[name].model(**PLAIN.get(name, {}))
     return model.to(DTYPES.get(name, torch.float64)).train()
 
 

@@ -29,8 +29,10 @@ from hetu_fx.planner.malleus_situation import Situation
 MOST_PIPELINES = 20_000
 """The exact search is left out when more different pipelines can be made of the groups."""
 
-MOST_STEPS = 2_000_000
+MOST_STEPS = 1_000_000
 """Pipelines that the exact search looks at, over a whole search, before it gives up proving."""
+
+_CHOICE = 100  # a choice costs as much as looking at so many pipelines
 
 _EPSILON = 1e-9
 _BELOW = 1 - 1e-12  # a product that equals T is not below it, however it is rounded
@@ -46,6 +48,12 @@ class Budget:
         """Use units up; False when there are no more."""
         self.left -= units
         return self.left > 0
+
+
+def most_below(filled: Filled, seconds: float) -> int:
+    """Return the most micro-batches that a pipeline does in less than `seconds`; 0 if fewer than it has stages."""
+    most = math.ceil(seconds / filled.bottleneck * _BELOW) - 1
+    return most if most >= len(filled.kinds) else 0
 
 
 class Listing:
@@ -105,16 +113,16 @@ class Listing:
 
     def _loss_of(self, row: int, filled: Filled | None) -> float:
         """Return (1) of one row, with memory."""
-        most = 0 if filled is None else math.ceil(self._below / filled.bottleneck * _BELOW) - 1
+        most = 0 if filled is None else most_below(filled, self._below)
         share = self._below * float(self._capacity[row]) / self._situation.num_layers
-        return math.inf if filled is None or most < len(filled.kinds) else share - most
+        return share - most if most else math.inf
 
     def _choose(self, start: int, rest: int, number: int, slack: float) -> list[int] | None:
         """Return the rows of `number` pipelines made of row `rest`, from position `start` in the order of loss."""
         if number == 1:
             return [rest] if self._is_within([rest], slack) else None
         stop = int(np.searchsorted(self._sorted, slack / number, side="right"))
-        if not self._steps.take(max(1, stop - start)):
+        if not self._steps.take(_CHOICE + stop - start):
             self.is_complete = False
             return None
         window = self._order[start:stop]

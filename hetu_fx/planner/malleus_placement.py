@@ -5,9 +5,9 @@ For pipelines with bottlenecks o_i the step's steady seconds are T = min over su
     max_i m_i o_i                                                                                (1)
 
 A descent by moves and swaps between pairs of pipelines comes first; `malleus_listing` then lowers T until no
-placement is faster. Where there are too many pipelines to list, the descent stands alone, and nothing is
-proved. Left behind: the released planner allows stage counts near the mean only, and gives every placement to
-a solver.
+placement is faster. Where that is too much to list or to go through, it is done for a few pipelines at a time,
+the others left as they are, and nothing is proved. Left behind: the released planner allows stage counts near
+the mean only, and gives every placement to a solver.
 """
 
 from __future__ import annotations
@@ -15,15 +15,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from hetu_fx.planner.malleus_allocate import spread_evenly
 from hetu_fx.planner.malleus_groups import Kind
 from hetu_fx.planner.malleus_layers import Filled, Kinds, LayerFiller
-from hetu_fx.planner.malleus_listing import MOST_STEPS, Budget, Listing
+from hetu_fx.planner.malleus_listing import MOST_STEPS, Budget, Listing, most_below
 from hetu_fx.planner.malleus_situation import Situation
 
-MOST_SWAPS = 60_000
+MOST_SWAPS = 30_000
 """Exchanges that the descent tries, over a whole search."""
+
+MOST_PARTS = 400
+"""Parts of placements that are searched exactly, over a whole search."""
+
+PART = 4
+"""So many pipelines are a part."""
+
+_PART_STEPS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class Placer:
         self.filler = LayerFiller(situation)
         self._steps = Budget(MOST_STEPS)
         self._swaps = Budget(MOST_SWAPS)
+        self._parts = Budget(MOST_PARTS)
         self.is_exact = True
 
     def place(self, kinds: Kinds, limit: float = math.inf) -> Placement | None:
@@ -56,8 +66,35 @@ class Placer:
                 listing.is_complete = False
             else:
                 best, below = placed, placed.seconds
-        self.is_exact &= listing.is_complete
+        if not listing.is_complete:
+            self.is_exact = False
+            best = self._recombined(best) if self._situation.num_pipelines > PART else best
         return self._slimmed(best) if best is not None and best.seconds < limit else None
+
+    def _recombined(self, best: Placement | None) -> Placement | None:
+        """Search parts of the placement as long as that helps."""
+        better = best
+        while better is not None:
+            best, better = better, next(self._with_better_parts(better), None)
+        return best
+
+    def _with_better_parts(self, best: Placement) -> Iterator[Placement]:
+        """Yield faster placements that differ in a part."""
+        for part in _parts(best):
+            if not self._parts.take(1):
+                return
+            rest = [one for i, one in enumerate(best.pipelines) if i not in part]
+            done = [most_below(one, best.seconds) for one in rest]
+            missing = self._situation.num_micro_batches - sum(done)
+            if missing < len(part) or 0 in done:
+                continue
+            kinds = sorted((kind for i in part for kind in best.pipelines[i].kinds), reverse=True)
+            situation = replace(self._situation, num_pipelines=len(part), num_micro_batches=missing)
+            listing = Listing(situation, tuple(kinds), self.filler, Budget(_PART_STEPS))
+            found = listing.find(best.seconds) if listing.is_complete else None
+            placed = None if found is None else self._micro_batches([*found, *rest])
+            if placed is not None and placed.seconds < best.seconds:
+                yield placed
 
     def _slimmed(self, placement: Placement) -> Placement:
         """Leave out groups that T does not need: they would only make pipelines longer to fill."""
@@ -127,6 +164,25 @@ def _deal(kinds: Kinds, num_pipelines: int) -> list[Kinds]:
         hands[least].append(kind)
         capacities[least] += 1 / kind.seconds
     return [tuple(sorted(hand, reverse=True)) for hand in hands]
+
+
+def _parts(placement: Placement) -> Iterator[tuple[int, ...]]:
+    """Yield indices of a few pipelines, one choice for each that differs, those that waste most first."""
+
+    def waste(i: int) -> float:
+        filled = placement.pipelines[i]
+        capacity = math.fsum(1 / kind.seconds for kind in filled.kinds)
+        return filled.bottleneck * capacity
+
+    order = sorted(range(len(placement.pipelines)), key=lambda i: (-waste(i), i))
+    copies = [sum(placement.pipelines[j] == placement.pipelines[i] for j in order[:n]) for n, i in enumerate(order)]
+    few = [i for i, before in zip(order, copies, strict=True) if before < PART]
+    seen = set()
+    for part in combinations(few, PART):
+        key = tuple(sorted(placement.pipelines[i].kinds for i in part))
+        if key not in seen:
+            seen.add(key)
+            yield part
 
 
 def _different_pairs(bins: Sequence[Kinds]) -> Iterator[tuple[int, int]]:

@@ -106,3 +106,17 @@ def test_the_descent_stops_when_its_budget_is_spent(monkeypatch: pytest.MonkeyPa
     dealt = placer.place(kinds(1.0, 1.1, 1.7, 2.0, 3.1))
     assert dealt is not None
     assert placer.filler.num_filled == 2 + 5  # the two pipelines as dealt, then each of 5 groups left out
+
+
+def test_a_part_searched_exactly_betters_what_pairs_of_pipelines_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    situation, groups = ample(32, 48, 6), kinds(*[1.0] * 14, 1.9, 2.6, 3.7, 3.7, 3.7)
+    monkeypatch.setattr(malleus_placement, "MOST_STEPS", 0)
+    whole = Placer(situation)
+    found = whole.place(groups)
+    monkeypatch.setattr(malleus_placement, "MOST_PARTS", 0)
+    alone = Placer(situation).place(groups)
+    assert found is not None
+    assert alone is not None
+    assert not whole.is_exact
+    assert found.seconds < alone.seconds
+    assert sum(found.micro_batches) == situation.num_micro_batches

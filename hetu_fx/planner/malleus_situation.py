@@ -9,9 +9,9 @@ stages follow keeps r + 1 micro-batches in flight (1F1B); on each device of its 
 
     (k_r l + edge [first or last stage]) / g <= memory - reserve                                 (2)
 
-These are sections "problem formulation" of Malleus (SIGMOD 2025, arXiv 2410.13333) as its released planner
-has them. Left out on purpose: that planner takes groups slower than normal by less than 1.2 as healthy.
-Which devices straggle is decided where rates are measured; rates are taken here as they are given.
+This is the model of Malleus' released planner (Malleus: SIGMOD 2025, DOI 10.1145/3725322). Left out on purpose:
+that planner takes groups slower than normal by less than 1.2 as healthy. Which devices straggle is decided
+where rates are measured; rates are taken here as they are given.
 """
 
 from __future__ import annotations

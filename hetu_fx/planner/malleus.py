@@ -1,16 +1,16 @@
 """Plan around stragglers as Malleus does: groups, pipelines, layers and micro-batches, on two levels.
 
 Minimise T = max_i m_i max_j y_ij l_ij, the steady seconds of the slowest pipeline, over how devices form
-groups, groups pipelines, layers stages, and micro-batches pipelines (Malleus, SIGMOD 2025, DOI 10.1145/3725322, and its
-released planner; each module says where it leaves that). The upper level is here and in `malleus_groups` and `malleus_placement`; the lower
-level, exact, in `malleus_layers` and `malleus_allocate`.
+groups, groups pipelines, layers stages, and micro-batches pipelines (Malleus, SIGMOD 2025, DOI
+10.1145/3725322, and its released planner; each module says where it leaves that). The upper level is here and
+in `malleus_groups` and `malleus_placement`; the lower level, exact, in `malleus_layers` and `malleus_allocate`.
 
 Groupings of all nodes are tried in order of their capacity sum 1 / y. A grouping of capacity C takes at least
 
     M L / C                                                                                      (1)
 
 so the search ends when that is no less than the best T. The number of pipelines and the largest degree stay
-as they are given, as in the paper. The result is a function of the arguments alone.
+as they are given, as in the released planner. The result is a function of the arguments alone.
 """
 
 from __future__ import annotations

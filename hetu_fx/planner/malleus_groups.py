@@ -11,7 +11,7 @@ rises: one straggler of rate 2.57 among 8 devices leaves 0.39 of a healthy group
 4 + 2 + 1 without it 0.94 of it.
 
 Two equal groups that could be one of the next degree without loss are never formed: so what has no straggler
-keeps the largest degree, as in the paper, and a cut of healthy devices has each smaller size at most once.
+keeps the largest degree, and a cut of healthy devices has each smaller size at most once.
 Left behind: the released planner cuts one slot per node, in one decreasing run of sizes, and weighs sizes by
 hand; here runs of any sizes over the whole node are ranked by (1), and several go on to the placement.
 """

@@ -106,15 +106,16 @@ def _place(problem: Assigning, orders: Indices, caps: Numbers) -> tuple[Indices,
     total, longest, done = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     room = np.tile(problem.room, (len(orders), 1))
     receivers = np.empty_like(orders)
-    seconds, may = problem.seconds.T, problem.may.T
+    every_seconds, cannot = problem.seconds.T, ~problem.may.T
     for items in orders.T:
-        after_longest = np.maximum(longest, seconds[items])
-        after = total + seconds[items] + problem.fill * after_longest
-        after[~may[items] | (np.minimum(room, caps) < problem.tokens[items, None])] = np.inf
+        seconds, tokens = every_seconds[items], problem.tokens[items]
+        after_longest = np.maximum(longest, seconds)
+        after = total + seconds + problem.fill * after_longest
+        after[cannot[items] | (np.minimum(room, caps) < tokens[:, None])] = np.inf
         to = after.argmin(axis=1)
-        done[runs, to] = after[runs, to]
-        total[runs, to] += np.where(np.isinf(done[runs, to]), np.inf, seconds[items, to])  # stuck for good
+        done[runs, to] = soonest = after[runs, to]
+        total[runs, to] += np.where(np.isinf(soonest), np.inf, seconds[runs, to])  # stuck for good
         longest[runs, to] = after_longest[runs, to]
-        room[runs, to] -= problem.tokens[items]
+        room[runs, to] -= tokens
         receivers[runs, items] = to
     return receivers, done.max(axis=1)

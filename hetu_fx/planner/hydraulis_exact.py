@@ -19,16 +19,15 @@ _State = tuple[int, int]  # tokens and squared tokens of a row: whole numbers, s
 
 @dataclass(slots=True)
 class ExactRows:
-    """The search of one pipeline's rows; `nodes` is how many states it may still visit, possibly infinite.
+    """The search of one pipeline's rows that all take less than `below` seconds; `lengths` fall.
 
-    `lengths` fall. `row_of` is the best found so far, None before any.
+    `row_of` is the best found so far, None before any, and `below` its slowest row.
     """
 
     scheme: Scheme
     lengths: Sequence[int]
     num_rows: int
     below: float
-    nodes: float
     row_of: list[int] | None = None
     _seconds: list[float] = field(init=False)
     _tokens_left: list[int] = field(init=False)
@@ -44,15 +43,14 @@ class ExactRows:
         self._chosen = [0] * len(self.lengths)
         self._rows = [(0, 0)] * self.num_rows
 
-    def search(self) -> bool:
-        """Search rows that all take less than `below` seconds; tell whether everything was searched."""
+    def search(self) -> list[int] | None:
+        """Return the row of each sequence in the best rows, None when none takes less than `below`."""
         self._place(0)
-        return self.nodes > 0
+        return self.row_of
 
     def _place(self, item: int) -> None:
-        if self.nodes <= 0 or not self._is_new_and_possible(item):
+        if not self._is_new_and_possible(item):
             return
-        self.nodes -= 1
         if item == len(self.lengths):
             self.below, self.row_of = max(map(self._row_seconds, self._rows)), list(self._chosen)
             return

@@ -8,7 +8,7 @@ and what is in them. As in Hydraulis' planner every v in
 may win, and the rows end in order of their tokens, most first. Left is that planner where it solves each v by a
 general integer programme within half a second, which equal sequences make slow: here v is tried in the order of
 a bound on (3), until the bound is no better than what was found. Few sequences are packed exactly, with the
-symmetry broken; many by the same search as a dispatch, and exactly as far as a number of states goes.
+symmetry broken, many by the same search as a dispatch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from hetu_fx.planner.hydraulis_quick import Rows, quick_rows, sweep_counts
 EXACT_SEQUENCES = 10
 """Up to so many sequences of a pipeline are packed exactly."""
 
-_STATES = 1000  # of the rows, searched where there are more sequences
-_SLACK = 1e-3  # a number of rows that cannot be better by this share is not tried there
+_SLACK = 1e-3  # where there are more, a number of rows that cannot be better by this share is not tried
 _RESTARTS = 20
 _RENEWED_ITEMS = 200
 
@@ -125,7 +124,6 @@ class _Sweep:
         """`lengths` fall."""
         self._scheme, self._lengths, self._seed = scheme, lengths, seed
         self._is_small = len(lengths) <= EXACT_SEQUENCES
-        self._states: float = math.inf if self._is_small else _STATES
         self._slack = EPSILON if self._is_small else _SLACK
         self._seconds = [scheme.times.seconds(length) for length in lengths]
         self.best = quick_rows(scheme, lengths)
@@ -134,13 +132,12 @@ class _Sweep:
         self.bound = min(self.bound, self.best.seconds if self._is_small else self._worth)
 
     def _try(self, count: int) -> float:
-        """Look for better rows, as for a dispatch where there are many, and exactly; return what others must beat."""
+        """Look for better rows; return what others must beat."""
         least = row_bound(self._seconds, count)
         bound = self._scheme.seconds(least, count)
-        if bound < self._worth and not self._is_small:
-            self._take(count, self._assigned(count, least))
-        if bound < self._worth and not self._is_searched(count):
-            self.bound = min(self.bound, bound)
+        if bound < self._worth:
+            self._take(count, self._exact(count) if self._is_small else self._assigned(count, least))
+            self.bound = self.bound if self._is_small else min(self.bound, bound)
         return self._worth
 
     @property
@@ -159,14 +156,9 @@ class _Sweep:
         found = assign(problem, Effort(_RESTARTS, self._seed, lambda _: least, _RENEWED_ITEMS))
         return None if found is None else [int(row) for row in found]
 
-    def _is_searched(self, count: int) -> bool:
-        """Search so many rows exactly for something better; tell whether that came to its end."""
+    def _exact(self, count: int) -> list[int] | None:
         below = self.best.seconds / (self._scheme.stages - 1 + count) - self._scheme.times.c
-        exact = ExactRows(self._scheme, self._lengths, count, below, self._states)
-        is_whole = exact.search()
-        self._states = exact.nodes
-        self._take(count, exact.row_of)
-        return is_whole
+        return ExactRows(self._scheme, self._lengths, count, below).search()
 
     def _take(self, count: int, row_of: list[int] | None) -> None:
         if row_of is None:

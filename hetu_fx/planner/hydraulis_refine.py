@@ -15,7 +15,7 @@ from hetu_fx.planner.hydraulis_cost import Scheme
 from hetu_fx.planner.hydraulis_dispatch import Dispatch, of_lengths, unpacked_seconds
 from hetu_fx.planner.hydraulis_quick import quick_rows
 
-_PACKED_SEQUENCES = 15_000  # so many sequences are packed to try changes
+_PACKED_SEQUENCES = 10_000  # so many sequences are packed to try changes
 _DRAWS = 2000  # so many changes are drawn: many are refused before they need packing
 
 

@@ -24,8 +24,10 @@ _UNCAPPED = 0.5  # the share of receivers that take items of any length
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to try: seeded shuffles and caps, a bound that, given some result, none gets below, and how many
-    items may be placed anew."""
+    """How hard to try: so many seeded shuffles and caps, and so many items that may be placed anew.
+
+    `bound` is told when the last is done at first, and returns what no assignment gets below.
+    """
 
     restarts: int
     seed: int

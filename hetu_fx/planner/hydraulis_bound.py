@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import block_array, coo_array, diags_array, eye_array, kron
 
 from hetu_fx.planner.hydraulis_cost import Numbers, SequenceBatch, Strategy
 
 _ROUNDING = 1e-6  # the solver's tolerance
+_WITHOUT_SOLUTION = {2: 1.0}  # infeasible; a solver that gave up proves nothing
 
 
 def dispatch_bound(strategy: Strategy, batch: SequenceBatch, at_most: float) -> float:
@@ -47,12 +49,12 @@ class _Relaxed:
 
     work: Numbers
     fill: Numbers
-    may: np.ndarray
+    may: NDArray[np.bool_]
     pipelines: Numbers
     sequences: Numbers
 
     def seconds(self) -> float:
-        """Return the least Z; 1 when nothing is done by U."""
+        """Return the least Z; 1 when nothing is done by U, 0 when that is not known."""
         kinds, classes = self.work.shape
         every = kinds * classes
         each, per_kind = eye_array(every), kron(eye_array(kinds), np.ones((1, classes)))
@@ -75,7 +77,7 @@ class _Relaxed:
             bounds=np.stack([np.zeros(3 * every + 1), self._highest()], axis=1),
             method="highs",
         )
-        return float(found.fun) if found.success else 1.0
+        return float(found.fun) if found.success else _WITHOUT_SOLUTION.get(found.status, 0.0)
 
     def _highest(self) -> Numbers:
         shares = self.may.ravel().astype(np.float64)

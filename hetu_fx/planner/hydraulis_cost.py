@@ -177,11 +177,6 @@ class SequenceBatch:
         """Return the length of the longest sequence."""
         return max(self.lengths)
 
-    @property
-    def longest_first(self) -> tuple[int, ...]:
-        """Return the positions by falling length; equal lengths keep their order."""
-        return tuple(sorted(range(len(self.lengths)), key=lambda position: -self.lengths[position]))
-
 
 def check_holds(strategy: Strategy, batch: SequenceBatch) -> None:
     """Raise `PlanError` unless some pipeline of the strategy can hold the longest sequence."""

@@ -25,7 +25,7 @@ from hetu_fx.planner.hydraulis_bound import row_bound
 from hetu_fx.planner.hydraulis_cost import Scheme, check_each_once
 from hetu_fx.planner.hydraulis_exact import ExactRows
 from hetu_fx.planner.hydraulis_improve import EPSILON, Assigning
-from hetu_fx.planner.hydraulis_quick import Rows, quick_rows, sweep_counts
+from hetu_fx.planner.hydraulis_quick import NO_ROWS, Rows, quick_rows, sweep_counts
 
 EXACT_SEQUENCES = 10
 """Up to so many sequences of a pipeline are packed exactly."""
@@ -126,7 +126,7 @@ class _Sweep:
         self._is_small = len(lengths) <= EXACT_SEQUENCES
         self._slack = EPSILON if self._is_small else _SLACK
         self._seconds = [scheme.times.seconds(length) for length in lengths]
-        self.best = quick_rows(scheme, lengths)
+        self.best = NO_ROWS if self._is_small and lengths else quick_rows(scheme, lengths)
         self.bound = math.inf
         sweep_counts(scheme, lengths, self._seconds, self._try)
         self.bound = min(self.bound, self.best.seconds if self._is_small else self._worth)

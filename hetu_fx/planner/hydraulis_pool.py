@@ -8,14 +8,15 @@ are cut into intervals and d pipelines of a scheme k share the sequences of an i
               max( t(n - d g_k, r), max(work_k(r, s) / d, T_k(m)) + (p_k - 1) T_k(m) )   (2)
 
 g_k being its devices, T_k(m) the seconds of a micro-batch of the longest sequence m in the interval, and
-work_k the seconds of all its sequences,
+work_k the seconds of all its sequences, in rows that are full:
 
-    work_k(r, s) = sum over lengths in (r, s] of count (a s^2 + b s + c)      (3)
+    work_k(r, s) = sum over lengths in (r, s] of count (a s^2 + b s + c s / max_length_k)      (3)
 
 What t(N, s) comes from is the strategy for batches whose longest sequence has s tokens, or less than that and
-more than the s before. This is the proposal of Hydraulis' planner but for the fill of the pipelines, which it
-divides by d with the rest, though every pipeline has its own, and for T_k(m) below, as sequences are not
-divided. Devices may be left idle.
+more than the s before. This is the proposal of Hydraulis' planner, left in three places: it charges c for every
+sequence as if none shared a row; it divides the fill by d with the rest, though every pipeline has its own; and
+it knows no T_k(m) on the left, though sequences are not divided. It also counts a whole data set, so that fill
+is nothing beside the work; counts of an average batch give it its weight. Devices may be left idle.
 
 t does not fall as s grows, and the other side of the max in (2) does not grow with r, so the best r is where
 they meet: found by bisection, for all k, d and s at once.
@@ -82,7 +83,7 @@ def propose(
 
     Args:
         schemes: what a pipeline may be.
-        counts: how many sequences of each length a batch has on average, or a sample of batches in all.
+        counts: how many sequences of each length a batch has on average.
         home: the optimizer strategy.
         step: the lengths of intervals are multiples of so many tokens.
 
@@ -113,15 +114,16 @@ class _Histogram:
         number = np.array([counts[length] for length in sorted(counts)])
         self.ends = [*range(0, max(counts), step), max(counts)]
         last = np.searchsorted(lengths, self.ends, side="right")
-        moments = [np.concatenate([[0.0], np.cumsum(number * lengths**power)]) for power in range(3)]
-        self._sums = np.stack([moment[last] for moment in moments])
+        self._tokens, self._squares = (
+            np.concatenate([[0.0], np.cumsum(number * lengths**power)])[last] for power in (1, 2)
+        )
         present = np.maximum.accumulate(np.concatenate([[0.0], np.where(number > 0, lengths, 0.0)]))
         self._longest = present[last]
 
     def work(self, scheme: Scheme) -> Numbers:
         """Return the seconds of all sequences up to each end."""
         times = scheme.times
-        result: Numbers = times.c * self._sums[0] + times.b * self._sums[1] + times.a * self._sums[2]
+        result: Numbers = (times.b + times.c / scheme.max_length) * self._tokens + times.a * self._squares
         return result
 
     def longest_seconds(self, scheme: Scheme) -> Numbers:

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,10 +81,11 @@ def test_a_strategy_needs_a_pipeline() -> None:
         Strategy(())
 
 
-def test_a_batch_orders_equal_lengths_as_they_come() -> None:
-    batch = SequenceBatch((3, 7, 3, 9))
-    assert batch.longest == 9
-    assert batch.longest_first == (3, 1, 0, 2)
+def test_a_batch_takes_whole_numbers_of_any_kind() -> None:
+    assert SequenceBatch((np.int64(3), 7)) == SequenceBatch((3, 7))
+    assert SequenceBatch((3, 7, 5)).longest == 7
+    with pytest.raises(TypeError):
+        SequenceBatch((2.5,))
 
 
 @pytest.mark.parametrize("lengths", [(), (5, 0), (5, -1)])

@@ -34,9 +34,11 @@ small_counts = st.dictionaries(st.integers(1, 500), st.integers(0, 5).map(float)
 
 def interval_seconds(scheme: Scheme, pipelines: int, counts: Mapping[int, float], start: int, end: int) -> float:
     """Return what equal pipelines need for the sequences longer than the start, up to the end."""
-    one = {n: scheme.times.seconds(n) + scheme.times.c for n, count in counts.items() if start < n <= end and count}
-    longest = max(one.values(), default=0.0)
-    return max(sum(counts[n] * one[n] for n in one) / pipelines, longest) + (scheme.stages - 1) * longest
+    inside = {n: count for n, count in counts.items() if start < n <= end and count}
+    per_token = scheme.times.c / scheme.max_length
+    work = sum(count * (scheme.times.seconds(n) + per_token * n) for n, count in inside.items())
+    longest = max((scheme.times.seconds(n) + scheme.times.c for n in inside), default=0.0)
+    return max(work / pipelines, longest) + (scheme.stages - 1) * longest
 
 
 def least_seconds(

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.planner.hydraulis import choose, holding, packed
-from hetu_fx.planner.hydraulis_cost import Scheme, SequenceBatch, Strategy, TimeFit
-from hetu_fx.planner.hydraulis_dispatch import dispatch
-from hetu_fx.planner.hydraulis_memory import HomeLayout, MemoryModel, ModelShape, fitting_schemes
-from hetu_fx.planner.hydraulis_pool import propose
-from hetu_fx.planner.hydraulis_refine import refine
+from hetu_fx.planner.hydraulis.choose import choose, holding, packed
+from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch, Strategy, TimeFit
+from hetu_fx.planner.hydraulis.dispatch import dispatch
+from hetu_fx.planner.hydraulis.memory import HomeLayout, MemoryModel, ModelShape, fitting_schemes
+from hetu_fx.planner.hydraulis.pool import propose
+from hetu_fx.planner.hydraulis.refine import refine
 
 SECONDS_BAR = 1.0
 DISPATCH_BAR = 1.05

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.planner.malleus import search
-from hetu_fx.planner.malleus_situation import LayerMemory, Situation
+from hetu_fx.planner.malleus.search import search
+from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.topology import Cluster
 
 NODE, STAGES, LAYERS = 8, 4, 80

@@ -34,7 +34,6 @@ FLOORS = (
     "transforms.pass_",
     "transforms",
     "planner.make_plan",
-    "planner.search",
     "planner",
     "deduction.propagate",
     "deduction",

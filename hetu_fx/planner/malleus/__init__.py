@@ -1,0 +1,1 @@
+"""Malleus: plans around stragglers; `search` is where to start."""

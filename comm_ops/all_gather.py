@@ -48,7 +48,8 @@ def _adjoint(
 ALL_GATHER = CommOp(
     name="all_gather",
     summary="Joins parts of `dim` from `ranks`. The gradient is cut if duplicate there, reduced if partial.",
-    schema='(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner, str cotangent, str form="") -> Tensor',
+    schema="(Tensor x, int[] ranks, int dim, SymInt[] sizes, int outer, int inner, str cotangent, "
+    'str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,

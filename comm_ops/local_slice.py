@@ -30,7 +30,7 @@ def _adjoint(
 LOCAL_SLICE = CommOp(
     name="local_slice",
     summary="Keeps this rank's part of `dim`; the gradient is gathered.",
-    schema='(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner, str form="") -> Tensor',
+    schema='(Tensor x, int[] ranks, int dim, SymInt[] sizes, int outer, int inner, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,

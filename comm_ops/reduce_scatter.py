@@ -32,7 +32,7 @@ def _adjoint(
 REDUCE_SCATTER = CommOp(
     name="reduce_scatter",
     summary="Sums over `ranks` and keeps this rank's part of `dim`; the gradient is gathered.",
-    schema='(Tensor x, int[] ranks, int dim, int[] sizes, int outer, int inner, str form="") -> Tensor',
+    schema='(Tensor x, int[] ranks, int dim, SymInt[] sizes, int outer, int inner, str form="") -> Tensor',
     eager=_eager,
     fake=_fake,
     adjoint=_adjoint,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
@@ -22,6 +22,16 @@ class Call:
 
     op: str
     args: tuple[object, ...]
+
+
+def resized(call: Call, sizes: Sequence[object]) -> Call:
+    """Give a call that cuts or joins a dim with other sizes: of one whose size only the run tells.
+
+    Such a change is resolved for a stand-in of as many entries as the split has units.
+    """
+    assert call.op in ("all_gather", "reduce_scatter", "local_slice"), "one axis is cut or joined"
+    ranks, dim, _, *rest = call.args
+    return Call(call.op, (ranks, dim, list(sizes), *rest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.errors import AnnotationError
@@ -110,5 +111,10 @@ def _check_ways(kind: str, ways: int) -> None:
 
 def even_sizes(size: int, ways: int) -> tuple[int, ...]:
     """Cut `size` in parts that differ by one at most."""
-    bounds = [size * part // ways for part in range(ways + 1)]
+    return proportional_sizes(size, (1,) * ways)
+
+
+def proportional_sizes(size: int, units: Sequence[int]) -> tuple[int, ...]:
+    """Cut `size` where the cumulated shares of `units` fall, rounded down; parts may be empty."""
+    bounds = [size * share // sum(units) for share in itertools.accumulate(units, initial=0)]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))

@@ -75,6 +75,10 @@ class Fields:
         """Read a string."""
         return self._typed(key, default, lambda v: isinstance(v, str), "a string")
 
+    def flag(self, key: str, default: Any = REQUIRED) -> Any:
+        """Read true or false; `default` for a missing key."""
+        return self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
+
     def integers(self, key: str, default: Any = REQUIRED) -> Any:
         """Read a list of whole numbers, as a tuple."""
         value = self._typed(key, default, _are_integers, "a list of whole numbers")

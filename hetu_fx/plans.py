@@ -47,7 +47,9 @@ class Plan:
     replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest
     sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Rows are
     kept without common factor. `split` names what tensor parallel groups split before what they would choose:
-    pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism.
+    pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
+    `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
+    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2).
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -57,6 +59,7 @@ class Plan:
     max_length: int | None = None
     predicted: Prediction | None = field(default=None, compare=False)
     split: tuple[tuple[str, int], ...] = ()
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
@@ -73,6 +76,8 @@ class Plan:
         object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
         if any(type(dim) is not int or dim < 0 for _, dim in self.split):
             raise PlanError(f"split is {dict(self.split)}; give a dim from 0 for each pattern of parameter names")
+        if type(self.sequence_parallel) is not bool:
+            raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}; give true or false")
         if self.max_length is not None and self.max_length < 1:
             raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
 
@@ -141,6 +146,8 @@ class Plan:
             result["max_length"] = self.max_length
         if self.split:
             result["split"] = dict(self.split)
+        if self.sequence_parallel:
+            result["sequence_parallel"] = True
         return result if self.predicted is None else result | {"predicted": self.predicted.to_json()}
 
     @classmethod
@@ -165,7 +172,8 @@ class Plan:
         header = ["pipeline", "rows", "micro-batches", "stage", "devices", "ratios", "blocks"]
         rows = [_stage_row(self.pipelines[i], i, j, stage) for i, j, stage in self.stages]
         length = "any" if self.max_length is None else f"at most {self.max_length}"
-        title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}"
+        shared = ", sequence parallel" if self.sequence_parallel else ""
+        title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
         return f"{title}\n{table_text(header, rows)}"
 
     def explain(self) -> str:
@@ -234,13 +242,14 @@ def _stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> l
 def _facts(plan: Plan) -> dict[str, str]:
     facts = {"name": str(plan.name), "schedule": plan.schedule, "zero": str(plan.zero)}
     facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
+    facts["sequence_parallel"] = str(plan.sequence_parallel)
     for index, pipeline in enumerate(plan.pipelines):
         facts[f"pipelines[{index}]"] = f"{_rows_text(pipeline)}: {pipeline}"
     return facts
 
 
 def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
-    keys = ("format", "name", "pipelines", "schedule", "zero", "max_length", "split", "predicted")
+    keys = ("format", "name", "pipelines", "schedule", "zero", "max_length", "split", "sequence_parallel", "predicted")
     fields = Fields(value, where, PlanError, keys, LATER)
     fields.format("format", FORMAT)
     pipelines = fields.objects("pipelines")
@@ -252,6 +261,7 @@ def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
         "name": fields.text("name", None),
         "max_length": fields.integer("max_length", None),
         "split": tuple(fields.mapping("split", {}).items()),
+        "sequence_parallel": fields.flag("sequence_parallel", False),
         "predicted": None if predicted is None else read_prediction(predicted, f"{where}: predicted"),
     }
     return located(Plan, parts, where)

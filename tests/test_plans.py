@@ -46,6 +46,7 @@ def test_a_written_plan_reads_back_equal_with_its_prediction(tmp_path: Any) -> N
     costs = (DeviceCost(0, (("compute", 0.5),), (("parameters", 8),)),)
     prediction = Prediction(0.5, costs, "bound by device 0", "1 row: [0]", 0.75)
     plan = replace(design_plan(), name="long", max_length=512, split=(("*.experts.*", 0),), predicted=prediction)
+    plan = replace(plan, sequence_parallel=True)
     plan.write(tmp_path / "plan.json")
     again = Plan.read(tmp_path / "plan.json")
     assert (again, again.predicted) == (plan, prediction)
@@ -97,6 +98,7 @@ def test_conveniences_build_the_obvious_plans() -> None:
         ({"zero": True}, r"'zero' must be a whole number, not a boolean: true"),
         ({"max_length": 0}, r"max_length is 0; give 1 or more"),
         ({"split": {"*.weight": -1}}, r"split is .*; give a dim from 0 for each pattern of parameter names"),
+        ({"sequence_parallel": 1}, r"'sequence_parallel' must be true or false, not a number: 1"),
         ({"pipelines": {}}, r"'pipelines' must be a list, not an object"),
         ({"pipelines": []}, r"a plan has no pipelines; give at least one"),
         ({"pipelines": [3]}, r"plan: pipelines\[0\] must be an object, not a number: 3"),

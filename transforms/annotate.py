@@ -22,7 +22,10 @@ from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.transforms.cut_stages import cut_stages
 from hetu_fx.transforms.flow import Flow
+from hetu_fx.transforms.sequence import sequence_classes, shares
 from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout
+
+Splits = frozenset[FactorClass]
 
 # A class whose FLOPs per communicated element are below this share of what most FLOPs have is left whole: splitting
 # the hidden width, say, spreads every projection but communicates every activation.
@@ -216,13 +219,15 @@ class Annotate:
 
     def __call__(self, graph: Graph, factors: FactorMap, flow: Flow) -> AnnotatedGraph:
         classes = self._classes(graph, factors, flow)
+        sequence = self._sequence(graph, factors, flow, classes)
         pipelines = self.plan.pipelines
         stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
         layouts = tuple(
-            tuple(_layout(p, s, stage, classes, factors) for s, stage in enumerate(pipeline.stages))
+            tuple(_layout(p, s, stage, classes, sequence, factors) for s, stage in enumerate(pipeline.stages))
             for p, pipeline in enumerate(pipelines)
         )
-        annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, classes, layouts, stage_of)
+        splits = classes, sequence
+        annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, *splits, layouts, stage_of)
         _check_batch(annotated)
         return annotated
 
@@ -236,17 +241,29 @@ class Annotate:
         optional = _looked_across(graph, factors).difference(asked)
         return frozenset(c for c in classes if c not in optional or (c.size or 0) >= widest)
 
+    def _sequence(self, graph: Graph, factors: FactorMap, flow: Flow, classes: Splits) -> Splits:
+        if not self.plan.sequence_parallel or all(len(stage.devices) == 1 for *_, stage in self.plan.stages):
+            return frozenset()
+        found = sequence_classes(graph, factors, flow, classes)
+        if not found:
+            raise PlanError(
+                "the plan asks for sequence_parallel, but besides the rows of the batch this model has no dim that its "
+                "products with parameters carry along; leave sequence_parallel out"
+            )
+        return found
+
     def _stages(self, graph: Graph, flow: Flow, pipeline: Pipeline) -> Mapping[fx.Node, int]:
         blocks = pipeline.blocks(graph.num_blocks) if graph.num_blocks else (0,) * len(pipeline.stages)
         return cut_stages(graph, flow, blocks)
 
 
 def _layout(
-    pipeline: int, index: int, stage: Stage, classes: frozenset[FactorClass], factors: FactorMap
+    pipeline: int, index: int, stage: Stage, classes: Splits, sequence: Splits, factors: FactorMap
 ) -> StageLayout:
     if len(stage.devices) == 1:
         return StageLayout(pipeline, index, stage.devices, {})
     sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in sorted(classes, key=lambda c: c.id)}
+    sizes |= {factor: shares(factor, stage.ratios) for factor in sorted(sequence, key=lambda c: c.id)}
     return StageLayout(pipeline, index, stage.devices, sizes)
 
 

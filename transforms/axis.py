@@ -20,7 +20,9 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.flow import Flow
-from hetu_fx.transforms.linear_chains import repeats_entries, shrinks_later
+from hetu_fx.transforms.linear_chains import repeats_entries
+from hetu_fx.transforms.sequence import UNCUT, SequenceCut
+from hetu_fx.transforms.settle import Settling
 from hetu_fx.transforms.sharded_forms import form_of, has_form
 from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Spread, Summed, Whole
 
@@ -34,12 +36,14 @@ class AxisDeduction:
     Attributes:
         splits: the factor classes that the axis splits.
         decisions: how each op runs.
-        states: how each value lies once its consumers read it (sums already made where `keep_sums` was not asked).
+        made: how each value comes out of its op.
+        states: how it lies once its consumers read it (sums already made where `keep_sums` was not asked).
         summed_cotangents: values whose consumers all give back summands, which nothing sums within the graph.
     """
 
     splits: Splits
     decisions: Mapping[fx.Node, Decision]
+    made: Mapping[fx.Node, AxisState]
     states: Mapping[fx.Node, AxisState]
     summed_cotangents: frozenset[fx.Node]
 
@@ -63,50 +67,66 @@ class AxisDeduction:
 
 
 def deduce_axis(
-    graph: Graph, factors: FactorMap, flow: Flow, splits: Splits, *, keep_sums: bool, may_gather: bool
+    graph: Graph,
+    factors: FactorMap,
+    flow: Flow,
+    splits: Splits,
+    *,
+    keep_sums: bool,
+    may_gather: bool,
+    cut: SequenceCut = UNCUT,
 ) -> AxisDeduction:
     """Deduce one axis on which `splits` are split.
 
     With `keep_sums`, sums stay unsummed as long as the ops are linear in them (the batch axis: a loss is summed over
     replicas and micro-batches at the very end). Without `may_gather`, an op that needs a split factor whole is an
-    error: the rows of other pipelines and micro-batches cannot be brought in.
+    error: the rows of other pipelines and micro-batches cannot be brought in. What splits none of `splits` runs on a
+    part of a sequence where `cut` allows it.
 
     Raises:
         DeductionError: naming the op, the user's line and the way out.
     """
-    forward = _Forward(graph, factors, splits, keep_sums, may_gather)
+    forward = _Forward(graph, factors, splits, keep_sums, may_gather, cut)
     for node in graph.graph.nodes:
         forward.visit(node)
-    backward = _Backward(
-        flow, forward, lambda node: keep_sums or not flow.through_inputs(node) or repeats_entries(node, factors, flow)
-    )
+
+    def may_stay(node: fx.Node) -> bool:
+        own = keep_sums or not flow.through_inputs(node) or repeats_entries(node, factors, flow)
+        return own or forward.settling.joins_parts(node, forward.decisions, flow)
+
+    backward = _Backward(flow, forward, may_stay)
     if keep_sums and splits:
         backward.start(node for _, node in graph.outputs_of(OutputKind.VALUE))
     for node in reversed(graph.graph.nodes):
         backward.visit(node)
-    return AxisDeduction(splits, backward.marked, forward.states, frozenset(backward.summed))
+    return AxisDeduction(splits, backward.marked, forward.made, forward.states, frozenset(backward.summed))
 
 
 class _Forward:
     """The forward walk: one decision per op, one state per value."""
 
-    def __init__(self, graph: Graph, factors: FactorMap, splits: Splits, keep_sums: bool, may_gather: bool) -> None:
+    def __init__(
+        self, graph: Graph, factors: FactorMap, splits: Splits, keep_sums: bool, may_gather: bool, cut: SequenceCut
+    ) -> None:
         self.factors, self.splits = factors, splits
         self.keep_sums, self.may_gather = keep_sums, may_gather
         self.leaves = {leaf.node for leaf in graph.leaves}
         self.decisions: dict[fx.Node, Decision] = {}
+        self.made: dict[fx.Node, AxisState] = {}
         self.states: dict[fx.Node, AxisState] = {}
+        self.settling = Settling(factors, splits, cut, self.states)
 
     def visit(self, node: fx.Node) -> None:
         if node in self.leaves:
             self.states[node] = self._own_factor_state(node, WHOLE)
         elif is_item(node):
-            self.states[node] = self._item_state(node)
+            self.made[node] = made = self._item_state(node)
+            self.states[node] = made if self.keep_sums else self.settling.of_item(node, made)
         elif node.op == "call_function" and self.factors.is_op(node):
             decision = self._decide(node, self.factors.op(node))
             self.decisions[node] = decision
-            stays = self.keep_sums or (decision.result == SUMMED and shrinks_later(node, self.factors))
-            self.states[node] = decision.result if stays else _summed_up(decision.result)
+            self.made[node] = made = decision.result
+            self.states[node] = made if self.keep_sums else self.settling.of_result(node, made)
 
     def _own_factor_state(self, node: fx.Node, otherwise: AxisState) -> AxisState:
         mine = [c for c in flat(self.factors.dims(node)) if c in self.splits]
@@ -115,10 +135,8 @@ class _Forward:
     def _item_state(self, node: fx.Node) -> AxisState:
         decision = self.decisions[whole_of(node)]
         if decision.factor is None:
-            return decision.result if self.keep_sums else _summed_up(decision.result)
-        if decision.factor in flat(self.factors.dims(node)):
-            return SplitOn(decision.factor)
-        return SUMMED if self.keep_sums else WHOLE
+            return decision.result
+        return SplitOn(decision.factor) if decision.factor in flat(self.factors.dims(node)) else SUMMED
 
     def _decide(self, node: fx.Node, op: OpFactors) -> Decision:
         factor = self._pick(node, op)
@@ -129,6 +147,9 @@ class _Forward:
         if result is not None:
             states = [self.states[o.node] if i in summed else WHOLE for i, o in enumerate(op.operands)]
             return Decision(None, tuple(self._need(op, i, state) for i, state in enumerate(states)), result)
+        part = max(self.settling.cut.of(node), key=lambda c: (self._already_split(op, c), -c.id), default=None)
+        if part is not None:
+            return self._split_on(node, op, part)
         self._check_gather(node, op)
         return Decision(None, tuple(self._need(op, i, WHOLE) for i in range(len(op.operands))), WHOLE)
 
@@ -211,11 +232,6 @@ def whole_of(item: fx.Node) -> fx.Node:
     whole = item.args[0]
     assert isinstance(whole, fx.Node)
     return whole
-
-
-def _summed_up(state: AxisState) -> AxisState:
-    """Return the state once a sum is made: at once, but for summands that may go on one by one."""
-    return WHOLE if state == SUMMED else state
 
 
 class _Backward:

@@ -27,6 +27,7 @@ class ChooseForms:
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
         for node in communications(device):
-            arguments: Any = (node.args[0], *self.lowering.formed(comm_call(node)).args)
-            node.args = arguments
+            call = comm_call(node)
+            form: Any = self.lowering.formed(call).args[len(call.args) :]
+            node.args = (*node.args, *form)
         return device

@@ -10,6 +10,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_axis
 from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.sequence import UNCUT, SequenceCut, sequence_cut
 from hetu_fx.transforms.stages import AnnotatedGraph
 from hetu_fx.transforms.states import Summed
 
@@ -28,17 +29,17 @@ class Deduce:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
 
-        def axis(splits: Splits, *, keep_sums: bool, may_gather: bool) -> AxisDeduction:
-            return deduce_axis(graph, factors, flow, splits, keep_sums=keep_sums, may_gather=may_gather)
+        def tensor(splits: Splits, cut: SequenceCut) -> AxisDeduction:
+            return deduce_axis(graph, factors, flow, splits, keep_sums=False, may_gather=True, cut=cut)
 
-        batch = axis(rows, keep_sums=True, may_gather=False)
+        batch = deduce_axis(graph, factors, flow, rows, keep_sums=True, may_gather=False)
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         return DeducedGraph(
             annotated,
             batch=batch,
-            tensor_split=axis(annotated.classes, keep_sums=False, may_gather=True),
-            tensor_whole=axis(frozenset(), keep_sums=False, may_gather=True),
+            tensor_split=tensor(annotated.classes, sequence_cut(annotated, frozenset(batch.talking()))),
+            tensor_whole=tensor(frozenset(), UNCUT),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from torch import fx
 from hetu_fx.deduction.call import Path
 from hetu_fx.deduction.factors import FactorClass, OpFactors, SizeArg
 
-PartOf = Callable[[FactorClass], int]
+Size = int | fx.Node
+PartOf = Callable[[FactorClass], Size]
 
 
 def localized_call(
@@ -37,15 +39,13 @@ def localized_call(
     for operand, local in zip(op.operands, operands, strict=True):
         _set(call, operand.path, local)
     placed = set(operands)
-    for size in op.size_args if factor is not None else ():
-        given = _get(call, size.path)
-        if factor not in size.classes:
-            continue
-        if _is_literal(given):
-            _set(call, size.path, _local_size(size, factor, part))
-        elif isinstance(given, fx.Node):
-            placed.add(scaled := _scaled(others[given], factor, part))
-            _set(call, size.path, scaled)
+    for size in op.size_args:
+        if factor is None:
+            break
+        told = _told(_get(call, size.path), size, factor, part, others)
+        if told is not None:
+            _set(call, size.path, told)
+            placed.update([told] if isinstance(told, fx.Node) else [])
 
     def place(argument: Any) -> Any:
         if isinstance(argument, fx.Node) and argument not in placed:
@@ -55,24 +55,37 @@ def localized_call(
     return tuple(fx.node.map_aggregate(args, place)), dict(fx.node.map_aggregate(kwargs, place))
 
 
-def _local_size(size: SizeArg, factor: FactorClass, part: PartOf) -> int:
-    """Return the product of the local sizes; a literal size has no symbolic class in it."""
-    result = 1
-    for cls in size.classes:
-        assert cls.size is not None, "a literal size is a product of literal sizes"
-        result *= part(cls) if cls == factor else cls.size
-    return result
+def argument_at(node: fx.Node, path: Path) -> Any:
+    """Return what stands at a place of a call."""
+    return _get({"args": node.args, "kwargs": node.kwargs}, path)
+
+
+def _told(
+    given: Any, size: SizeArg, factor: FactorClass, part: PartOf, others: Mapping[fx.Node, fx.Node]
+) -> Size | None:
+    """Return what a size is on this device, None where it stays as it is.
+
+    A -1 is told where it can be: it says nothing beside a part that is empty.
+    """
+    if size.classes == (factor,):
+        return part(factor)
+    if isinstance(given, fx.Node):
+        return _scaled(others[given], factor, part) if factor in size.classes else None
+    known = isinstance(given, int) and all(cls.size is not None for cls in size.classes)
+    return _local_size(size, factor, part) if known else None
+
+
+def _local_size(size: SizeArg, factor: FactorClass, part: PartOf) -> Size:
+    """Return the product of the local sizes, which are all known."""
+    local = [part(cls) if cls == factor else cls.size for cls in size.classes]
+    return math.prod(size for size in local if isinstance(size, int))
 
 
 def _scaled(size: fx.Node, factor: FactorClass, part: PartOf) -> fx.Node:
     """Emit a device's part of a size that the graph computes: with the factor, it counts rows or positions."""
-    assert factor.size is not None, "a factor that is split has a fixed size"
+    assert factor.size is not None, "a factor that is split beside others has a fixed size"
     rest = size.graph.call_function(operator.floordiv, (size, factor.size))
     return size.graph.call_function(operator.mul, (rest, part(factor)))
-
-
-def _is_literal(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 def _thawed(value: Any) -> Any:

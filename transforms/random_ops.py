@@ -25,6 +25,7 @@ from hetu_fx.deduction.call import Call
 from hetu_fx.deduction.registry import register_rule
 from hetu_fx.deduction.rule import Factoring
 from hetu_fx.deduction.rules.build import dims_of
+from hetu_fx.transforms.localize import Size
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of the counter
@@ -33,7 +34,7 @@ DIGITS = 53  # of a float64's mantissa
 CHUNK = 1 << 16  # elements hashed at a time on a cpu, so that the rounds stay in its cache
 CUT_FIELDS = 5
 
-SIGNATURE = "Tensor state, int site, int row_dim, SymInt row_length, int[] cut"
+SIGNATURE = "Tensor state, int site, int row_dim, SymInt row_length, SymInt[] cut"
 
 
 def drawn(call: Call) -> Factoring:
@@ -46,7 +47,7 @@ register_rule("hetu.uniform.default", drawn)
 register_rule("hetu.dropout.default", drawn)
 
 
-def cut_of(dim: int, start: int, part: int, whole: int, inner: int) -> list[int]:
+def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[Size]:
     """Return the five numbers of `cut` for one dim: (outer, whole, inner), of which [start, start + part)."""
     return [dim, start, part, whole, inner]
 

@@ -20,22 +20,23 @@ from torch import fx
 
 from hetu_fx.annotations.annotation import Split, cotangent
 from hetu_fx.comm_ops import COMM_OPS
-from hetu_fx.comm_ops.resolution import Resolution
+from hetu_fx.comm_ops.resolution import Resolution, resized
 from hetu_fx.comm_ops.resolve import resolve_edge
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import callee, overload
+from hetu_fx.graph.calls import argument, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
-from hetu_fx.transforms.axis import is_item, whole_of
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
-from hetu_fx.transforms.localize import localized_call
+from hetu_fx.transforms.localize import Size, localized_call
+from hetu_fx.transforms.parts import Parts
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
+from hetu_fx.transforms.sequence import is_size
 from hetu_fx.transforms.shard import Shard
 from hetu_fx.transforms.sharded_forms import form_of
 from hetu_fx.transforms.stages import StageLayout, stage_nodes
-from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed, Whole
+from hetu_fx.transforms.states import SUMMED, WHOLE, AxisState, Need, SplitOn, Summed
 
 States = tuple[AxisState, ...]
 
@@ -76,6 +77,7 @@ class _Builder:
         self.slots: list[Slot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[_Edge, fx.Node] = {}
+        self.parts: dict[FactorClass, Parts] = {}
         self.differentiable: set[fx.Node] = set()
 
     def build(self) -> DeviceGraph:
@@ -126,15 +128,29 @@ class _Builder:
             args, kwargs = localized_call(node, op, self._operands(node), self.values, factor, self._part)
             if factor is not None and node.target in CUT_AT:
                 args = self._with_cut(node, args, factor)
+        elif (length := self._length(node)) is not None:
+            return length
         else:
             factor = None
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
         if factor is not None and factor in factors.op(node).sharded:
-            return self._summed_up(node, form_of(node).write(self._shard(node, args, kwargs, factor)))
+            return self._settled(node, form_of(node).write(self._shard(node, args, kwargs, factor)))
         result = self._emit(node, callee(node), *args, **kwargs)
         if factor is not None and factor in factors.op(node).averaged:
             result = self._weighed(node, result, factor)
-        return self._summed_up(node, result)
+        return self._settled(node, result)
+
+    def _length(self, node: fx.Node) -> fx.Node | None:
+        """Return the whole length for a size that is read of a sequence in parts; None for any other node."""
+        source = operand(node) if is_size(node) else node
+        state = self.tensor.states.get(source)
+        if source is node or not isinstance(state, SplitOn) or state.factor.size is not None:
+            return None
+        if state.factor not in self.annotated.factors.dims(source)[argument(node, "dim")]:
+            return None
+        length = self._parts(state.factor).length
+        assert isinstance(length, fx.Node)
+        return length
 
     def _shard(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Shard:
         sizes, devices = self.layout.sizes[factor], self.layout.devices
@@ -145,13 +161,14 @@ class _Builder:
         """Tell an op that draws which part of the whole tensor it draws for."""
         split = self.deduced.axis(node, SplitOn(factor), self.layout)
         assert isinstance(split, Split)
-        sizes, at = self.layout.sizes[factor], CUT_AT[overload(node)]
-        cut = cut_of(split.dim, sum(sizes[: self.coordinate]), self._part(factor), sum(sizes), split.inner)
+        parts, at = self._parts(factor), CUT_AT[overload(node)]
+        cut = cut_of(split.dim, parts.starts[self.coordinate], self._part(factor), parts.length, split.inner)
         return (*args[:at], cut, *args[at + 1 :])
 
     def _weighed(self, node: fx.Node, mean: fx.Node, factor: FactorClass) -> fx.Node:
         """Turn the mean over this device's part into its summand of the mean over all parts."""
-        share = self._part(factor) / sum(self.layout.sizes[factor])
+        sizes = self.layout.sizes[factor]
+        share = sizes[self.coordinate] / sum(sizes)
         return self._emit(node, torch.ops.aten.mul.Tensor, mean, share)
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
@@ -166,19 +183,21 @@ class _Builder:
     def _replicas(self) -> tuple[StageLayout, ...]:
         return tuple(stages[0] for stages in self.annotated.stages)
 
-    def _part(self, factor: FactorClass) -> int:
-        return self.layout.sizes[factor][self.coordinate]
+    def _part(self, factor: FactorClass) -> Size:
+        return self._parts(factor).sizes[self.coordinate]
 
-    def _summed_up(self, node: fx.Node, result: fx.Node) -> fx.Node:
-        """Sum a result that comes out as summands over the stage's devices; every reader shares the sum."""
-        decision = self.tensor.decisions.get(whole_of(node) if is_item(node) else node)
-        if decision is None or not meta.is_tensor(node) or not isinstance(decision.result, Summed):
+    def _parts(self, factor: FactorClass) -> Parts:
+        """Return the parts of a class; those of a symbolic length are known once a value has been cut in them."""
+        if factor.size is not None and factor not in self.parts:
+            self.parts[factor] = Parts.of_sizes(self.layout.sizes[factor])
+        return self.parts[factor]
+
+    def _settled(self, node: fx.Node, result: fx.Node) -> fx.Node:
+        """Bring a result into the state that its readers share: summands are summed, what lies in parts joined."""
+        made = self.tensor.made.get(node)
+        if made is None or made == self.tensor.states[node] or not meta.is_tensor(node):
             return result
-        if not isinstance(self.tensor.states[node], Whole):
-            return result
-        summands = self.deduced.annotation(node, SUMMED, self.layout)
-        whole = self.deduced.annotation(node, WHOLE, self.layout)
-        return self._resolved(node, result, resolve_edge(summands, whole, whole, self._shape(node)))
+        return self._moved(node, result, made, self.tensor.states[node], False)
 
     def _edge(self, tensor: Need, batch: Need, replicas: States) -> fx.Node:
         """Return the value as its reader needs it on both axes, inserting communication at most once per kind."""
@@ -208,6 +227,12 @@ class _Builder:
 
     def _moved(self, node: fx.Node, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
         """Bring a value from one state into another; with `summed`, its cotangent comes back as summands."""
+        ends = [end.factor for end in (state, wanted) if isinstance(end, SplitOn)]
+        if len(ends) > 1 and not self.annotated.sequence.isdisjoint(ends):
+            whole = self._moved(node, value, state, WHOLE, False)
+            return self._moved(node, whole, WHOLE, wanted, False)
+        if ends and ends[0].size is None:
+            return self._moved_in_shares(node, value, (state, wanted), ends[0], summed)
         opening, shape = self.deduced.opening(node, (state, wanted)), self._shape(node)
         source = self.deduced.annotation(node, state, self.layout, opening)
         target = self.deduced.annotation(node, wanted, self.layout, opening)
@@ -216,10 +241,25 @@ class _Builder:
             return self._resolved(node, value, resolve_edge(source, target, back, shape))
         factor, size = opening.factor, opening.factor.size
         part = self._part(factor) if state == SplitOn(factor) else size
-        assert part is not None, "a factor that is split has a fixed size"
+        assert isinstance(part, int), "a factor that shares its dim has a fixed size"
         opened = self._emit(node, *opening.opened(value, part))
         moved = self._resolved(node, opened, resolve_edge(source, target, back, opening.shape(shape)))
         return self._emit(node, *opening.closed(moved))
+
+    def _moved_in_shares(
+        self, node: fx.Node, value: fx.Node, ends: tuple[AxisState, AxisState], factor: FactorClass, summed: bool
+    ) -> fx.Node:
+        """Cut or join a dim whose length only the run tells: as one of as many entries as there are shares."""
+        dim = next(i for i, classes in enumerate(self.annotated.factors.dims(node)) if factor in classes)
+        shape = list(self._shape(node))
+        shape[dim] = sum(self.layout.sizes[factor])
+        source, target = (self.deduced.annotation(node, end, self.layout) for end in ends)
+        back = self.deduced.annotation(node, SUMMED, self.layout) if summed else cotangent(target)
+        if factor not in self.parts:  # the first to be cut is whole
+            length = self._emit(node, torch.ops.aten.sym_size.int, value, dim)
+            meta.set_value(length, factor.hint)
+            self.parts[factor] = Parts.in_shares(length, self.layout.sizes[factor])
+        return self._resolved(node, value, resolve_edge(source, target, back, shape), self.parts[factor])
 
     def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call that belongs to a node of the logical graph."""
@@ -237,8 +277,10 @@ class _Builder:
         source, partial = (summands if state == SUMMED else target), (summands if summed else target)
         return self._resolved(node, value, resolve_edge(source, target, partial, self._shape(node)))
 
-    def _resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution) -> fx.Node:
-        for call in resolution.calls(self.rank):
+    def _resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: Parts | None = None) -> fx.Node:
+        """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""
+        for made in resolution.calls(self.rank):
+            call = resized(made, parts.sizes) if parts else made
             value = self._emit(node, COMM_OPS[call.op].overload, value, *call.args)
             if node in self.annotated.flow.differentiable:
                 self.differentiable.add(value)

@@ -20,7 +20,10 @@ from hetu_fx.transforms.flow import Flow
 
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """One pipeline stage: its devices, and the part of every split class that each of them has."""
+    """One pipeline stage: its devices, and the part of every split class that each of them has.
+
+    Of a class whose size only the run tells, `sizes` has the devices' shares.
+    """
 
     pipeline: int
     index: int
@@ -40,6 +43,7 @@ class AnnotatedGraph:
     Attributes:
         wants_values: outputs other than the loss are computed too.
         classes: factor classes that tensor-parallel stages split.
+        sequence: those that they split where they can split none of `classes`.
         stages: layouts by pipeline, then by stage.
         stage_of: for each pipeline, the stage of every op that belongs to one.
     """
@@ -50,6 +54,7 @@ class AnnotatedGraph:
     plan: Plan
     wants_values: bool
     classes: frozenset[FactorClass]
+    sequence: frozenset[FactorClass]
     stages: tuple[tuple[StageLayout, ...], ...]
     stage_of: tuple[Mapping[fx.Node, int], ...]
 

@@ -61,8 +61,8 @@ def communications(device: DeviceGraph) -> Iterator[fx.Node]:
 
 
 def comm_call(node: fx.Node) -> Call:
-    """Return the call that a communication node makes."""
-    return Call(overload(node)._opname, tuple(node.args[1:]))
+    """Return the call that a communication node makes; sizes that only the run tells are the example batch's."""
+    return Call(overload(node)._opname, tuple(fx.node.map_arg(node.args[1:], meta.value)))
 
 
 def _sending(calls: Sequence[Call]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ CELLS = ALL_CELLS if os.environ.get("HETU_FX_PARITY") == "full" else COVERING
 # Combinations that are refused by name, with a word of the reason.
 REFUSED: Mapping[tuple[str, str], str] = {
     **{("conv", plan): "sum over the whole batch" for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1")},
+    **{(model, plan): "no dim that its" for model in ("mlp", "conv") for plan in PLANS if "sequence parallel" in plan},
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS_IN_ALL + 60)]

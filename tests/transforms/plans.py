@@ -22,7 +22,7 @@ from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
 from hetu_fx.transforms.specialize import Specialize
-from hetu_fx.transforms.traffic import comm_call, communications
+from hetu_fx.transforms.traffic import communications
 from tests.model_zoo import captured
 
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...]
@@ -94,8 +94,8 @@ def run_in_lockstep(
     runs = {rank: _interpret(device, feed) for rank, device in devices.items()}
     waiting = {rank: next(run) for rank, run in runs.items()}
     while not any(isinstance(call, dict) for call in waiting.values()):
-        nodes, values = zip(*waiting.values(), strict=True)
-        met = Meeting.apply(nodes, *values)
+        calls, values = zip(*waiting.values(), strict=True)
+        met = Meeting.apply(calls, *values)
         waiting = {rank: run.send(value) for (rank, run), value in zip(runs.items(), met, strict=True)}
     return waiting
 
@@ -104,14 +104,13 @@ class Meeting(torch.autograd.Function):
     """One communication of all ranks at once."""
 
     @staticmethod
-    def forward(ctx: Any, nodes: Sequence[fx.Node], *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.nodes = nodes
-        return play([comm_call(node) for node in nodes], values)
+    def forward(ctx: Any, calls: Sequence[Call], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.calls = calls
+        return play(calls, values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        calls = [adjoint_calls(comm_call(node)) for node in ctx.nodes]
-        for step in zip(*calls, strict=True):
+        for step in zip(*map(adjoint_calls, ctx.calls), strict=True):
             gradients = play(step, gradients)
         return (None, *gradients)
 
@@ -133,7 +132,7 @@ def play(calls: Sequence[Call], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _interpret(device: DeviceGraph, feed: Callable[[int, Slot], Any]) -> Iterator[Any]:
-    """Yield (node, operand) at each communication, to be sent its result; at last the results."""
+    """Yield (call, operand) at each communication, to be sent its result; at last the results."""
     slots, env, comms = iter(device.slots), {}, set(communications(device))
     for node in device.graph.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -142,7 +141,7 @@ def _interpret(device: DeviceGraph, feed: Callable[[int, Slot], Any]) -> Iterato
         elif node.op == "output":
             yield {(r.kind.value, r.name): value for r, value in zip(device.results, args[0], strict=True)}
         elif node in comms:
-            env[node] = yield node, args[0]
+            env[node] = yield Call(node.target._opname, tuple(args[1:])), args[0]
         else:
             env[node] = node.target(*args, **kwargs)
 
@@ -159,6 +158,8 @@ def feeder(
             return inputs[slot.name]
         if slot.kind is SlotKind.CONSTANT:
             return program.graph.constants[slot.name]
+        if slot.kind is SlotKind.RANDOM_STATE:
+            return torch.tensor([3, 1, 0])
         if slot.kind is SlotKind.COUNT:
             return torch.tensor(program.prologue(inputs)[program.counts.index(slot.name)])
         lies = made.value_annotation(leaves[slot.name], made.annotated.layouts[0])
@@ -185,6 +186,33 @@ def program_as_one_device(
 ) -> dict[int, DeviceGraph]:
     """Compare as `same_as_one_device` does, with a program that is there already."""
     inputs = batch if isinstance(batch, Mapping) else {str(i): x for i, x in enumerate(batch)}
+    losses, parts, devices = _trained(program, model, plan, inputs)
+    expected = loss_of(model, batch, loss_fn)
+    expected.backward()
+    for loss in losses:
+        torch.testing.assert_close(loss, expected, rtol=limit, atol=limit)
+    wholes = {name: parameter.grad for name, parameter in model.named_parameters()}
+    _same_gradients(wholes, deduced(program, plan), parts, limit)
+    return devices
+
+
+def same_in_group(
+    program: Program, model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor], *, limit: float
+) -> dict[int, DeviceGraph]:
+    """Compare a plan of one stage with the program on one device: loss and every gradient; return the device graphs."""
+    losses, parts, devices = _trained(program, model, plan, inputs)
+    (expected,), alone, _ = _trained(program, model, Plan.single(), inputs)
+    for loss in losses:
+        torch.testing.assert_close(loss, expected, rtol=limit, atol=limit)
+    wholes = {name: part.grad for (_, name), part in alone.items()}
+    _same_gradients(wholes, deduced(program, plan), parts, limit)
+    return devices
+
+
+def _trained(
+    program: Program, model: nn.Module, plan: Plan, inputs: Mapping[str, Tensor]
+) -> tuple[list[Tensor], dict[tuple[int, str], Tensor], dict[int, DeviceGraph]]:
+    """Run all ranks forward and backward; return losses, parts of parameters with gradients, and device graphs."""
     devices = {rank: device_graph(program, plan, rank, wants_values=True) for rank in plan.devices}
     given = feeder(program, plan, model, inputs)
     parts: dict[tuple[int, str], Tensor] = {}
@@ -197,13 +225,8 @@ def program_as_one_device(
 
     results = run_in_lockstep(devices, feed)
     losses = [found["loss", program.loss_name] for found in results.values()]
-    expected = loss_of(model, batch, loss_fn)
     torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-    expected.backward()
-    for loss in losses:
-        torch.testing.assert_close(loss, expected, rtol=limit, atol=limit)
-    _same_gradients(model, deduced(program, plan), parts, limit)
-    return devices
+    return losses, parts, devices
 
 
 def loss_of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> Tensor:
@@ -214,11 +237,10 @@ def loss_of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | Non
 
 
 def _same_gradients(
-    model: nn.Module, made: DeducedGraph, parts: Mapping[tuple[int, str], Tensor], limit: float
+    wholes: Mapping[str, Tensor | None], made: DeducedGraph, parts: Mapping[tuple[int, str], Tensor], limit: float
 ) -> None:
-    parameters = dict(model.named_parameters())
     for leaf in made.parameters():
-        lies, whole = made.parameter_annotations(leaf)[1], parameters[leaf.name].grad
+        lies, whole = made.parameter_annotations(leaf)[1], wholes[leaf.name]
         held = {rank: parts[rank, leaf.name].grad for rank in lies.ranks}
         if whole is None:
             assert all(gradient is None for gradient in held.values()), leaf.name

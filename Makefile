@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml
 # Status 5 of pytest (no test selected) is a failure too: a suite that vanished is not a pass. Only the
 # tests that need a CUDA device may be none.
 test: setup
-	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4 --dist loadgroup
+	@$(PYTEST) -m "not distributed and not gpu" --timeout 300 -n auto --maxprocesses 4
 	@$(PYTEST) -m "distributed and not gpu" --timeout 600
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi

@@ -1,7 +1,6 @@
 """Tiny models that tests capture, with example batches. Sizes differ, so that equal sizes mean equal dims.
 
-Export takes seconds, so `captured` does it once per model and process. `models` names the models to a test and sends
-what needs the same one to the same worker (with pytest's --dist loadgroup).
+Export takes seconds, so `captured` does it once per model and process.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import transformers as hf
 from torch import nn
@@ -141,11 +139,6 @@ NO_DROPOUT: dict[str, dict[str, Any]] = {
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "t5": {"dropout_rate": 0.0},
 }
-
-
-def models(*names: str) -> list[Any]:
-    """Return values for a test's parameter: these models, or all, each with all its tests in one worker."""
-    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names or SAMPLES]
 
 
 def example(name: str) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from hetu_fx.deduction.factors import FactorClass, FactorMap
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from tests.model_zoo import captured, models
+from tests.model_zoo import SAMPLES, captured
 
 FIXED = torch.zeros(48)  # what it is added to has a fixed size
 
@@ -83,7 +83,7 @@ def test_untied_vocabularies_are_two_classes_and_tied_ones_one() -> None:
     assert groups(analysed("gpt2")[1], 97) == [["transformer.wte.weight.0"]]
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", SAMPLES)
 def test_the_rows_of_all_inputs_are_one_batch_class(name: str) -> None:
     graph, factors = analysed(name)
     (batch,) = [cls for cls in factors.classes if cls.is_batch]

@@ -14,7 +14,7 @@ from hetu_fx.graph.bind import leaf_values
 from hetu_fx.graph.graph import Graph
 from tests.deduction.shards import cuts_of
 from tests.deduction.simulate import Simulation
-from tests.model_zoo import captured, example, models, to_double
+from tests.model_zoo import SAMPLES, captured, example, to_double
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def prepared(name: str) -> tuple[Graph, FactorMap, list[torch.Tensor]]:
     return graph, analyse(graph), [value.detach() for value in leaf_values(graph, model, batch)]
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_value_on_shards_of_every_class_is_the_shard_of_the_value(name: str) -> None:
     graph, factors, leaves = prepared(name)
     for cls in factors.classes:

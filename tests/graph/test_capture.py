@@ -17,13 +17,13 @@ from hetu_fx.graph.bind import run_on_one_device
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from tests.graph.compare import assert_same_as_eager
-from tests.model_zoo import SAMPLES, captured, models, to_double
+from tests.model_zoo import SAMPLES, captured, to_double
 
 aten = torch.ops.aten
 in_double = functools.partial(captured, double=True)
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize(("rows", "length"), [(5, 11), (4, 17), (1, 9)])
 def test_graph_equals_eager_at_any_batch_size_and_length(name: str, rows: int, length: int) -> None:
     model, graph = in_double(name)
@@ -32,7 +32,7 @@ def test_graph_equals_eager_at_any_batch_size_and_length(name: str, rows: int, l
     assert_same_as_eager(model, graph, batch, tolerance)
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", SAMPLES)
 def test_graph_is_flat_functional_and_free_of_asserts(name: str) -> None:
     _, graph = in_double(name)
     assert {node.op for node in graph.graph.nodes} == {"placeholder", "call_function", "output"}
@@ -42,14 +42,14 @@ def test_graph_is_flat_functional_and_free_of_asserts(name: str) -> None:
             assert "assert" not in str(node.target)
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", SAMPLES)
 def test_batch_is_one_symbol_over_all_inputs(name: str) -> None:
     _, graph = in_double(name)
     sizes = {meta.expression(meta.shape(leaf.node)[0]) for leaf in graph.leaves_of(LeafKind.INPUT)}
     assert sizes == {graph.batch_symbol}
 
 
-@pytest.mark.parametrize("name", models())
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_parameter_is_one_leaf_with_the_users_names(name: str) -> None:
     model, graph = in_double(name)
     leaves = graph.leaves_of(LeafKind.PARAMETER)

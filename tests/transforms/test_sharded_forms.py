@@ -16,7 +16,7 @@ from hetu_fx.switching.program import make_program
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.sharded_forms import FORMS
 from hetu_fx.transforms.traffic import communications
-from tests.model_zoo import SAMPLES, captured, models, to_double
+from tests.model_zoo import SAMPLES, captured, to_double
 from tests.transforms.plans import program_as_one_device, program_of, same_as_one_device
 
 TIGHT = 1e-11
@@ -154,7 +154,7 @@ def test_tables_with_gradients_of_a_kind_of_their_own_stay_whole(options: dict[s
     assert bool(program.factors.op(table).sharded) == (not options)
 
 
-@pytest.mark.parametrize("name", models("llama", "gpt2", "bert", "t5"))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 @pytest.mark.parametrize("plan", ["5:2", "3 ranks"])
 def test_models_with_a_split_vocabulary_equal_one_device(name: str, plan: str) -> None:
     model, graph = captured(name, double=True, dropout=False)

@@ -44,6 +44,7 @@ class LossGradient:
         self._ran_with = guess.value if ran_with is None else ran_with
         self._mean: Tensor | None = None
         self._sum = Exchange()
+        self._correction = 1.0
 
     def begin(self, gradient: Tensor) -> Tensor:
         """Start to average what comes in; return what backward is to run with."""
@@ -55,13 +56,16 @@ class LossGradient:
 
     def correction(self) -> float:
         """Wait for the average; return it over the guess (1 where the loss has not been asked for its gradient)."""
-        if self._mean is None:
-            return 1.0
-        self._sum.wait()
-        mean = float(self._mean)
+        if self._mean is not None:
+            self._sum.wait()
+            self._correct(float(self._mean))
+            self._mean = None
+        return self._correction
+
+    def _correct(self, mean: float) -> None:
         if math.isfinite(mean) and mean != 0:
             self.guess.value = mean
-        return mean / self._ran_with
+        self._correction = mean / self._ran_with
 
 
 class GlobalLoss(torch.autograd.Function):

@@ -119,3 +119,10 @@ def test_one_process_runs_with_what_comes_in() -> None:
     (global_loss(local, gradient) * 0.3).backward()
     assert local.grad == torch.tensor(0.3)
     assert gradient.correction() == 1.0
+
+
+def test_the_average_is_waited_for_once_however_often_it_is_asked_for(sums: Sums) -> None:
+    gradient = LossGradient(GroupTable.dry(0, 2), Guess())
+    gradient.begin(torch.tensor(4.0))
+    assert gradient.correction() == gradient.correction() == 4.0
+    assert sums.waited == 1

@@ -53,28 +53,31 @@ class GroupTable:
         timeout: timedelta | None = None,
         name: str | None = None,
     ) -> None:
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self.creations: list[GroupCreation] = []
-        self._beside: dict[str, GroupTable] = {}
-        self._staged: dict[torch.device, bool] = {}
-        self._base = process_group or world_group()
-        self._globals: tuple[int, ...] = (0,)
-        self.seconds_waited = 0.0  # in communication, since the table was made
-        self._name = "alone"
-        self.rank, self.size, self.timeout = 0, 1, timeout or timeout_of(self._base)
-        if self._base is not None:
-            self._bind(self._base, name)
+        base = process_group or world_group()
+        self._be(0, 1, "alone", timeout or timeout_of(base))
+        if base is not None:
+            self._bind(base, name)
 
     @classmethod
     def dry(cls, rank: int, size: int) -> GroupTable:
         """Pretend to be `rank` of `size`, for tracing and export: shapes are right, messages are refused."""
         table = cls.__new__(cls)
-        table._groups, table._staged, table._base, table.creations, table._beside = {}, {}, None, [], {}
-        table._globals, table._name, table.seconds_waited = tuple(range(size)), "dry", 0.0
-        table.rank, table.size, table.timeout = rank, size, timedelta(0)
+        table._be(rank, size, "dry", timedelta(0))
         return table
 
+    def _be(self, rank: int, size: int, name: str, timeout: timedelta) -> None:
+        """Be a rank without groups, and with nothing to communicate by."""
+        self.rank, self.size, self.timeout, self._name = rank, size, timeout, name
+        self._globals = tuple(range(size))
+        self._base: ProcessGroup | None = None
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.creations: list[GroupCreation] = []
+        self._beside: dict[str, GroupTable] = {}
+        self._staged: dict[torch.device, bool] = {}
+        self.seconds_waited = 0.0  # in communication, since the table was made
+
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
+        self._base = base
         self._globals = tuple(dist.get_process_group_ranks(base))
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
         if name is None:

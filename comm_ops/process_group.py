@@ -40,10 +40,12 @@ def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGr
 
 
 def world_group() -> ProcessGroup | None:
+    """Give the group of all ranks; None without torch.distributed."""
     return _get_default_group() if dist.is_available() and dist.is_initialized() else None
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:
+    """Give the bound of a group's waits: of the first of its backends that has one, else torch's own."""
     if group is None:
         return timedelta(minutes=30)
     for device in ("cpu", "cuda"):
@@ -56,6 +58,7 @@ def timeout_of(group: ProcessGroup | None) -> timedelta:
 
 
 def has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
+    """Tell whether a group sends tensors of `device` from where they are."""
     try:
         backend = group._get_backend(device)
     except RuntimeError:  # the group has no backend for this kind of device

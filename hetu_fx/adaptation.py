@@ -1,6 +1,8 @@
-"""Plan again when devices change speed: rates are measured or given, the new plan becomes a variant.
+"""Plan again when devices are not as fast as planned: the new plan becomes a variant.
 
-Every rank sees the same agreed facts and plans alike, so nobody has to be asked.
+The first steps correct what was measured before the first plan (calibration): the model's own work tells the devices'
+speeds better than the matrix products of half a second. Later steps tell which device has become slow (health). Every
+rank sees the same agreed facts and plans alike, so nobody has to be asked.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hetu_fx.errors import StateError
-from hetu_fx.planner.cost import stage_costs
+from hetu_fx.measure import snapped
+from hetu_fx.planner.cost import predict, stage_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan, micro_batch_rows
 from hetu_fx.switching.agreement import StepFacts
@@ -20,6 +23,15 @@ from hetu_fx.switching.runtime import Runtime
 from hetu_fx.topology import Cluster
 
 _log = logging.getLogger("hetu_fx.health")
+
+CALIBRATED = "calibrated"
+"""The variant that the first steps lead to, where it is another one than they ran."""
+
+CALIBRATED_TOLERANCE = 0.02
+"""Speeds nearer than this to each other are one speed: whole steps tell them better than `measure.TOLERANCE`."""
+
+LEAST_GAIN = 0.02
+"""A plan for corrected speeds replaces the first one if it is faster by at least so much."""
 
 Planner = Callable[[Cluster, str], Plan]
 
@@ -41,11 +53,22 @@ class Adaptation:
         costs: of the program, for the work that each device has.
         cluster: the devices as measured at the start; None if they were not, then plans are never replaced.
         planner: makes a plan of a given name for a cluster.
+        calibrates: the cluster's speeds are a first guess, which the first steps are to correct; not so where the
+            user has said what the devices are.
     """
 
-    def __init__(self, runtime: Runtime, costs: ProgramCosts, cluster: Cluster | None, planner: Planner) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        costs: ProgramCosts,
+        cluster: Cluster | None,
+        planner: Planner,
+        *,
+        calibrates: bool = False,
+    ) -> None:
         self.runtime, self.costs, self.cluster, self.planner = runtime, costs, cluster, planner
         self.tracker = HealthTracker()
+        self._calibrates = calibrates
         self.changes: list[Replanned] = []
 
     @property
@@ -60,6 +83,8 @@ class Adaptation:
             return
         seconds = dict(enumerate(facts.compute_seconds))
         self.tracker.observe(seconds, self._work(self.cluster, report.variant, report.rows))
+        if self._calibrates and self.tracker.normals:
+            self.calibrate(self.cluster, self.tracker.normals)
         rates = self.tracker.changed()
         if rates is not None and self.runtime.pinned is None:
             self.replan(rates)
@@ -78,6 +103,24 @@ class Adaptation:
                 for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):
                     work[device] = sum(map(seconds, micro_batches))
         return work
+
+    def calibrate(self, cluster: Cluster, normals: Mapping[int, float]) -> None:
+        """Correct the devices' speeds by the first steps, and plan again if that gives a plan worth changing to.
+
+        `normals` are the devices' measured compute seconds over those expected of the cluster's speeds; of a device
+        that is left out, which had no work, nothing new is known.
+        """
+        self._calibrates = False
+        self.cluster = calibrated(cluster, normals)
+        self.tracker = HealthTracker(normal=dict.fromkeys(normals, 1.0))
+        for variant in self.runtime.variants.values():
+            if variant.plan.predicted is not None:
+                variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
+        plan = self.planner(self.cluster, CALIBRATED)
+        current = self.runtime.variants[self.runtime.current]
+        if plan.predicted and plan.predicted.seconds < current.predicted_seconds * (1 - LEAST_GAIN):
+            name = self._variant_for({}, plan)
+            _log.info("the first steps correct the devices' speeds to\n%s\n%s: %s", self.cluster, name, plan.summary())
 
     def replan(self, rates: Mapping[int, float]) -> str:
         """Make a plan for the given rates; the policy weighs it against the others from the next step on.
@@ -102,10 +145,17 @@ class Adaptation:
             if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
                 variant.expect(plan.predicted, rates)
                 return name
-        name = name_for(rates)
+        name = plan.name or name_for(rates)
         if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
             self.runtime.add_variant(plan, name, planned_rates=rates)
         return name
+
+
+def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
+    """Return the cluster with speeds at which the measured seconds would have been expected."""
+    known = [device for device in cluster.devices if device.rank in normals]
+    speeds = snapped([d.flops_per_second / normals[d.rank] for d in known], CALIBRATED_TOLERANCE)
+    return cluster.with_speeds({device.rank: speed for device, speed in zip(known, speeds, strict=True)})
 
 
 def name_for(rates: Mapping[int, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     runtime = Runtime(wanted.model, table, execution, homes, _seeded(wanted.settings, table))
     for name, plan in zip(names_of(plans), plans, strict=True):
         runtime.add_variant(plan, name)
-    adaptation = Adaptation(runtime, costs, cluster, lambda at, name: execution.plan(costs, at, name))
+    planner = functools.partial(execution.plan, costs)
+    adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     runtime.observers.append(adaptation.observe)
     return runtime, adaptation
 

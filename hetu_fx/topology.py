@@ -160,12 +160,19 @@ class Cluster:
 
     def with_rates(self, rates: Mapping[int, float]) -> Cluster:
         """Return the cluster with new straggling rates for the given ranks."""
-        known = {device.rank: device.rate for device in self.devices}
-        strangers = sorted(set(rates) - set(known))
+        self._check_known("rates", rates)
+        return replace(self, devices=tuple(replace(d, rate=rates.get(d.rank, d.rate)) for d in self.devices))
+
+    def with_speeds(self, flops_per_second: Mapping[int, float]) -> Cluster:
+        """Return the cluster with new FLOP/s of healthy devices for the given ranks."""
+        self._check_known("speeds", flops_per_second)
+        speeds = [(device, flops_per_second.get(device.rank, device.flops_per_second)) for device in self.devices]
+        return replace(self, devices=tuple(replace(d, flops_per_second=speed) for d, speed in speeds))
+
+    def _check_known(self, what: str, by_rank: Mapping[int, float]) -> None:
+        strangers = sorted(set(by_rank) - set(self.ranks))
         if strangers:
-            raise ClusterError(f"rates for ranks {strangers}, but the cluster has ranks {list(self.ranks)}")
-        new = known | dict(rates)
-        return replace(self, devices=tuple(replace(d, rate=new[d.rank]) for d in self.devices))
+            raise ClusterError(f"{what} for ranks {strangers}, but the cluster has ranks {list(self.ranks)}")
 
     def without(self, ranks: Sequence[int]) -> Cluster:
         """Return the cluster that is left when ranks are gone."""

@@ -68,6 +68,13 @@ class HealthTracker:
         """Return the reported straggling rate of each device that has been observed."""
         return {rank: device.rate for rank, device in sorted(self._devices.items())}
 
+    @property
+    def normals(self) -> dict[int, float]:
+        """Return each observed device's normal seconds per unit of work; empty until all of them are known."""
+        found = {rank: device.normal for rank, device in sorted(self._devices.items())}
+        known = {rank: normal for rank, normal in found.items() if normal is not None}
+        return known if len(known) == len(found) else {}
+
     def observe(self, seconds: Mapping[int, float], work: Mapping[int, float]) -> None:
         """Take in one step: each rank's own compute seconds, and the work that it was given.
 

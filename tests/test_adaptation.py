@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import hetu_fx
-from hetu_fx.adaptation import Adaptation, name_for
+from hetu_fx.adaptation import CALIBRATED, Adaptation, calibrated, name_for
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
+from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper
 
@@ -92,3 +93,60 @@ def test_a_variant_that_could_not_be_a_folder_is_refused(name: str) -> None:
     runtime = adaptation_with(Plan.single()).runtime
     with pytest.raises(hetu_fx.HetuFxError, match="cannot be named"):
         runtime.add_variant(Plan.single(), name)
+
+
+@pytest.mark.parametrize(
+    ("normals", "speeds"),
+    [
+        ({0: 2.0, 1: 1.0}, (4e9, 4e9)),
+        ({0: 1.0, 1: 0.995}, (8e9, 4.02e9)),
+        ({0: 1.0, 1: 0.505}, (7.96e9, 7.96e9)),
+        ({1: 2.0}, (8e9, 2e9)),
+    ],
+)
+def test_speeds_are_corrected_to_those_that_would_have_been_expected(
+    normals: dict[int, float], speeds: tuple[float, float]
+) -> None:
+    found = calibrated(Cluster.on_paper((8e9, 4e9)), normals)
+    assert tuple(device.flops_per_second for device in found.devices) == speeds
+
+
+def test_a_plan_that_corrected_speeds_make_faster_becomes_a_variant() -> None:
+    adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe", predicted=Prediction(1e-9)))
+    adaptation.calibrate(expecting(adaptation, 1.0), {0: 2.0})
+    assert list(adaptation.runtime.variants) == ["variant0", CALIBRATED]
+    assert adaptation.runtime.variants[CALIBRATED].planned_rates == {}
+
+
+def test_a_plan_that_corrected_speeds_make_hardly_faster_is_left_alone() -> None:
+    adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe", predicted=Prediction(1e9)))
+    adaptation.calibrate(expecting(adaptation, 1.0), {0: 2.0})
+    assert list(adaptation.runtime.variants) == ["variant0"]
+
+
+def test_plans_are_expected_to_take_what_they_do_at_corrected_speeds() -> None:
+    adaptation = adaptation_with(replace(Plan.single(), predicted=Prediction(1e9)))
+    cluster = expecting(adaptation, 1.0)
+    adaptation.calibrate(cluster, {0: 1.0})
+    before = adaptation.runtime.variants["variant0"].predicted_seconds
+    adaptation.calibrate(cluster, {0: 3.0})
+    assert 1.0 > adaptation.runtime.variants["variant0"].predicted_seconds > before
+
+
+def test_devices_are_calibrated_once_and_only_where_the_speeds_were_measured() -> None:
+    for calibrates, times in ((True, 1), (False, 0)):
+        adaptation = adaptation_with(Plan.single())
+        adaptation._calibrates = calibrates
+        speeds = {adaptation.cluster}
+        for _ in range(12):
+            adaptation.runtime.report.variant, adaptation.runtime.report.rows = "variant0", (4,)
+            adaptation.observe(StepFacts(rows=(4,), longest=0, counts=(), compute_seconds=(0.5,)))
+            speeds.add(adaptation.cluster)
+        assert len(speeds) == 1 + times
+
+
+def expecting(adaptation: Adaptation, seconds: float) -> Cluster:
+    """Let the running variant be expected to take so long; return the cluster."""
+    assert adaptation.cluster is not None
+    adaptation.runtime.variants["variant0"].expect(Prediction(seconds), {})
+    return adaptation.cluster

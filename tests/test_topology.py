@@ -73,6 +73,13 @@ def test_rates_change_only_the_named_devices() -> None:
         cluster.with_rates({7: 1.0})
 
 
+def test_speeds_can_be_corrected_and_rates_stay() -> None:
+    cluster = Cluster.on_paper([2e9, 2e9]).with_rates({1: 4}).with_speeds({1: 8e9})
+    assert [device.speed for device in cluster.devices] == [2e9, 2e9]
+    with pytest.raises(ClusterError, match=r"speeds for ranks \[7\]"):
+        cluster.with_speeds({7: 1.0})
+
+
 def test_without_leaves_the_rest() -> None:
     cluster = Cluster.on_paper([1e9] * 3).without([1])
     assert cluster.ranks == (0, 2)

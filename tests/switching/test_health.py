@@ -25,6 +25,15 @@ def test_a_lasting_slowdown_is_reported_once_with_its_rate() -> None:
     assert tracker.rates == {0: 2.0}
 
 
+def test_normals_are_known_when_all_devices_have_been_seen_for_a_window() -> None:
+    tracker = HealthTracker(window=3)
+    for seconds in ({0: 9.0}, {0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}):
+        tracker.observe(seconds, {0: 1.0, 1: 2.0})
+        assert tracker.normals == {}
+    tracker.observe({1: 5.0}, {0: 1.0, 1: 2.0})
+    assert tracker.normals == {0: 2.0, 1: 1.5}
+
+
 def test_a_single_slow_step_is_noise() -> None:
     assert feed(HealthTracker(), [1.0] * 8 + [9.0, 9.0] + [1.0] * 8) == []
 

@@ -21,8 +21,11 @@ T = TypeVar("T")
 
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
+_MAX_VALUES = 8
 _HEAD = 5
-_WIDTH = _HEAD + _MAX_SIZES + _MAX_COUNTS
+_FIRST_COUNT = _HEAD + _MAX_SIZES
+_FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
+_WIDTH = _FIRST_VALUE + _MAX_VALUES
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class LocalFacts:
         longest: longest sequence in the batch.
         counts: local counts, in the order of the program's count leaves.
         compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
+        values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
+        value_names: what the values are, for messages.
     """
 
     rows: int
@@ -46,6 +51,8 @@ class LocalFacts:
     longest: int = 0
     counts: tuple[float, ...] = ()
     compute_seconds: float = 0.0
+    values: tuple[float, ...] = ()
+    value_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
     _check_equal(table, gathered, facts)
-    counts = tuple(sum(row[_HEAD + _MAX_SIZES + i] for row in gathered) for i in range(len(facts.counts)))
+    counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
     return StepFacts(
         rows=tuple(int(row[1]) for row in gathered),
         longest=int(max(row[3] for row in gathered)),
@@ -122,11 +129,14 @@ def from_first(table: GroupTable, value: T) -> T:
 
 def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
     """Return the facts, or an error to exchange in their place if they are more than a message holds."""
-    if isinstance(facts, Exception) or (len(facts.sizes) <= _MAX_SIZES and len(facts.counts) <= _MAX_COUNTS):
+    if isinstance(facts, Exception):
+        return facts
+    numbers = len(facts.sizes), len(facts.counts), len(facts.values)
+    if all(number <= most for number, most in zip(numbers, (_MAX_SIZES, _MAX_COUNTS, _MAX_VALUES), strict=True)):
         return facts
     return BatchError(
-        f"the batch has {len(facts.sizes)} sizes and {len(facts.counts)} counts, more than the {_MAX_SIZES} and "
-        f"{_MAX_COUNTS} that ranks agree on; pass fewer tensors"
+        f"the batch has {numbers[0]} sizes, {numbers[1]} counts and {numbers[2]} numbers, more than the {_MAX_SIZES}, "
+        f"{_MAX_COUNTS} and {_MAX_VALUES} that ranks agree on; pass fewer tensors"
     )
 
 
@@ -134,13 +144,17 @@ def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
     head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds]
-    sizes = [*facts.sizes, *[0] * (_MAX_SIZES - len(facts.sizes))]
-    return [*map(float, head), *map(float, sizes), *facts.counts, *[0.0] * (_MAX_COUNTS - len(facts.counts))]
+    lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
+    return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
+
+
+def _padded(numbers: Sequence[float], length: int) -> list[float]:
+    return [*map(float, numbers), *[0.0] * (length - len(numbers))]
 
 
 def _digest(facts: LocalFacts) -> int:
     """Hash what must be equal to 48 bits, which a float64 carries exactly."""
-    text = f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}"
+    text = f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
@@ -183,6 +197,13 @@ def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFac
             raise BatchError(
                 f"{name} has sizes {sizes} on ranks 0 to {table.size - 1}; pad all ranks' batches of a step to the "
                 f"same size (only the number of rows may differ)"
+            )
+    for i, name in enumerate(facts.value_names):
+        values = [row[_FIRST_VALUE + i] for row in gathered]
+        if len(set(map(str, values))) > 1:  # as text: nan is not equal to itself
+            raise BatchError(
+                f"{name} is {values} on ranks 0 to {table.size - 1}; what has no rows is one value of the whole batch: "
+                f"pass the same on all ranks (such as the number of items of all of them)"
             )
 
 

@@ -51,6 +51,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     bindings = bind(program.inputs, tensors)
     count = next(iter(rows.values()), 1)
     sizes = sizes_besides_rows(tensors, program.row_inputs)
+    values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     facts = LocalFacts(
         rows=count,
         signature=form_of(batch, training),
@@ -58,6 +59,8 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
         size_names=tuple(sizes),
         longest=_longest(program, tensors),
         counts=_counts(program, tensors, count),
+        values=tuple(values.values()),
+        value_names=tuple(values),
     )
     return ReadBatch(program, tensors, facts, bindings)
 

@@ -72,9 +72,22 @@ def test_a_rank_without_rows_may_have_any_length(other: Any) -> None:
     assert agree(TWO, FACTS).rows == (4, 0)
 
 
+def test_numbers_that_differ_are_refused_with_the_values(other: Any) -> None:
+    mine, theirs = (replace(FACTS, values=(value,), value_names=("input 'count'",)) for value in (37.0, 41.0))
+    other(theirs)
+    with pytest.raises(BatchError, match=r"input 'count' is \[37.0, 41.0\] on ranks 0 to 1; what has no rows is one"):
+        agree(TWO, mine)
+
+
+def test_numbers_that_are_not_a_number_everywhere_agree(other: Any) -> None:
+    facts = replace(FACTS, values=(float("nan"),), value_names=("input 'count'",))
+    other(facts)
+    assert agree(TWO, facts).rows == (4, 4)
+
+
 def test_more_sizes_than_a_message_holds_are_an_error_that_travels(other: Any) -> None:
     other(FACTS)
-    with pytest.raises(BatchError, match=r"the batch has 25 sizes and 1 counts.*pass fewer tensors"):
+    with pytest.raises(BatchError, match=r"the batch has 25 sizes, 1 counts and 0 numbers.*pass fewer tensors"):
         agree(TWO, replace(FACTS, sizes=(1,) * 25))
 
 

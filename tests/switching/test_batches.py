@@ -36,6 +36,12 @@ def test_facts_are_rows_lengths_sizes_and_counts(programs: Programs) -> None:
     assert facts.counts == (3 * 8 - 4,)  # labels are shifted by one token
 
 
+def test_a_tensor_of_no_dim_is_a_number_that_all_ranks_must_bring(programs: Programs) -> None:
+    ids = torch.ones(2, 9, dtype=torch.long)
+    facts = read(programs, input_ids=ids, labels=ids, num_items_in_batch=torch.tensor(37)).facts
+    assert (facts.value_names, facts.values) == (("input 'num_items_in_batch'",), (37.0,))
+
+
 def test_a_batch_without_rows_counts_nothing(programs: Programs) -> None:
     batch = read(programs, **SAMPLES["llama"].batch(0, 9))
     assert (batch.facts.rows, batch.facts.counts) == (0, (0.0,))

@@ -143,25 +143,26 @@ NO_DROPOUT: dict[str, dict[str, Any]] = {
 
 def example(name: str) -> dict[str, torch.Tensor]:
     """Return the batch on which a model is captured; its number of rows is no other size of the model."""
-    return SAMPLES[name].batch(5 if name == "vit" else 7, LENGTH)
+    return to_double(SAMPLES[name].batch(5 if name == "vit" else 7, LENGTH))
 
 
-def captured(name: str, *, double: bool = False, dropout: bool = True) -> tuple[nn.Module, Graph]:
+def captured(name: str, *, dropout: bool = True) -> tuple[nn.Module, Graph]:
     """Return a copy of a model in training mode, and its graph, which passes leave as it is.
+
+    Parameters and inputs are of float64, but for mixtral, whose grouped products know no float64.
 
     Args:
         name: which model.
-        double: with parameters and inputs of float64; not mixtral, whose grouped products know no float64.
         dropout: as the model comes, or with all dropout left out.
     """
-    drops = dropout and name in NO_DROPOUT
-    model, graph = _captured(name, double and name != "mixtral", drops)
+    model, graph = _captured(name, dropout and name in NO_DROPOUT)
     return copy.deepcopy(model), graph
 
 
 @functools.cache
-def _captured(name: str, double: bool, drops: bool) -> tuple[nn.Module, Graph]:
+def _captured(name: str, drops: bool) -> tuple[nn.Module, Graph]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, batch = SAMPLES[name].model(**{} if drops else NO_DROPOUT.get(name, {})).train(), example(name)
-        return (model, capture(model, batch)) if not double else (model.double(), capture(model, to_double(batch)))
+        model = model if name == "mixtral" else model.double()
+        return model, capture(model, batch)

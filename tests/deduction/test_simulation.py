@@ -14,14 +14,14 @@ from hetu_fx.graph.bind import leaf_values
 from hetu_fx.graph.graph import Graph
 from tests.deduction.shards import cuts_of
 from tests.deduction.simulate import Simulation
-from tests.model_zoo import SAMPLES, captured, example, to_double
+from tests.model_zoo import SAMPLES, captured, example
 
 
 @functools.cache
 def prepared(name: str) -> tuple[Graph, FactorMap, list[torch.Tensor]]:
     torch.manual_seed(0)
-    model, graph = captured(name, double=True, dropout=False)
-    batch = example(name) if name == "mixtral" else to_double(example(name))
+    model, graph = captured(name, dropout=False)
+    batch = example(name)
     inputs = [leaf for leaf in graph.leaves if leaf.name in batch]
     assert all(meta.hints(leaf.node) == tuple(batch[leaf.name].shape) for leaf in inputs), (
         "the sizes that run are the hints"

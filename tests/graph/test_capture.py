@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections import OrderedDict
 
@@ -20,13 +19,12 @@ from tests.graph.compare import assert_same_as_eager
 from tests.model_zoo import SAMPLES, captured, to_double
 
 aten = torch.ops.aten
-in_double = functools.partial(captured, double=True)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize(("rows", "length"), [(5, 11), (4, 17), (1, 9)])
 def test_graph_equals_eager_at_any_batch_size_and_length(name: str, rows: int, length: int) -> None:
-    model, graph = in_double(name)
+    model, graph = captured(name)
     batch = to_double(SAMPLES[name].batch(rows, length))
     tolerance = 1e-6 if name == "mixtral" else 1e-12
     assert_same_as_eager(model, graph, batch, tolerance)
@@ -34,7 +32,7 @@ def test_graph_equals_eager_at_any_batch_size_and_length(name: str, rows: int, l
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_graph_is_flat_functional_and_free_of_asserts(name: str) -> None:
-    _, graph = in_double(name)
+    _, graph = captured(name)
     assert {node.op for node in graph.graph.nodes} == {"placeholder", "call_function", "output"}
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
@@ -44,14 +42,14 @@ def test_graph_is_flat_functional_and_free_of_asserts(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_batch_is_one_symbol_over_all_inputs(name: str) -> None:
-    _, graph = in_double(name)
+    _, graph = captured(name)
     sizes = {meta.expression(meta.shape(leaf.node)[0]) for leaf in graph.leaves_of(LeafKind.INPUT)}
     assert sizes == {graph.batch_symbol}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_parameter_is_one_leaf_with_the_users_names(name: str) -> None:
-    model, graph = in_double(name)
+    model, graph = captured(name)
     leaves = graph.leaves_of(LeafKind.PARAMETER)
     assert {leaf.name for leaf in leaves} == {fqn for fqn, _ in model.named_parameters()}
     aliases = {alias for leaf in leaves for alias in (leaf.name, *leaf.aliases)}
@@ -60,7 +58,7 @@ def test_every_parameter_is_one_leaf_with_the_users_names(name: str) -> None:
 
 @pytest.mark.xdist_group("gpt2")
 def test_tied_weights_are_one_leaf_with_an_alias() -> None:
-    _, graph = in_double("gpt2")
+    _, graph = captured("gpt2")
     leaf = next(leaf for leaf in graph.leaves if leaf.name == "transformer.wte.weight")
     assert leaf.aliases == ("lm_head.weight",)
     assert len(leaf.node.users) == 2
@@ -68,7 +66,7 @@ def test_tied_weights_are_one_leaf_with_an_alias() -> None:
 
 @pytest.mark.xdist_group("llama")
 def test_output_container_is_built_again_with_none_for_what_is_left_out() -> None:
-    model, graph = in_double("llama")
+    model, graph = captured("llama")
     output = graph.rebuild({"loss": torch.tensor(1.0)})
     assert type(output) is type(model(**SAMPLES["llama"].batch(2, 5)))
     assert output.loss.item() == 1.0
@@ -77,7 +75,7 @@ def test_output_container_is_built_again_with_none_for_what_is_left_out() -> Non
 
 @pytest.mark.xdist_group("llama")
 def test_unknown_output_objects_are_dropped_and_noted() -> None:
-    _, graph = in_double("llama")
+    _, graph = captured("llama")
     assert any("past_key_values" in note and "DynamicCache" in note for note in graph.notes)
 
 
@@ -106,7 +104,7 @@ def test_parts_that_the_user_froze_stay_frozen() -> None:
 @pytest.mark.xdist_group("llama")
 def test_one_tensor_passed_twice_stays_two_inputs() -> None:
     ids = torch.randint(0, 97, (5, 11))
-    model, _ = in_double("llama")
+    model, _ = captured("llama")
     graph = capture(model, {"input_ids": ids, "labels": ids})
     assert all(leaf.node.users for leaf in graph.leaves_of(LeafKind.INPUT))
     assert_same_as_eager(model, graph, SAMPLES["llama"].batch(3, 7), 1e-12)
@@ -114,7 +112,7 @@ def test_one_tensor_passed_twice_stays_two_inputs() -> None:
 
 @pytest.mark.xdist_group("llama")
 def test_example_of_one_row_still_gives_a_dynamic_batch() -> None:
-    model, _ = in_double("llama")
+    model, _ = captured("llama")
     graph = capture(model, SAMPLES["llama"].batch(1, 11))
     assert graph.batch_symbol is not None
     assert_same_as_eager(model, graph, SAMPLES["llama"].batch(4, 6), 1e-12)
@@ -122,7 +120,7 @@ def test_example_of_one_row_still_gives_a_dynamic_batch() -> None:
 
 @pytest.mark.xdist_group("llama")
 def test_example_batch_differs_from_all_other_sizes() -> None:
-    model, _ = in_double("llama")
+    model, _ = captured("llama")
     graph = capture(model, SAMPLES["llama"].batch(11, 11))
     rows, length = meta.hints(graph.leaves_of(LeafKind.INPUT)[0].node)
     assert length == 11
@@ -145,7 +143,7 @@ def test_evaluation_has_no_dropout() -> None:
 
 @pytest.mark.xdist_group("t5")
 def test_blocks_of_encoder_and_decoder_are_concatenated() -> None:
-    _, graph = in_double("t5")
+    _, graph = captured("t5")
     assert graph.block_paths == ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")
     loss = graph.loss
     assert loss is not None

@@ -27,7 +27,7 @@ def state(row: int = 0, step: int = 0) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def rewritten(name: str) -> tuple[nn.Module, Graph]:
-    model, graph = captured(name, double=True)
+    model, graph = captured(name)
     return model, Randomness()(graph)
 
 

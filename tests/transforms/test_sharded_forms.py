@@ -157,7 +157,7 @@ def test_tables_with_gradients_of_a_kind_of_their_own_stay_whole(options: dict[s
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 @pytest.mark.parametrize("plan", ["5:2", "3 ranks"])
 def test_models_with_a_split_vocabulary_equal_one_device(name: str, plan: str) -> None:
-    model, graph = captured(name, double=True, dropout=False)
+    model, graph = captured(name, dropout=False)
     program = make_program(graph, frozenset())
     program_as_one_device(program, model, to_double(SAMPLES[name].batch(4, 11)), SPLITS[plan], limit=2e-6)
 

@@ -35,7 +35,7 @@ identity [0, 1]: mul.Tensor({0}.post_attention_layernorm) -> linear({0}.mlp.gate
 all_reduce [0, 1] duplicate: linear({0}.mlp.down_proj) -> add.Tensor"""
 
 # The vocabulary: what each part has of the rows looked up; then peak and sum of each row's scores, and its target's.
-TABLE = "all_reduce [0, 1] duplicate: masked_fill.Scalar -> pow.Tensor_Scalar, mul.Tensor, add.Tensor"
+TABLE = "all_reduce [0, 1] duplicate: masked_fill.Scalar -> to.dtype, add.Tensor"
 SCORES = """\
 identity [0, 1]: mul.Tensor(model.norm) -> linear(lm_head)
 all_gather [0, 1] 1 [2, 2] 1 1 duplicate: cat -> slice.Tensor, slice.Tensor

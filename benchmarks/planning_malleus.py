@@ -12,17 +12,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
+from benchmarks.published_malleus import DEVICES_PER_NODE, LLAMA_70B
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.planner.malleus.search import search
-from hetu_fx.planner.malleus.situation import LayerMemory, Situation
-from hetu_fx.topology import Cluster
+from hetu_fx.planner.malleus.situation import Situation
 
-NODE, STAGES, LAYERS = 8, 4, 80
-LAYER_SECONDS = {8: 1.0, 4: 1.90, 2: 3.66, 1: 7.22}  # relative to a healthy group of 8
-MEMORY_MIB = 81252
-LAYER_MIB = (1647, 1769, 1933, 2110, 2295, 2485, 2685, 2895)  # per device, the last stage's first
-MEMORY = LayerMemory(tuple(NODE * mib for mib in LAYER_MIB), edge_bytes=NODE * 600, reserve_bytes=4700 + 4096)
+STAGES = 4
 RATES = (2.57, 5.63, 12.53)
 BARS = {(64, 3): 2.0, (1024, 3): 60.0, (1024, 16): 60.0}  # seconds
 
@@ -54,7 +51,7 @@ def measure(devices: int, stragglers: int) -> Row:
     start = time.process_time()
     result = search(given)
     seconds = time.process_time() - start
-    healthy = given.num_micro_batches * LAYERS / (devices / NODE)
+    healthy = given.num_micro_batches * given.num_layers / (devices / DEVICES_PER_NODE)
     return {
         "devices": devices,
         "stragglers": stragglers,
@@ -69,11 +66,10 @@ def measure(devices: int, stragglers: int) -> Row:
 
 def situation(devices: int, rates: dict[int, float]) -> Situation:
     """Give the published model on so many devices."""
-    nodes = [str(rank // NODE) for rank in range(devices)]
-    cluster = Cluster.on_paper([1e12] * devices, memory_bytes=MEMORY_MIB, nodes=nodes).with_rates(rates)
-    pipelines = max(1, devices // (NODE * STAGES))
-    memory = MEMORY if devices >= NODE * STAGES else None
-    return Situation(cluster, LAYERS, max(64, devices), pipelines, LAYER_SECONDS, memory)
+    pipelines = max(1, devices // (DEVICES_PER_NODE * STAGES))
+    model = replace(LLAMA_70B, devices=devices, pipelines=pipelines)
+    given = model.situation(rates, micro_batches=max(64, devices))
+    return given if devices >= DEVICES_PER_NODE * STAGES else replace(given, memory=None)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetu_fx.checks import check_not_negative
 from hetu_fx.documents import Fields, kind_of, table_text
 from hetu_fx.errors import PlanError
 
@@ -48,8 +49,7 @@ class Prediction:
         ranks = [device.rank for device in self.devices]
         if len(set(ranks)) < len(ranks):
             raise PlanError(f"prediction names a device twice: ranks {ranks}; give one entry per device")
-        if not math.isfinite(self.seconds) or self.seconds < 0:
-            raise PlanError(f"predicted seconds must be a finite number of at least 0, not {self.seconds}")
+        check_not_negative(PlanError, "prediction", seconds=self.seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `read_prediction` reads."""

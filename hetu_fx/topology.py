@@ -6,12 +6,12 @@ for devices that are not there. It needs no process group and no torch unless it
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hetu_fx.checks import check_not_negative, check_positive
 from hetu_fx.documents import Fields, json_text, located, read_json, table_text, write_atomically
 from hetu_fx.errors import ClusterError
 from hetu_fx.measure import Measurement, RankTable, measure_here
@@ -33,8 +33,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
-        for name in ("flops_per_second", "memory_bytes", "rate"):
-            _check_positive(f"device {self.rank}", name, getattr(self, name))
+        figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
+        check_positive(ClusterError, f"device {self.rank}", **figures)
 
     @property
     def speed(self) -> float:
@@ -56,9 +56,8 @@ class Link:
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive("link", "bytes_per_second", self.bytes_per_second)
-        if not math.isfinite(self.latency_seconds) or self.latency_seconds < 0:
-            raise ClusterError(f"link has latency_seconds {self.latency_seconds}; give 0 or more")
+        check_positive(ClusterError, "link", bytes_per_second=self.bytes_per_second)
+        check_not_negative(ClusterError, "link", latency_seconds=self.latency_seconds)
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds that a message of so many bytes takes."""
@@ -212,11 +211,6 @@ def _row(device: Device) -> list[str]:
 
 def _link_text(link: Link) -> str:
     return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
-
-
-def _check_positive(where: str, name: str, value: float) -> None:
-    if not math.isfinite(value) or value <= 0:
-        raise ClusterError(f"{where} has {name} {value}; give a finite number above 0")
 
 
 def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:

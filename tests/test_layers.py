@@ -41,7 +41,7 @@ FLOORS = (
     "environment graph plans pipeline prediction schedule timeline emulate emulate_*",
     "annotations",
     "topology measure",
-    "documents",
+    "documents checks",
     "errors",
 )
 FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the two top floors

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch, Strategy
+from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch, Strategy, too_long
 from hetu_fx.planner.hydraulis.dispatch import Dispatch, dispatch
 from hetu_fx.planner.hydraulis.pack import Packing, pack, pack_quickly
 from hetu_fx.planner.hydraulis.refine import refine
@@ -96,11 +96,7 @@ def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strat
     given = tuple(dict.fromkeys(strategies))
     found = tuple(strategy for strategy in given if strategy.max_length >= batch.longest)
     if not found:
-        raise PlanError(
-            f"sequence {batch.lengths.index(batch.longest)} of the batch has {batch.longest} tokens, but the "
-            f"strategies hold at most {max((s.max_length for s in given), default=0)}; cut the sequence, or give a "
-            f"strategy with more devices in a pipeline"
-        )
+        raise too_long(batch, "none of the strategies holds", max((s.max_length for s in given), default=0))
     return found
 
 

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from hetu_fx.checks import check_not_negative
 from hetu_fx.errors import PlanError
 
 Numbers = NDArray[np.float64]
@@ -49,10 +50,7 @@ class TimeFit:
     c: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("a", "b", "c"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise PlanError(f"time fit has {name} = {value}; give a finite number of at least 0, in seconds")
+        check_not_negative(PlanError, "time fit", a=self.a, b=self.b, c=self.c)
         if self.a == self.b == 0:
             raise PlanError("time fit has a = b = 0, so that sequences cost nothing; give one of them above 0")
 
@@ -181,11 +179,15 @@ class SequenceBatch:
 def check_holds(strategy: Strategy, batch: SequenceBatch) -> None:
     """Raise `PlanError` unless some pipeline of the strategy can hold the longest sequence."""
     if batch.longest > strategy.max_length:
-        position = batch.lengths.index(batch.longest)
-        raise PlanError(
-            f"sequence {position} of the batch has {batch.longest} tokens, but no pipeline of {strategy} holds "
-            f"more than {strategy.max_length}; cut it, or give a strategy with more devices in a pipeline"
-        )
+        raise too_long(batch, f"no pipeline of {strategy} holds", strategy.max_length)
+
+
+def too_long(batch: SequenceBatch, holders: str, most: int) -> PlanError:
+    """Return the error for a longest sequence where `holders` "more than" so many tokens; raised by the caller."""
+    return PlanError(
+        f"sequence {batch.lengths.index(batch.longest)} of the batch has {batch.longest} tokens, but {holders} "
+        f"more than {most}; cut it, or give a strategy with more devices in a pipeline"
+    )
 
 
 def check_each_once(what: str, groups: Sequence[Sequence[int]], count: int) -> None:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hetu_fx.checks import check_not_negative, check_positive
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hydraulis.cost import Scheme, TimeFit
 
@@ -40,7 +41,7 @@ class ModelShape:
     vocabulary: int
 
     def __post_init__(self) -> None:
-        _check_positive("model shape", layers=self.layers, hidden=self.hidden, vocabulary=self.vocabulary)
+        check_positive(PlanError, "model shape", layers=self.layers, hidden=self.hidden, vocabulary=self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class HomeLayout:
 
     def __post_init__(self) -> None:
         sizes = {"replicas": self.replicas, "tensor_parallel": self.tensor_parallel, "stages": self.stages}
-        _check_positive("optimizer strategy", **sizes)
+        check_positive(PlanError, "optimizer strategy", **sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,11 @@ class MemoryModel:
     runtime_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_positive("memory model", state_bytes=self.state_bytes, device_bytes=self.device_bytes)
-        _check_positive("activation_bytes", **{f"[{tp}]": value for tp, value in self.activation_bytes.items()})
-        if min(self.reserve_bytes, self.runtime_bytes) < 0:
-            values = f"reserve_bytes {self.reserve_bytes}, runtime_bytes {self.runtime_bytes}"
-            raise PlanError(f"memory model has {values}; give 0 or more")
+        where = "memory model"
+        check_positive(PlanError, where, state_bytes=self.state_bytes, device_bytes=self.device_bytes)
+        check_not_negative(PlanError, where, reserve_bytes=self.reserve_bytes, runtime_bytes=self.runtime_bytes)
+        by_degree = {f"[{tp}]": value for tp, value in self.activation_bytes.items()}
+        check_positive(PlanError, "activation_bytes", **by_degree)
 
     def kept_bytes(self, tensor_parallel: int, stages: int) -> float:
         """Return (2), what a device holds whatever the batch."""
@@ -118,9 +119,3 @@ def fitting_schemes(
     lengths = {key: memory.max_length(*key) for key in times}
     kept = [key for key in times if lengths[key]]
     return tuple(Scheme(*key, times[key], lengths[key], filling.get(key[0], 1)) for key in kept)
-
-
-def _check_positive(where: str, **values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value) or value <= 0:
-            raise PlanError(f"{where} has {name} {value}; give a finite number above 0")

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hetu_fx.checks import check_not_negative, check_positive
 from hetu_fx.errors import PlanError
 from hetu_fx.topology import Cluster
 
@@ -47,8 +48,7 @@ class LayerMemory:
                 f"layer_bytes are {list(table)}; give bytes above 0 that do not fall, the last stage's first "
                 f"(each stage before it keeps one more micro-batch)"
             )
-        if self.edge_bytes < 0 or self.reserve_bytes < 0:
-            raise PlanError(f"edge_bytes {self.edge_bytes}, reserve_bytes {self.reserve_bytes}; give 0 or more")
+        check_not_negative(PlanError, "layer memory", edge_bytes=self.edge_bytes, reserve_bytes=self.reserve_bytes)
 
     @classmethod
     def linear(
@@ -147,8 +147,7 @@ def _check_degrees(seconds: Mapping[int, float]) -> None:
     if not seconds or any(degree < 1 or degree & (degree - 1) for degree in seconds):
         raise PlanError(f"layer_seconds has degrees {list(seconds)}; give powers of two, such as {{2: 1.0, 1: 1.9}}")
     values = list(seconds.values())
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise PlanError(f"layer_seconds are {dict(seconds)}; give finite seconds above 0")
+    check_positive(PlanError, "layer_seconds", **{f"[{degree}]": value for degree, value in seconds.items()})
     if any(slower <= faster for faster, slower in itertools.pairwise(values)):
         raise PlanError(
             f"layer_seconds are {dict(seconds)}: a larger group is no faster than a smaller one; leave that degree out"

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.published_hydraulis import SCHEMES, TIMES, strategy
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch, Strategy, TimeFit, check_each_once, fit_times
-from tests.planner.hydraulis.examples import SCHEMES, TIMES, strategy
 
 LENGTHS = range(512, 32768, 512)
 

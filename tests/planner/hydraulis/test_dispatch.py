@@ -5,18 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_hydraulis import POOL, SCHEMES, strategy
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hydraulis.cost import SequenceBatch, Strategy
 from hetu_fx.planner.hydraulis.dispatch import Dispatch, dispatch, unpacked_seconds
-from tests.planner.hydraulis.examples import (
-    BATCH,
-    DISPATCH_MS,
-    POOL,
-    SCHEMES,
-    lengths_up_to,
-    schemes,
-    strategy,
-)
+from tests.planner.hydraulis.examples import BATCH, DISPATCH_MS, lengths_up_to, schemes
 
 
 @st.composite

@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published_hydraulis import FILLING_TOKENS, MEMORY, SCHEMES, TIMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hydraulis.memory import ALIGNMENT, HomeLayout, ModelShape, fitting_schemes
-from tests.planner.hydraulis.examples import FILLING_TOKENS, MEMORY, SCHEMES, TIMES
 
 PUBLISHED = {
     (1, 4): 1920,

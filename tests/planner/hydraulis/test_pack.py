@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from benchmarks.published_hydraulis import SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hydraulis.cost import Scheme, TimeFit
 from hetu_fx.planner.hydraulis.pack import EXACT_SEQUENCES, Packing, pack, pack_quickly
-from tests.planner.hydraulis.examples import SCHEMES, lengths_up_to, schemes
+from tests.planner.hydraulis.examples import lengths_up_to, schemes
 
 
 @st.composite

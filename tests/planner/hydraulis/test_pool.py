@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_hydraulis import POOL, SCHEMES, strategy
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hydraulis.cost import Scheme, Strategy, TimeFit
 from hetu_fx.planner.hydraulis.pool import StrategyPool, propose
-from tests.planner.hydraulis.examples import POOL, SCHEMES, strategy
 
 STEP = 100
 

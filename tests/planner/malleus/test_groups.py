@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_malleus import LLAMA_32B, LLAMA_70B, nodes_of
 from hetu_fx.planner.malleus.groups import (
     Grouping,
     ignoring_stragglers,
@@ -11,7 +12,6 @@ from hetu_fx.planner.malleus.groups import (
     node_groupings,
 )
 from hetu_fx.planner.malleus.situation import Situation
-from tests.planner.malleus.models import LLAMA_32B, LLAMA_70B, nodes_of
 
 
 def sizes(grouping: Grouping) -> list[int]:

@@ -8,19 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published_malleus import LLAMA_32B, LLAMA_70B, LLAMA_70B_4K, LLAMA_110B, Published, nodes_of
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.malleus.result import MalleusResult
 from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.topology import Cluster
-from tests.planner.malleus.models import (
-    LLAMA_32B,
-    LLAMA_70B,
-    LLAMA_70B_4K,
-    LLAMA_110B,
-    Published,
-    nodes_of,
-)
 
 
 def shape(result: MalleusResult) -> list[tuple[list[float], list[int], int]]:

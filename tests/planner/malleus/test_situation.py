@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published_malleus import LLAMA_70B, nodes_of
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.topology import Cluster
-from tests.planner.malleus.models import LLAMA_70B, nodes_of
 
 SMALL = Situation(nodes_of(4, 8), 8, 16, 2, {4: 1.0, 2: 1.9})
 
@@ -18,7 +18,7 @@ SMALL = Situation(nodes_of(4, 8), 8, 16, 2, {4: 1.0, 2: 1.9})
         ({"num_pipelines": 17}, "16 micro-batches for 17 pipelines; give one each"),
         ({"layer_seconds": {3: 1.0}}, "degrees [3]; give powers of two"),
         ({"layer_seconds": {}}, "degrees []; give powers of two"),
-        ({"layer_seconds": {2: 0.0}}, "give finite seconds above 0"),
+        ({"layer_seconds": {2: 0.0}}, "give a finite number above 0"),
         ({"layer_seconds": {2: 1.0, 1: 1.0}}, "a larger group is no faster than a smaller one; leave that degree out"),
     ],
 )
@@ -34,7 +34,7 @@ def test_layer_bytes_that_fall_are_refused(table: tuple[float, ...]) -> None:
 
 
 def test_negative_reserves_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"edge_bytes 0.0, reserve_bytes -1; give 0 or more"):
+    with pytest.raises(PlanError, match=r"reserve_bytes -1; give a finite number, 0 or more"):
         LayerMemory((1.0,), reserve_bytes=-1)
 
 

@@ -11,61 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetu_fx.checks import check_not_negative, check_positive
+from hetu_fx.devices import Device, Link, read_device, read_link
 from hetu_fx.documents import Fields, json_text, located, read_json, table_text, write_atomically
 from hetu_fx.errors import ClusterError
 from hetu_fx.measure import Measurement, RankTable, measure_here
 
+__all__ = ["FORMAT", "Cluster", "Device", "Link"]
+
 FORMAT = "hetu_fx.cluster/1"
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One device; `rate` is its straggling rate: time now over normal time (1 healthy, 2 twice as slow)."""
-
-    rank: int
-    kind: str
-    node: str
-    flops_per_second: float
-    memory_bytes: int
-    rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
-        figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
-        check_positive(ClusterError, f"device {self.rank}", **figures)
-
-    @property
-    def speed(self) -> float:
-        """Return the FLOPs per second it delivers now."""
-        return self.flops_per_second / self.rate
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this device."""
-        result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
-        result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
-        return result if self.rate == 1.0 else result | {"rate": self.rate}
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a message costs: `latency_seconds + bytes / bytes_per_second`."""
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_positive(ClusterError, "link", bytes_per_second=self.bytes_per_second)
-        check_not_negative(ClusterError, "link", latency_seconds=self.latency_seconds)
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds that a message of so many bytes takes."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this link."""
-        return {"bytes_per_second": self.bytes_per_second, "latency_seconds": self.latency_seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +154,12 @@ class Cluster:
         rows = [_row(device) for device in self.devices]
         pairs = (("intra", self.intra), ("inter", self.inter))
         links = [f"{name} {_link_text(link)}" for name, link in pairs]
-        return f"{table_text(header, rows)}\nlinks: {'; '.join(links)}"
+        return "\n".join([table_text(header, rows), f"links: {'; '.join(links)}", *self._estimates()])
+
+    def _estimates(self) -> list[str]:
+        """Say which devices' figures nobody measured or gave."""
+        ranks = [device.rank for device in self.devices if device.source == "estimate"]
+        return [f"estimates from public figures of their kinds: devices {ranks}"] if ranks else []
 
 
 def _row(device: Device) -> list[str]:
@@ -220,38 +178,16 @@ def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:
     devices = fields.objects("devices")
     intra = links.mapping("intra")
     parts: dict[str, Any] = {
-        "devices": tuple(_read_device(d, f"{where}: devices[{i}]") for i, d in enumerate(devices)),
-        "intra": _read_link(intra, f"{where}: links.intra"),
-        "inter": _read_link(links.mapping("inter", intra), f"{where}: links.inter"),
+        "devices": tuple(read_device(d, f"{where}: devices[{i}]") for i, d in enumerate(devices)),
+        "intra": read_link(intra, f"{where}: links.intra"),
+        "inter": read_link(links.mapping("inter", intra), f"{where}: links.inter"),
     }
     return located(Cluster, parts, where)
 
 
-def _read_device(value: Mapping[str, Any], where: str) -> Device:
-    keys = ("rank", "kind", "node", "flops_per_second", "memory_bytes", "rate")
-    fields = Fields(value, where, ClusterError, keys)
-    parts: dict[str, Any] = {
-        "rank": fields.integer("rank"),
-        "kind": fields.text("kind", "cpu"),
-        "node": fields.text("node", "0"),
-        "flops_per_second": fields.number("flops_per_second"),
-        "memory_bytes": fields.integer("memory_bytes"),
-        "rate": fields.number("rate", 1.0),
-    }
-    return located(Device, parts, where)
-
-
-def _read_link(value: Mapping[str, Any], where: str) -> Link:
-    fields = Fields(value, where, ClusterError, ("bytes_per_second", "latency_seconds"))
-    parts = {
-        "bytes_per_second": fields.number("bytes_per_second"),
-        "latency_seconds": fields.number("latency_seconds", 0.0),
-    }
-    return located(Link, parts, where)
-
-
 def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]) -> Cluster:
     devices = tuple(
-        Device(rank, m.kind, m.node, m.flops_per_second, m.memory_bytes) for rank, m in enumerate(measurements)
+        Device(rank, m.kind, m.node, m.flops_per_second, m.memory_bytes, source="measured")
+        for rank, m in enumerate(measurements)
     )
     return Cluster(devices, intra=Link(*links["intra"]), inter=Link(*links["inter"]))

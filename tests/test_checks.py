@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from hetu_fx.checks import check_not_negative, check_positive
+from hetu_fx.checks import check_not_negative, check_positive, check_source
 from hetu_fx.errors import ClusterError, PlanError
 
 
@@ -21,3 +21,9 @@ def test_what_must_be_above_0_is_refused_by_name(value: float) -> None:
 def test_what_may_be_0_is_refused_below(value: float) -> None:
     with pytest.raises(PlanError, match=rf"^link has latency_seconds {value}; give a finite number, 0 or more$"):
         check_not_negative(PlanError, "link", latency_seconds=value)
+
+
+def test_where_a_figure_comes_from_is_one_of_three_words() -> None:
+    check_source(PlanError, "times", "measured")
+    with pytest.raises(PlanError, match=r"times has source 'estimated' \(did you mean 'estimate'\?\)"):
+        check_source(PlanError, "times", "estimated")

@@ -40,8 +40,9 @@ FLOORS = (
     "comm_ops",
     "environment graph plans pipeline prediction schedule timeline emulate emulate_*",
     "annotations",
-    "topology measure",
-    "documents checks",
+    "topology devices measure chips",
+    "checks",
+    "documents",
     "errors",
 )
 FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the two top floors

@@ -101,3 +101,41 @@ links: intra 1000 MB/s, 10 us; inter 1000 MB/s, 10 us
 """
     cluster = Cluster.on_paper([2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5)).with_rates({1: 2.0})
     assert str(cluster) == expected.strip()
+
+
+def device_of(**changes: Any) -> Device:
+    return Cluster.from_json(DOCUMENT | {"devices": [{"rank": 0} | changes]}).devices[0]
+
+
+def test_a_kind_that_is_publicly_known_needs_no_figures_and_is_marked_as_an_estimate() -> None:
+    found = device_of(kind="A100-80G")
+    assert (found.flops_per_second, found.memory_bytes, found.source) == (312e12, 80 << 30, "estimate")
+    assert device_of(kind="A100-80G", dtype="fp32").flops_per_second == 19.5e12
+    partly = device_of(kind="a100", memory_bytes=7)
+    assert (partly.memory_bytes, partly.source) == (7, "estimate")
+
+
+def test_figures_that_are_given_are_taken_for_any_kind() -> None:
+    found = device_of(kind="A100-80G", flops_per_second=1e12, memory_bytes=5)
+    assert (found.flops_per_second, found.source) == (1e12, "given")
+
+
+def test_an_estimate_stays_one_when_written_and_is_named_in_the_table(tmp_path: Any) -> None:
+    cluster = Cluster.from_json(DOCUMENT | {"devices": [{"rank": 0, "kind": "T4"}, {"rank": 1, "kind": "H20"}]})
+    cluster.write(tmp_path / "cluster.json")
+    assert Cluster.read(tmp_path / "cluster.json") == cluster
+    assert str(cluster).endswith("estimates from public figures of their kinds: devices [0, 1]")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ({"kind": "H10"}, r"devices\[0\]: kind 'H10' is not in the table .* give flops_per_second and memory_bytes"),
+        ({"kind": "T4", "dtype": "bf16"}, "chip T4 has no figure for dtype 'bf16'"),
+        ({"flops_per_second": 1, "memory_bytes": 1, "source": "guessed"}, "has source 'guessed'"),
+        ({"flops_per_second": 1, "memory_bytes": 1, "dtype": "bf16"}, "'dtype' picks a public figure"),
+    ],
+)
+def test_kinds_without_figures_are_refused_with_the_way_out(device: dict[str, Any], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        device_of(**device)

@@ -1,0 +1,111 @@
+"""Devices and links: what a cluster consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetu_fx.checks import Source, check_not_negative, check_positive, check_source
+from hetu_fx.chips import find_chip, unknown_chip
+from hetu_fx.documents import REQUIRED, Fields, located
+from hetu_fx.errors import ClusterError
+
+_FIGURES = ("flops_per_second", "memory_bytes")  # what a device has to say, unless its kind is publicly known
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device; `rate` is its straggling rate: time now over normal time (1 healthy, 2 twice as slow).
+
+    `source` says where its figures come from: measured, given, or an estimate from public figures of its kind.
+    """
+
+    rank: int
+    kind: str
+    node: str
+    flops_per_second: float
+    memory_bytes: int
+    rate: float = 1.0
+    source: Source = "given"
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
+        figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
+        check_positive(ClusterError, f"device {self.rank}", **figures)
+        check_source(ClusterError, f"device {self.rank}", self.source)
+
+    @property
+    def speed(self) -> float:
+        """Return the FLOPs per second it delivers now."""
+        return self.flops_per_second / self.rate
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this device."""
+        result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
+        result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
+        result |= {} if self.rate == 1.0 else {"rate": self.rate}
+        return result if self.source == "given" else result | {"source": self.source}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message costs: `latency_seconds + bytes / bytes_per_second`."""
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(ClusterError, "link", bytes_per_second=self.bytes_per_second)
+        check_not_negative(ClusterError, "link", latency_seconds=self.latency_seconds)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds that a message of so many bytes takes."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this link."""
+        return {"bytes_per_second": self.bytes_per_second, "latency_seconds": self.latency_seconds}
+
+
+def read_device(value: Mapping[str, Any], where: str) -> Device:
+    """Read one entry of `devices`; raise `ClusterError` with its place."""
+    keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype")
+    fields = Fields(value, where, ClusterError, keys)
+    kind, is_whole = fields.text("kind", "cpu"), all(name in value for name in _FIGURES)
+    if is_whole and "dtype" in value:
+        raise ClusterError(
+            f"{where}: 'dtype' picks a public figure, but {' and '.join(_FIGURES)} are given; leave it out"
+        )
+    flops, memory = (REQUIRED, REQUIRED) if is_whole else _public_figures(fields, kind, where)
+    parts: dict[str, Any] = {
+        "rank": fields.integer("rank"),
+        "kind": kind,
+        "node": fields.text("node", "0"),
+        "flops_per_second": fields.number("flops_per_second", flops),
+        "memory_bytes": fields.integer("memory_bytes", memory),
+        "rate": fields.number("rate", 1.0),
+        "source": fields.text("source", "given") if is_whole else "estimate",
+    }
+    return located(Device, parts, where)
+
+
+def _public_figures(fields: Fields, kind: str, where: str) -> tuple[Any, Any]:
+    """Return (FLOPs per second, memory bytes) of a kind that is publicly known, for a device without its own."""
+    chip = find_chip(kind)
+    if chip is not None:
+        return chip.flops(fields.text("dtype", None)), chip.memory_bytes
+    if "kind" in fields.value:
+        raise ClusterError(f"{where}: {unknown_chip(kind)}; give {' and '.join(_FIGURES)} of the device")
+    return REQUIRED, REQUIRED
+
+
+def read_link(value: Mapping[str, Any], where: str) -> Link:
+    """Read one entry of `links`; raise `ClusterError` with its place."""
+    fields = Fields(value, where, ClusterError, ("bytes_per_second", "latency_seconds"))
+    parts = {
+        "bytes_per_second": fields.number("bytes_per_second"),
+        "latency_seconds": fields.number("latency_seconds", 0.0),
+    }
+    return located(Link, parts, where)

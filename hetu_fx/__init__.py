@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
     from hetu_fx.deduction.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
+    from hetu_fx.planner.profile_file import Profile as Profile
     from hetu_fx.planning import plan as plan
+    from hetu_fx.planning import profile as profile
     from hetu_fx.plans import Pipeline as Pipeline
     from hetu_fx.plans import Plan as Plan
     from hetu_fx.plans import Stage as Stage
@@ -27,9 +29,11 @@ _HOMES = {
     "HetuFxError": "hetu_fx.errors",
     "Pipeline": "hetu_fx.plans",
     "Plan": "hetu_fx.plans",
+    "Profile": "hetu_fx.planner.profile_file",
     "Stage": "hetu_fx.plans",
     "auto_parallelize": "hetu_fx.api",
     "plan": "hetu_fx.planning",
+    "profile": "hetu_fx.planning",
     "register_rule": "hetu_fx.deduction.registry",
 }
 

@@ -9,6 +9,7 @@ HetuFxError
  |- DeductionError       shardings that do not fit together
  |- PlanError            a plan (file) that cannot be, or does not fit the model or the world
  |- ClusterError         a malformed cluster (file)
+ |- ProfileError         a malformed profile (file), or one without what a search needs
  |- BatchError           a batch that does not fit the captured model, or differs between ranks
  |- StateError           a call at the wrong time, or state that is not where it should be
  |- CheckpointError      a checkpoint that is missing, torn or of another model
@@ -55,6 +56,10 @@ class PlanError(HetuFxError):
 
 class ClusterError(HetuFxError):
     """A cluster description is malformed or does not fit the world."""
+
+
+class ProfileError(HetuFxError):
+    """A profile of a model is malformed, or lacks what a search needs."""
 
 
 class BatchError(HetuFxError):

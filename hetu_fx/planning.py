@@ -1,25 +1,29 @@
-"""Plan without running: what `auto_parallelize(plan="auto")` would choose, on devices that need not be there."""
+"""Plan without running: what `auto_parallelize(plan="auto")` would choose, on devices that need not be there.
+
+`profile` writes down what planning needs to know of a model, so that the rest can be done elsewhere, without it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.planner.profile_file import Profile
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import from_first
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.programs import Programs
+from hetu_fx.switching.programs import Batch, Programs
 from hetu_fx.topology import Cluster
 
 
 def plan(
     model: nn.Module,
-    batch: Mapping[str, Any] | tuple[Any, ...],
+    batch: Batch,
     *,
     cluster: Cluster | str | Path | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -47,3 +51,29 @@ def plan(
         table = GroupTable()
         costs, cluster = from_first(table, costs), Cluster.measure(table)
     return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name)
+
+
+def profile(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    more: Sequence[Batch] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Profile:
+    """Return what a training step of `model` costs, counted from its captured graph; nothing is run or changed.
+
+    Write it with `Profile.write` and plan from the file: `hetu-fx plan --profile p.json --cluster c.json`.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        batch: an example of the whole batch of a step, of all devices together; its values are not read.
+        more: batches with rows of other lengths, for searches that plan by length; each is captured.
+        loss_fn: as for `auto_parallelize`.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        ProfileError: two batches have rows of one length.
+    """
+    whole, *others = (GraphExecution(Programs(model, loss_fn), one, None).profile() for one in (batch, *more))
+    lengths = tuple((other.tokens_per_row, other.costs) for other in others)
+    return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows)

@@ -10,8 +10,10 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.planner.captured import captured_profile
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
+from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
 from hetu_fx.switching.batches import ReadBatch, read_batch
@@ -48,9 +50,13 @@ class GraphExecution:
 
     def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
         """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
-        mixed = self.program.mixes_rows
-        options = PlanOptions(micro_batches=(1,) if mixed else (1, 2, 4, 8), pipelines=not mixed, name=name)
+        options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name)
         return make_plan(costs, cluster, options=options)
+
+    def profile(self) -> Profile:
+        """Return what a step of the example batch costs, as a profile that can be written."""
+        program = self.program
+        return captured_profile(program.graph, cut=program.tensor_cut, mixes_rows=program.mixes_rows)
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from hetu_fx.errors import ClusterError
-from hetu_fx.planning import plan
+from hetu_fx.planner.make_plan import PlanOptions, make_plan
+from hetu_fx.planner.profile_file import Profile
+from hetu_fx.planning import plan, profile
 from hetu_fx.plans import Plan
 from tests.planner.examples import paper
 
@@ -65,3 +67,43 @@ def test_without_a_cluster_the_processes_at_hand_are_measured() -> None:
 def test_a_missing_cluster_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"no\.json"):
         plan(Tower(), BATCH, cluster=tmp_path / "no.json")
+
+
+class Reader(nn.Module):
+    """A loss over sequences: an embedding, and mixing along the sequence whose work grows with its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        mixed = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.out(mixed).log_softmax(-1).gather(2, tokens.unsqueeze(-1)).mean()
+
+
+def tokens(rows: int, length: int) -> dict[str, torch.Tensor]:
+    return {"tokens": torch.zeros(rows, length, dtype=torch.long)}
+
+
+def test_the_profile_of_a_model_is_a_file_from_which_the_same_plan_is_made(tmp_path: Path) -> None:
+    cluster = paper(2, 1)
+    profile(Tower(), BATCH).write(tmp_path / "profile.json")
+    read = Profile.read(tmp_path / "profile.json")
+    assert (read.source, read.costs.rows, read.costs.num_blocks) == ("estimate", 4096, LAYERS)
+    assert make_plan(read.costs, cluster, options=PlanOptions(name="auto")) == plan(Tower(), BATCH, cluster=cluster)
+
+
+def test_a_profile_tells_costs_by_the_length_of_rows() -> None:
+    with torch.device("meta"):
+        model = Reader()
+    made = profile(model, tokens(4, 16), more=[tokens(2, 64), tokens(2, 32)])
+    assert [(length, costs.rows) for length, costs in made.by_length.items()] == [(16, 4), (32, 4), (64, 4)]
+    short, middle, long = (costs.whole.flops / length for length, costs in made.by_length.items())
+    assert short < middle < long
+
+
+def test_rows_that_meet_are_told() -> None:
+    assert not profile(Tower(), BATCH).mixes_rows
+    norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert profile(norm, (torch.randn(8, 4),), loss_fn=lambda output, input: output.pow(2).mean()).mixes_rows

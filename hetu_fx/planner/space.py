@@ -42,6 +42,11 @@ class PlanOptions:
     name: str | None = None
     max_length: int | None = None
 
+    @classmethod
+    def of_program(cls, *, mixes_rows: bool, name: str | None = None) -> PlanOptions:
+        """Return the options for a program; one in which rows meet is not cut into micro-batches or stages."""
+        return cls(micro_batches=(1,), pipelines=False, name=name) if mixes_rows else cls(name=name)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(sorted(set(self.micro_batches))))
         if not self.micro_batches or self.micro_batches[0] < 1:

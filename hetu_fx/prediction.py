@@ -14,11 +14,15 @@ from hetu_fx.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class DeviceCost:
-    """One device's share of a step: `(term, seconds)` and `(term, bytes)` pairs, in display order."""
+    """One device's share of a step: `(term, seconds)` and `(term, bytes)` pairs, in display order.
+
+    `limit_bytes` is the memory that the device has, None if nobody said.
+    """
 
     rank: int
     seconds: tuple[tuple[str, float], ...]
     bytes: tuple[tuple[str, int], ...]
+    limit_bytes: int | None = None
 
     @property
     def total_seconds(self) -> float:
@@ -32,7 +36,8 @@ class DeviceCost:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this cost."""
-        return {"rank": self.rank, "seconds": dict(self.seconds), "bytes": dict(self.bytes)}
+        result = {"rank": self.rank, "seconds": dict(self.seconds), "bytes": dict(self.bytes)}
+        return result if self.limit_bytes is None else result | {"limit_bytes": self.limit_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ def read_prediction(value: Mapping[str, Any], where: str) -> Prediction:
 
 
 def _read_device(value: Mapping[str, Any], where: str) -> DeviceCost:
-    fields = Fields(value, where, PlanError, ("rank", "seconds", "bytes"))
+    fields = Fields(value, where, PlanError, ("rank", "seconds", "bytes", "limit_bytes"))
     seconds, counts = fields.mapping("seconds"), fields.mapping("bytes")
     for key, number in (*seconds.items(), *counts.items()):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
@@ -101,4 +106,5 @@ def _read_device(value: Mapping[str, Any], where: str) -> DeviceCost:
         rank=fields.integer("rank"),
         seconds=tuple((term, float(number)) for term, number in seconds.items()),
         bytes=tuple((term, int(number)) for term, number in counts.items()),
+        limit_bytes=fields.integer("limit_bytes", None),
     )

@@ -42,7 +42,7 @@ def search(costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> dict[
         state = _Search(costs, part, options, plans)
         for order in orders(part):
             replicas = _segments(order, state.space, state.builder)
-            for num_replicas in _replica_counts(min(len(order), costs.rows)):
+            for num_replicas in replica_counts(min(len(order), costs.rows)):
                 state.descend(len(order), replicas, num_replicas)
     return plans
 
@@ -130,7 +130,7 @@ def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segm
     return result
 
 
-def _replica_counts(most: int) -> Iterator[int]:
+def replica_counts(most: int) -> Iterator[int]:
     """Yield the numbers of replicas to try: all up to 8, then doubling, then the most."""
     yield from range(1, min(most, 8) + 1)
     count = 16

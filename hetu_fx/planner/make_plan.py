@@ -9,36 +9,82 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.contiguous import search
-from hetu_fx.planner.cost import predict
+from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.table import DEFAULT, find_search
 from hetu_fx.planner.space import PlanOptions
 from hetu_fx.plans import Plan, Stage
+from hetu_fx.prediction import Prediction
 from hetu_fx.topology import Cluster
 
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
 
-__all__ = ["PlanOptions", "make_plan"]
+__all__ = ["PlanOptions", "make_plan", "make_plans"]
 
 
-def make_plan(costs: ProgramCosts, cluster: Cluster, *, options: PlanOptions | None = None) -> Plan:
+def make_plan(
+    costs: ProgramCosts | Profile, cluster: Cluster, *, options: PlanOptions | None = None, search: str = DEFAULT
+) -> Plan:
     """Return the plan of least predicted seconds that fits memory, with its prediction and the runner-up.
 
-    Raises `PlanError` when no plan fits, with what the one that needs least lacks.
+    Raises `PlanError` when no plan fits, with what the one that needs least lacks, and for a search whose answer is
+    a plan for each length of sequences (see `make_plans`).
     """
-    options = options or PlanOptions()
-    found = search(costs, cluster, options) or search(costs, cluster, _thinner(costs, options))
+    profile = costs if isinstance(costs, Profile) else Profile(costs)
+    plans = make_plans(Problem(profile, cluster, options or PlanOptions()), search)
+    if len(plans) > 1:
+        lengths = [plan.max_length for plan in plans]
+        raise PlanError(f"search {search!r} finds a plan for each longest sequence {lengths}; ask make_plans for them")
+    return plans[0]
+
+
+def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
+    """Return the best plan for each `max_length` that the search plans for, shorter ones first; most plan for one.
+
+    Raises `PlanError` when no plan fits, or the problem lacks what the search needs, with the way out.
+    """
+    chosen = find_search(search)
+    lacking = chosen.lacks(problem)
+    if lacking:
+        raise PlanError(f"search {search!r} cannot be used here: {lacking}")
+    found = chosen.find(problem) or chosen.find(_thinner(problem))
     if not found:
-        raise PlanError(_nothing_fits(costs, cluster, options))
+        raise PlanError(_nothing_fits(problem))
+    lengths = sorted({plan.max_length for plan in found}, key=lambda length: (length is None, length))
+    return tuple(_best(chosen, problem, _of_length(found, length)) for length in lengths)
+
+
+def _thinner(problem: Problem) -> Problem:
+    """Return the problem with more micro-batches to choose from, so that each keeps less; 1 stays 1."""
+    counts, rows = problem.options.micro_batches, problem.costs.rows
+    doubled = (counts[-1] << i for i in range(1, rows.bit_length()))
+    more = tuple(count for count in doubled if counts[-1] > 1 and count <= rows)
+    return replace(problem, options=replace(problem.options, micro_batches=counts + more))
+
+
+def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
+    return {plan: seconds for plan, seconds in found.items() if plan.max_length == length}
+
+
+def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan:
+    """Return the best of plans that compete, with its prediction, the limits of its devices and the runner-up."""
     best = _simplest(found)
-    prediction = predict(best, costs, cluster)
-    others = [plan for plan in found if _shape(plan, cluster) != _shape(best, cluster)]
+    prediction = _with_limits(search.predict(best, problem), problem.cluster)
+    others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))
         runner_up, seconds = second.summary(), found[second]
         prediction = replace(prediction, runner_up=runner_up, runner_up_seconds=seconds)
     return replace(best, predicted=prediction)
+
+
+def _with_limits(prediction: Prediction, cluster: Cluster) -> Prediction:
+    """Return the prediction with what each device has, so that it can be explained without the cluster."""
+    limits = {device.rank: device.memory_bytes for device in cluster.devices}
+    devices = tuple(replace(device, limit_bytes=limits[device.rank]) for device in prediction.devices)
+    return replace(prediction, devices=devices)
 
 
 def _simplest(found: Mapping[Plan, float]) -> Plan:
@@ -63,15 +109,8 @@ def _stage_shape(stage: Stage, cluster: Cluster) -> tuple[list[float], int]:
     return sorted(cluster.device(rank).speed for rank in stage.devices), stage.blocks or 0
 
 
-def _thinner(costs: ProgramCosts, options: PlanOptions) -> PlanOptions:
-    """Return the options with more micro-batches to choose from, so that each keeps less; 1 stays 1."""
-    most = options.micro_batches[-1]
-    doubled = (most << i for i in range(1, costs.rows.bit_length()))
-    more = tuple(count for count in doubled if most > 1 and count <= costs.rows)
-    return replace(options, micro_batches=options.micro_batches + more)
-
-
-def _nothing_fits(costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> str:
+def _nothing_fits(problem: Problem) -> str:
+    costs, cluster, options = problem.costs, problem.cluster, problem.options
     need, have = 4 * costs.whole.parameter_bytes, sum(device.memory_bytes for device in cluster.devices)
     return (
         f"no plan fits the memory of devices {list(cluster.ranks)}: parameters, gradients and optimizer "

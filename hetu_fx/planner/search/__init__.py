@@ -1,0 +1,1 @@
+"""Searches: each in a file of its own, all in the one table of `table`."""

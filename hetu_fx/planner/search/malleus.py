@@ -1,0 +1,165 @@
+"""The Malleus search, as the table of searches knows it: its situations, from a profile and a cluster.
+
+Malleus plans for a given number of pipelines, largest group and micro-batches; here several of each are tried, and
+the cost model that all searches share says which plan is best. Seconds of a layer on a group come from measured
+times, from alpha, or else from the cost model, in this order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.allocate import Seconds, spread
+from hetu_fx.planner.contiguous import replica_counts
+from hetu_fx.planner.cost import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_line
+from hetu_fx.planner.malleus.search import search
+from hetu_fx.planner.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.memory import fixed_bytes
+from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
+from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.topology import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What Malleus keeps fixed: pipelines side by side, devices of the largest group, micro-batches of a step."""
+
+    pipelines: int
+    largest_group: int
+    micro_batches: int
+
+    def __str__(self) -> str:
+        return f"{self.pipelines} pipelines, groups up to {self.largest_group}, {self.micro_batches} micro-batches"
+
+
+def shapes(problem: Problem) -> Iterator[Shape]:
+    """Yield the shapes to try; few micro-batch counts where there are many devices."""
+    count, rows, given = len(problem.cluster.devices), problem.costs.rows, problem.options.micro_batches
+    counts = given if count <= EXHAUSTIVE_DEVICES else given[-1:]
+    for degree in degrees(problem):
+        for pipelines in replica_counts(min(count, rows)):
+            for micro_batches in sorted({min(rows, pipelines * m) for m in counts}):
+                yield Shape(pipelines, degree, micro_batches)
+
+
+def degrees(problem: Problem) -> tuple[int, ...]:
+    """Return the powers of two that divide what can be cut, up to the largest node."""
+    nodes = [device.node for device in problem.cluster.devices]
+    most = max(map(nodes.count, nodes)) if problem.options.tensor_parallel else 1
+    units = problem.costs.units
+    return tuple(size for size in (1 << i for i in range(most.bit_length())) if size <= most and units % size == 0)
+
+
+def situation(problem: Problem, shape: Shape) -> Situation:
+    """Return what Malleus plans for; raises `PlanError` for a shape that cannot be."""
+    rows, fraction = math.ceil(problem.costs.rows / shape.micro_batches), problem.options.memory_fraction
+    devices = [replace(d, memory_bytes=int(d.memory_bytes * fraction)) for d in problem.cluster.devices]
+    seconds = {size: layer_seconds(problem, size, rows) for size in degrees(problem) if size <= shape.largest_group}
+    return Situation(
+        cluster=replace(problem.cluster, devices=tuple(devices)),
+        num_layers=problem.costs.num_blocks,
+        num_micro_batches=shape.micro_batches,
+        num_pipelines=shape.pipelines,
+        layer_seconds=_worthwhile(seconds),
+        memory=layer_memory(problem, shape, rows),
+    )
+
+
+def layer_seconds(problem: Problem, size: int, rows: int) -> float:
+    """Return the seconds of a block and a micro-batch of `rows` rows on a healthy group of the fastest devices."""
+    fastest = max(problem.cluster.devices, key=lambda device: (device.flops_per_second, -device.rank))
+    times, alpha = problem.profile.block_times(fastest.kind), problem.profile.slowdown(fastest.kind)
+    length = problem.profile.tokens_per_row
+    if length and size in times:
+        return rows * (times[size].seconds(length) - times[size].c) + times[size].c
+    if alpha:
+        return alpha.get(size, math.inf)  # only their ratios matter
+    alike = tuple(replace(fastest, rank=rank, node="0", rate=1.0) for rank in range(size))
+    healthy, stage = Cluster(alike, problem.cluster.intra, problem.cluster.inter), Stage(tuple(range(size)))
+    blocks = reduce(add, problem.costs.blocks)
+    line = compute_lines(stage, blocks, healthy)[0] + tensor_parallel_line(stage, blocks, healthy)
+    return line(rows) / problem.costs.num_blocks
+
+
+def _worthwhile(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Return the group sizes that are faster than all smaller ones."""
+    result: dict[int, float] = {}
+    for size in sorted(seconds):
+        if seconds[size] < min(result.values(), default=math.inf):
+            result[size] = seconds[size]
+    return result
+
+
+def layer_memory(problem: Problem, shape: Shape, rows: int) -> LayerMemory | None:
+    """Return the bytes of a block on a group, cut as thin as the largest group cuts it; None if it holds nothing."""
+    size, costs = shape.largest_group, problem.costs
+
+    def bytes_of(part: PartCosts) -> tuple[float, float]:
+        held = fixed_bytes(part.parameter_bytes_at(1 / size), zero=problem.options.zero, num_replicas=shape.pipelines)
+        return size * sum(count for _, count in held), size * rows * part.activation_bytes_at(1 / size)
+
+    state, kept = max((bytes_of(block) for block in costs.blocks), key=sum)
+    edge = max(sum(bytes_of(part)) for part in (costs.before, costs.after))
+    return LayerMemory.linear(state, kept, edge_bytes=edge) if state + kept else None
+
+
+def _find(problem: Problem) -> Candidates:
+    found: dict[Plan, float] = {}
+    tried = tuple(shapes(problem))
+    for number, shape in enumerate(tried, 1):
+        problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
+        plan = _plan(problem, shape)
+        for candidate in () if plan is None else (plan, _with_rows_shared(plan, problem)):
+            seconds = problem.price(candidate)
+            if seconds is not None:
+                found[candidate] = seconds
+    return found
+
+
+def _plan(problem: Problem, shape: Shape) -> Plan | None:
+    """Return Malleus' plan of one shape; None when there is none of that shape."""
+    try:
+        made = search(situation(problem, shape), problem.before).to_plan()
+    except PlanError:
+        return None  # another shape may fit
+    options = problem.options
+    if not options.pipelines and any(len(pipeline.stages) > 1 for pipeline in made.pipelines):
+        return None
+    return Plan(made.pipelines, options.schedule, options.zero, options.name, options.max_length)
+
+
+def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan with rows shared so that its pipelines end together: Malleus' micro-batches have one size."""
+    costs = [_seconds_by_rows(pipeline, problem) for pipeline in plan.pipelines]
+    rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
+    assert rows is not None, "there are no more pipelines than rows"
+    pairs = zip(plan.pipelines, rows, strict=True)
+    shared = tuple(replace(p, rows=count, micro_batches=min(p.micro_batches, count)) for p, count in pairs)
+    return replace(plan, pipelines=shared)
+
+
+def _seconds_by_rows(pipeline: Pipeline, problem: Problem) -> Seconds:
+    lines = [stage.seconds for stage in stage_costs(pipeline, problem.costs, problem.cluster)]
+    return lambda rows: pipeline_seconds(lines, rows, pipeline.micro_batches)
+
+
+def _lacks(problem: Problem) -> str:
+    if problem.costs.num_blocks:
+        return ""
+    return "it places repeated blocks, but the program has none"
+
+
+MALLEUS = Search(
+    name="malleus",
+    applies="devices of one kind of which some straggle: groups are split, layers and micro-batches moved, or devices "
+    "left out",
+    lacks=_lacks,
+    find=_find,
+)

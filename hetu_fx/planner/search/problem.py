@@ -1,0 +1,75 @@
+"""What every search is asked, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hetu_fx.planner.cost import memory_problems, predict
+from hetu_fx.planner.profile_file import Profile
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.space import PlanOptions
+from hetu_fx.plans import Plan
+from hetu_fx.prediction import Prediction
+from hetu_fx.topology import Cluster
+
+Candidates = Mapping[Plan, float]
+"""Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""
+
+
+def nobody(message: str) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question to a search; all that it may read.
+
+    Attributes:
+        profile: what the program costs, and what is known of kinds of devices.
+        cluster: the devices.
+        options: what a plan may be.
+        before: the plan that runs now, for searches that weigh what is moved.
+        tell: told how far a long search has come; takes no part in the answer.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    options: PlanOptions = field(default_factory=PlanOptions)
+    before: Plan | None = None
+    tell: Callable[[str], None] = field(default=nobody, compare=False)
+
+    @property
+    def costs(self) -> ProgramCosts:
+        """Return the costs of a step, for the length of rows that is planned for."""
+        return self.profile.costs
+
+    def price(self, plan: Plan) -> float | None:
+        """Return the predicted seconds of a plan; None when it does not fit memory."""
+        prediction = predict(plan, self.costs, self.cluster)
+        too_much = memory_problems(prediction, self.cluster, self.options.memory_fraction)
+        return None if too_much else prediction.seconds
+
+
+def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:
+    """Predict a plan's step for rows of the length that the problem's costs hold for."""
+    return predict(plan, problem.costs, problem.cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One way to find plans.
+
+    Attributes:
+        name: how users call it.
+        applies: when it is worth asking, in a line.
+        lacks: says what a problem lacks for it, and the way out; empty when nothing.
+        find: returns plans, priced; none when none fits.
+        predict: says what a plan that was found is expected to cost.
+    """
+
+    name: str
+    applies: str
+    lacks: Callable[[Problem], str]
+    find: Callable[[Problem], Candidates]
+    predict: Callable[[Plan, Problem], Prediction] = predict_by_costs

@@ -1,0 +1,22 @@
+"""The searches that there are. A new one is a file beside these and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hetu_fx.documents import nearest
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.contiguous import CONTIGUOUS
+from hetu_fx.planner.search.malleus import MALLEUS
+from hetu_fx.planner.search.problem import Search
+
+SEARCHES: Mapping[str, Search] = {search.name: search for search in (CONTIGUOUS, MALLEUS)}
+
+DEFAULT = CONTIGUOUS.name
+
+
+def find_search(name: str) -> Search:
+    """Return the search of a name; raises `PlanError` with the names that there are."""
+    if name not in SEARCHES:
+        raise PlanError(f"unknown search {name!r}{nearest(name, tuple(SEARCHES))}")
+    return SEARCHES[name]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from hetu_fx.cli_plan import add_plan, call_plan
 from hetu_fx.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate_spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
-from hetu_fx.plans import Plan, diff
 
 ERROR_STATUS = 2
 
@@ -78,19 +78,6 @@ def call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `hetu-fx plan`."""
-    parser.add_argument("file", help="a plan file (hetu_fx.plan/1)")
-    parser.add_argument("--against", metavar="OTHER", help="show what changes from another plan file")
-
-
-def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run `hetu-fx plan`: check a plan file and show it as a table, or against another."""
-    plan = Plan.read(options.file)
-    print(plan.explain() if options.against is None else diff(Plan.read(options.against), plan))
-    return 0
-
-
 def call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx passes`: the graph passes in their order, as their docstrings tell them."""
     from hetu_fx.transforms.passes import GRAPH_PASSES
@@ -128,7 +115,7 @@ def add_nothing(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", add_emulate, call_emulate),
-    "plan": Command("check a plan file, and show it", add_plan, call_plan),
+    "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
     "demo": Command("train a model on four unequal emulated devices, and compare", add_demo, call_demo),
     "passes": Command("list the graph passes in their order", add_nothing, call_passes),
     "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from hetu_fx.documents import Fields, json_text, located, nearest, read_json, table_text, write_atomically
 from hetu_fx.errors import PlanError
+from hetu_fx.explanation import HEADER, device_rows
 from hetu_fx.pipeline import LATER, Pipeline, Stage, check_devices, read_pipeline, reduced
 from hetu_fx.prediction import Prediction, read_prediction
 
@@ -177,10 +178,11 @@ class Plan:
         return f"{title}\n{table_text(header, rows)}"
 
     def explain(self) -> str:
-        """Return the table, with what was predicted and why the plan was chosen, when the planner made it."""
+        """Return the table, with what each device does and was predicted, and why the planner chose the plan."""
         if self.predicted is None:
             return f"{self}\nno prediction: the plan was given, not made by the planner"
-        return f"{self}\n{self.predicted}"
+        rows = list(device_rows(self))
+        return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), str(self.predicted)])
 
 
 def diff(before: Plan, after: Plan) -> str:

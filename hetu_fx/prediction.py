@@ -70,10 +70,15 @@ class Prediction:
         if self.why:
             lines.append(self.why)
         if self.runner_up is not None:
-            seconds = self.runner_up_seconds
-            time = "" if seconds is None else f" ({seconds * 1e3:.3g} ms)"
-            lines.append(f"runner-up: {self.runner_up}{time}")
+            lines.append(f"runner-up: {self.runner_up}{self._runner_up_time()}")
         return "\n".join(lines)
+
+    def _runner_up_time(self) -> str:
+        """Say how long the runner-up takes, and by how much that is more."""
+        if self.runner_up_seconds is None:
+            return ""
+        more = f", {100 * (self.runner_up_seconds / self.seconds - 1):+.1f} %" if self.seconds else ""
+        return f" ({self.runner_up_seconds * 1e3:.3g} ms{more})"
 
 
 def _row(device: DeviceCost, terms: list[str]) -> list[str]:

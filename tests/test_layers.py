@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # Top floor first. A name stands for the module, or for the package with all that is in it unless a row names
 # a part of it. Modules of one floor may use each other (never in a circle); nobody uses a floor above.
 FLOORS = (
-    "cli demo demo_*",
+    "cli cli_* demo demo_*",
     "integrations",
     "api",
     "planning prepare adaptation saving exporting exported checkpoint report",
@@ -33,12 +33,13 @@ FLOORS = (
     "transforms.passes",
     "transforms.pass_",
     "transforms",
+    "planner.cache",
     "planner.make_plan",
     "planner",
     "deduction.propagate",
     "deduction",
     "comm_ops",
-    "environment graph plans pipeline prediction schedule timeline emulate emulate_*",
+    "environment graph plans pipeline prediction explanation schedule timeline emulate emulate_*",
     "annotations",
     "topology devices measure chips",
     "checks",

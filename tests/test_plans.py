@@ -225,7 +225,7 @@ def test_explain_says_why_or_that_nobody_predicted() -> None:
     plan = replace(Plan.single(), predicted=Prediction(0.25, (), "bound by device 0", "1 row: [1]", 0.5))
     lines = plan.explain().splitlines()
     assert lines[-4] == "predicted step: 250 ms"
-    assert lines[-2:] == ["bound by device 0", "runner-up: 1 row: [1] (500 ms)"]
+    assert lines[-2:] == ["bound by device 0", "runner-up: 1 row: [1] (500 ms, +100.0 %)"]
     assert "no prediction" in Plan.single().explain()
 
 

@@ -13,7 +13,7 @@ price, and so on until no plan is faster. Gradient sync, gather and optimizer ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hetu_fx.planner.allocate import spread
 from hetu_fx.planner.cost import memory_problems, predict, sync_seconds
@@ -31,8 +31,12 @@ _DEADLINE_GROWTH = 1.5
 _MAX_GROWTHS = 80
 
 
-def search(costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> dict[Plan, float]:
+def search(
+    costs: ProgramCosts, cluster: Cluster, options: PlanOptions, tell: Callable[[str], None] = lambda message: None
+) -> dict[Plan, float]:
     """Return the plans found, each with its predicted seconds; empty when none fits memory.
+
+    `tell` is told how far the search has come.
 
     Besides the whole cluster, each node alone is searched: on all of it every gradient sync is priced on the
     slowest link, which would hide the plans that leave a slow link unused.
@@ -43,6 +47,7 @@ def search(costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> dict[
         for order in orders(part):
             replicas = _segments(order, state.space, state.builder)
             for num_replicas in replica_counts(min(len(order), costs.rows)):
+                tell(f"{len(plans)} plans of consecutive devices; now {num_replicas} replicas over {list(order)}")
                 state.descend(len(order), replicas, num_replicas)
     return plans
 

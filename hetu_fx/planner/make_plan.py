@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.cost import memory_problems
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import Candidates, Problem, Search, predict_by_costs
 from hetu_fx.planner.search.table import DEFAULT, find_search
 from hetu_fx.planner.space import PlanOptions
 from hetu_fx.plans import Plan, Stage
@@ -21,7 +22,7 @@ from hetu_fx.topology import Cluster
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
 
-__all__ = ["PlanOptions", "make_plan", "make_plans"]
+__all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 
 
 def make_plan(
@@ -78,6 +79,18 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
         runner_up, seconds = second.summary(), found[second]
         prediction = replace(prediction, runner_up=runner_up, runner_up_seconds=seconds)
     return replace(best, predicted=prediction)
+
+
+def predicted(plan: Plan, problem: Problem) -> Plan:
+    """Return a plan that was given, with what it is expected to cost. Raises `PlanError` where it does not fit."""
+    strangers = sorted(set(plan.devices) - set(problem.cluster.ranks))
+    if strangers:
+        raise PlanError(f"the plan uses devices {strangers}, but the cluster has {list(problem.cluster.ranks)} only")
+    prediction = predict_by_costs(plan, problem)
+    problems = memory_problems(prediction, problem.cluster)
+    notes = [f"does not fit: {'; '.join(problems)}"] if problems else []
+    prediction = replace(prediction, why="\n".join([prediction.why, *notes]))
+    return replace(plan, predicted=_with_limits(prediction, problem.cluster))
 
 
 def _with_limits(prediction: Prediction, cluster: Cluster) -> Prediction:

@@ -9,5 +9,5 @@ CONTIGUOUS = Search(
     name="homogeneous+contiguous",
     applies="always: equal devices, and unequal ones whose groups stand side by side in order of speed or node",
     lacks=lambda problem: "",
-    find=lambda problem: search(problem.costs, problem.cluster, problem.options),
+    find=lambda problem: search(problem.costs, problem.cluster, problem.options, problem.tell),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -44,24 +43,26 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx plan`."""
-    if options.cluster is None and options.profile is None:
-        plans, found = (_given(options),), Found()
-    else:
-        found = answer(options)
-        plans = found.plans
-    _write(plans, options.out)
+    is_given = options.cluster is None and options.profile is None
+    found = Found((_given(options),)) if is_given else answer(options)
+    _write(found.plans, options.out)
     if options.json:
-        values = [plan.to_json() for plan in plans]
-        print(json_text(values[0]) if len(values) == 1 else json.dumps(values))
-        return 0
-    if options.against is not None:
-        print(*(diff(Plan.read(options.against), plan) for plan in plans), sep="\n")
-        return 0
-    print(*found.notes, sep="\n", end="\n" if found.notes else "")
-    for plan in plans:
-        show(plan)
-    print(*found.changes, sep="\n", end="\n" if found.changes else "")
+        values = [plan.to_json() for plan in found.plans]
+        print(json_text(values[0] if len(values) == 1 else values))
+    elif options.against is not None:
+        other = Plan.read(options.against)
+        _print_lines([diff(other, plan) for plan in found.plans])
+    else:
+        _print_lines(found.notes)
+        for plan in found.plans:
+            show(plan)
+        _print_lines(found.changes)
     return 0
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line)
 
 
 def _given(options: argparse.Namespace) -> Plan:

@@ -72,11 +72,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages one after another. `rows` is its relative share of the batch, cut into `micro_batches`."""
+    """Stages one after another. `rows` is its relative share of the batch, cut into `micro_batches`.
+
+    `max_length` is the longest sequence that it takes, None: any that the plan does.
+    """
 
     stages: tuple[Stage, ...]
     rows: int = 1
     micro_batches: int = 1
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -86,6 +90,8 @@ class Pipeline:
             raise PlanError(f"{self} has rows {self.rows}; give 1 or more, or leave the pipeline out")
         if self.micro_batches < 1:
             raise PlanError(f"{self} has {self.micro_batches} micro-batches; give 1 or more")
+        if self.max_length is not None and self.max_length < 1:
+            raise PlanError(f"{self} has max_length {self.max_length}; give 1 or more, or leave it out")
         given = [stage.blocks for stage in self.stages]
         if None in given and any(blocks is not None for blocks in given):
             raise PlanError(f"{self} gives blocks for some stages only: {given}; give them for all or for none")
@@ -124,7 +130,8 @@ class Pipeline:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this pipeline."""
         stages = [stage.to_json() for stage in self.stages]
-        return {"rows": self.rows, "micro_batches": self.micro_batches, "stages": stages}
+        limit = {} if self.max_length is None else {"max_length": self.max_length}
+        return {"rows": self.rows, "micro_batches": self.micro_batches} | limit | {"stages": stages}
 
     def __str__(self) -> str:
         return " > ".join(map(str, self.stages))
@@ -149,12 +156,13 @@ def check_devices(devices: tuple[int, ...], what: str) -> None:
 
 def read_pipeline(value: Mapping[str, Any], where: str) -> Pipeline:
     """Read one entry of `pipelines`; raise `PlanError` with its place."""
-    fields = Fields(value, where, PlanError, ("rows", "micro_batches", "stages"), LATER)
+    fields = Fields(value, where, PlanError, ("rows", "micro_batches", "max_length", "stages"), LATER)
     stages = fields.objects("stages")
     parts: dict[str, Any] = {
         "stages": tuple(_read_stage(s, f"{where}.stages[{i}]") for i, s in enumerate(stages)),
         "rows": fields.integer("rows", 1),
         "micro_batches": fields.integer("micro_batches", 1),
+        "max_length": fields.integer("max_length", None),
     }
     return located(Pipeline, parts, where)
 

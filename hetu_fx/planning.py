@@ -14,6 +14,7 @@ from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.planner.profile_file import Profile
+from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import from_first
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -28,6 +29,7 @@ def plan(
     cluster: Cluster | str | Path | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     name: str = "auto",
+    search: str = DEFAULT,
 ) -> Plan:
     """Return the fastest plan that fits for training `model` on a cluster; nothing is run or changed.
 
@@ -39,10 +41,11 @@ def plan(
         cluster: the devices, or the path of a cluster file; None measures the processes of this job (collective).
         loss_fn: as for `auto_parallelize`.
         name: the plan's name.
+        search: how to search, one of docs/planning.md; those that answer with one plan.
 
     Raises:
         CaptureError: the model cannot be captured.
-        PlanError: no plan fits the memory of the devices.
+        PlanError: no plan fits the memory of the devices, or the search lacks something.
         ClusterError: a malformed cluster file.
     """
     execution = GraphExecution(Programs(model, loss_fn), batch, None)
@@ -50,7 +53,7 @@ def plan(
     if cluster is None:
         table = GroupTable()
         costs, cluster = from_first(table, costs), Cluster.measure(table)
-    return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name)
+    return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name, search)
 
 
 def profile(

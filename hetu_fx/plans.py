@@ -81,6 +81,12 @@ class Plan:
             raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}; give true or false")
         if self.max_length is not None and self.max_length < 1:
             raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
+        limits = [pipeline.max_length for pipeline in self.pipelines if pipeline.max_length is not None]
+        if len(limits) == len(self.pipelines) and (self.max_length is None or self.max_length > max(limits)):
+            raise PlanError(
+                f"the plan's max_length is {self.max_length}, but its pipelines take sequences of up to {max(limits)}; "
+                f"give a max_length of at most that"
+            )
 
     @classmethod
     def single(cls, device: int = 0) -> Plan:
@@ -226,11 +232,17 @@ def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
 
 def _rows_text(pipeline: Pipeline) -> str:
     noun = "row" if pipeline.rows == 1 else "rows"
-    return f"{pipeline.rows} {noun}" + (f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else "")
+    parts = f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else ""
+    return f"{pipeline.rows} {noun}{parts}{_limit_text(pipeline)}"
+
+
+def _limit_text(pipeline: Pipeline) -> str:
+    return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
 
 
 def _stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> list[str]:
-    first = [str(index), str(pipeline.rows), str(pipeline.micro_batches)] if position == 0 else ["", "", ""]
+    rows = f"{pipeline.rows}{_limit_text(pipeline)}"
+    first = [str(index), rows, str(pipeline.micro_batches)] if position == 0 else ["", "", ""]
     blocks = "even" if stage.blocks is None else str(stage.blocks)
     return [
         *first,

@@ -19,7 +19,7 @@ from hetu_fx.plans import Pipeline, Plan
 from hetu_fx.switching.eager_module import EagerBatch, EagerModule
 from hetu_fx.switching.eager_step import run_eager_step
 from hetu_fx.switching.eager_variant import EagerVariant, on_replicas
-from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
+from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
 from hetu_fx.switching.programs import Batch
 from hetu_fx.topology import Cluster
 
@@ -84,6 +84,7 @@ class EagerExecution:
                     f"on one device in one micro-batch; use hetu_fx.Plan.data_parallel(devices, rows) or plan='auto', "
                     f"or make the model capturable and use capture='graph'"
                 )
+        check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
         if len(plan.pipelines) > 1:
             warnings.warn(BY_ROWS, stacklevel=2)

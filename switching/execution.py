@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts
@@ -21,6 +22,16 @@ from hetu_fx.switching.variant import Variant
 from hetu_fx.topology import Cluster
 
 V = TypeVar("V", bound=Variant)
+
+
+def check_takes_any_row(plan: Plan) -> None:
+    """Raise `PlanError` for pipelines that take short sequences only: rows go to pipelines by share, not by length."""
+    limited = {i: p.max_length for i, p in enumerate(plan.pipelines) if p.max_length is not None}
+    if limited:
+        raise PlanError(
+            f"pipelines take sequences up to a length of their own, {limited} by index, but rows are handed out by "
+            f"shares, whatever their length; give a plan all of whose pipelines take any sequence (without max_length)"
+        )
 
 
 @dataclass(frozen=True)

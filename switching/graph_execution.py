@@ -15,9 +15,10 @@ from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
 from hetu_fx.switching.batches import ReadBatch, read_batch
-from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
+from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
 from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
 from hetu_fx.switching.programs import Batch, Programs
 from hetu_fx.switching.run_step import run_step
@@ -48,10 +49,10 @@ class GraphExecution:
         """Return what a step of so many rows costs."""
         return program_costs(self.program.graph, rows=rows, cut=self.program.tensor_cut)
 
-    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
+    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
         """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
         options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name)
-        return make_plan(costs, cluster, options=options)
+        return make_plan(costs, cluster, options=options, search=search)
 
     def profile(self) -> Profile:
         """Return what a step of the example batch costs, as a profile that can be written."""
@@ -60,6 +61,7 @@ class GraphExecution:
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""
+        check_takes_any_row(plan)
         plan.check(num_blocks=self.programs.num_blocks, world_size=world_size)
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:

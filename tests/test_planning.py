@@ -107,3 +107,10 @@ def test_rows_that_meet_are_told() -> None:
     assert not profile(Tower(), BATCH).mixes_rows
     norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     assert profile(norm, (torch.randn(8, 4),), loss_fn=lambda output, input: output.pow(2).mean()).mixes_rows
+
+
+def test_the_search_may_be_chosen_by_name() -> None:
+    cluster = paper(4, 4).with_rates({0: 3.0})
+    costs = profile(Tower(), BATCH).costs
+    made = plan(Tower(), BATCH, cluster=cluster, search="malleus")
+    assert made == make_plan(costs, cluster, options=PlanOptions(name="auto"), search="malleus")

@@ -263,3 +263,15 @@ def test_micro_batches_add_up_and_differ_by_at_most_one(rows: int, count: int) -
 def test_plans_and_clusters_import_without_torch() -> None:
     code = "import sys, hetu_fx.plans, hetu_fx.topology; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_pipeline_may_take_short_sequences_only() -> None:
+    pipelines = Plan.data_parallel([0, 1]).pipelines
+    plan = Plan((pipelines[0], replace(pipelines[1], max_length=512)), max_length=4096)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.summary() == "1 row: [0] | 1 row, up to 512 tokens: [1]"
+    assert "1, up to 512 tokens" in str(plan)
+    with pytest.raises(PlanError, match="max_length is 4096, but its pipelines take sequences of up to 512"):
+        Plan((replace(pipelines[0], max_length=256), plan.pipelines[1]), max_length=4096)
+    with pytest.raises(PlanError, match="has max_length 0; give 1 or more"):
+        replace(pipelines[0], max_length=0)

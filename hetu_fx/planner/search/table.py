@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
+from hetu_fx.planner.search.hydraulis import HYDRAULIS
 from hetu_fx.planner.search.malleus import MALLEUS
 from hetu_fx.planner.search.problem import Search
 
-SEARCHES: Mapping[str, Search] = {search.name: search for search in (CONTIGUOUS, MALLEUS)}
+SEARCHES: Mapping[str, Search] = {search.name: search for search in (CONTIGUOUS, MALLEUS, HYDRAULIS)}
 
 DEFAULT = CONTIGUOUS.name
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
+from hetu_fx.planner.search.every import every
 from hetu_fx.planner.search.hydraulis import HYDRAULIS
 from hetu_fx.planner.search.malleus import MALLEUS
 from hetu_fx.planner.search.problem import Search
 
-SEARCHES: Mapping[str, Search] = {search.name: search for search in (CONTIGUOUS, MALLEUS, HYDRAULIS)}
+_ONE_PLAN = (CONTIGUOUS, MALLEUS)  # these answer with one plan for sequences of any length
+
+SEARCHES: Mapping[str, Search] = {search.name: search for search in (*_ONE_PLAN, HYDRAULIS, every(_ONE_PLAN))}
 
 DEFAULT = CONTIGUOUS.name
 

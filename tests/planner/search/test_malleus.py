@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published_malleus import LLAMA_32B, LLAMA_70B, Published, nodes_of
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import make_plan, make_plans
+from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.measured import BlockTime, Slowdown
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import PartCosts, ProgramCosts
@@ -80,6 +82,21 @@ def test_seconds_of_a_layer_are_measured_or_told_or_else_counted() -> None:
     seen = replace(told, times=(time,))
     assert layer_seconds(replace(problem, profile=seen), 1, 3) == pytest.approx(3 * (1e-9 * 512**2 + 1e-6 * 512) + 1e-3)
     assert layer_seconds(replace(problem, profile=seen), 2, 3) == 1.0
+
+
+@pytest.mark.parametrize(("model", "rate", "seconds"), [(LLAMA_70B, 12.53, 656), (LLAMA_32B, 4.79, 255)])
+def test_plans_as_good_as_the_published_are_reached_through_a_profile_file(
+    model: Published, rate: float, seconds: float
+) -> None:
+    degree = max(model.layer_seconds)
+    costs = transformer(layers=model.layers, rows=64, units=degree)
+    profile = Profile.from_json(Profile(costs, alpha=(Slowdown("paper", model.layer_seconds),)).to_json())
+    problem = Problem(profile, nodes_of(8, model.devices).with_rates({0: rate}))
+    given = situation(problem, Shape(model.pipelines, degree, micro_batches=64))
+    assert given.layer_seconds == model.layer_seconds
+    made = search(given)  # memory is ample here, which may spare a little more
+    assert made.least_seconds <= made.objective <= seconds
+    assert made.standby == (0,)
 
 
 def test_a_situation_leaves_out_groups_that_are_no_faster() -> None:

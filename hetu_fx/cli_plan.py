@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from hetu_fx.cli_what_if import add_changes, changed, changes_text
 from hetu_fx.documents import json_text, table_text
 from hetu_fx.errors import PlanError
-from hetu_fx.explanation import HEADER, device_rows
-from hetu_fx.plans import Plan, diff
+from hetu_fx.explanation import HEADER, device_rows, diff
+from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         other = Plan.read(options.against)
         _print_lines([diff(other, plan) for plan in found.plans])
     else:
-        _print_lines(found.notes)
         for plan in found.plans:
             show(plan)
         _print_lines(found.changes)
@@ -76,10 +75,9 @@ def _given(options: argparse.Namespace) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Plans, what is to be known of the figures behind them, and what is different where something was changed."""
+    """Plans, and what is different where something was changed."""
 
-    plans: tuple[Plan, ...] = ()
-    notes: tuple[str, ...] = ()
+    plans: tuple[Plan, ...]
     changes: tuple[str, ...] = ()
 
 
@@ -87,12 +85,10 @@ def answer(options: argparse.Namespace) -> Found:
     """Return the plans for a cluster file and a profile file, after what is asked to be different."""
     problem = _problem(options)
     other = replace(problem, cluster=changed(problem.cluster, options))
-    notes = _notes(other)
-    if other == problem:
-        return Found(_plans(problem, options), notes)
-    before = _plans(problem, options)
     after = _plans(other, options)
-    return Found(after, notes, tuple(_differences(before, after, changes_text(options))))
+    if other == problem:
+        return Found(after)
+    return Found(after, tuple(_differences(_plans(problem, options), after, changes_text(options))))
 
 
 def _problem(options: argparse.Namespace) -> Problem:
@@ -124,15 +120,6 @@ def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
     if options.no_cache:
         return make_plans(problem, search)
     return make_or_find_plans(problem, search, default_folder())
-
-
-def _notes(problem: Problem) -> tuple[str, ...]:
-    """Say which figures are estimates: whoever reads the seconds should know."""
-    ranks = [device.rank for device in problem.cluster.devices if device.source == "estimate"]
-    kinds = sorted({device.kind for device in problem.cluster.devices if device.source == "estimate"})
-    public = f"estimate: devices {ranks} have the public figures of {', '.join(kinds)}, which programs do not reach"
-    counted = "estimate: the program's costs are counted from its graph, not measured"
-    return (*((public,) if ranks else ()), *((counted,) if problem.profile.source == "estimate" else ()))
 
 
 def _differences(before: Sequence[Plan], after: Sequence[Plan], what: str) -> list[str]:

@@ -24,8 +24,9 @@ from hetu_fx.demo_plans import Wanted, plan_variants
 from hetu_fx.demo_record import RunRecord, StepRecord, Throughput
 from hetu_fx.demo_screen import Screen, Shown, make_screen
 from hetu_fx.demo_settings import DemoSettings, settings_for
+from hetu_fx.explanation import diff
 from hetu_fx.planner.simulate import simulate
-from hetu_fx.plans import Plan, diff
+from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
 from hetu_fx.timeline import Event, Timeline
 from hetu_fx.topology import Cluster

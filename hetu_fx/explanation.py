@@ -1,10 +1,11 @@
-"""What a plan gives each device to do: its share, its blocks, its memory of the limit, how busy it is."""
+"""Plans in words: what each device does, what a stage is, what changes from one plan to another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hetu_fx.pipeline import Pipeline, Stage
 from hetu_fx.prediction import DeviceCost
 
 if TYPE_CHECKING:
@@ -44,3 +45,46 @@ def _busy(cost: DeviceCost) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
+
+
+def rows_text(pipeline: Pipeline) -> str:
+    """Return a pipeline's share and parts: `3 rows in 2`."""
+    noun = "row" if pipeline.rows == 1 else "rows"
+    parts = f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else ""
+    return f"{pipeline.rows} {noun}{parts}{_limit_text(pipeline)}"
+
+
+def _limit_text(pipeline: Pipeline) -> str:
+    return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
+
+
+def stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> list[str]:
+    """Return the cells of a stage's row in the table of a plan; what is the pipeline's stands with its first stage."""
+    rows = f"{pipeline.rows}{_limit_text(pipeline)}"
+    first = [str(index), rows, str(pipeline.micro_batches)] if position == 0 else ["", "", ""]
+    blocks = "even" if stage.blocks is None else str(stage.blocks)
+    return [
+        *first,
+        str(position),
+        ",".join(map(str, stage.devices)),
+        ":".join(map(str, stage.ratios)),
+        blocks,
+    ]
+
+
+def diff(before: Plan, after: Plan) -> str:
+    """Return what changes from one plan to another, one line each, or `no difference`."""
+    old, new = _facts(before), _facts(after)
+    lines = [f"- {key}: {old[key]}" for key in old if key not in new]
+    lines += [f"+ {key}: {new[key]}" for key in new if key not in old]
+    lines += [f"  {key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
+    return "\n".join(lines) or "no difference"
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    facts = {"name": str(plan.name), "schedule": plan.schedule, "zero": str(plan.zero)}
+    facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
+    facts["sequence_parallel"] = str(plan.sequence_parallel)
+    for index, pipeline in enumerate(plan.pipelines):
+        facts[f"pipelines[{index}]"] = f"{rows_text(pipeline)}: {pipeline}"
+    return facts

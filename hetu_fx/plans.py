@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from hetu_fx.documents import Fields, json_text, located, nearest, read_json, table_text, write_atomically
 from hetu_fx.errors import PlanError
-from hetu_fx.explanation import HEADER, device_rows
+from hetu_fx.explanation import HEADER, device_rows, rows_text, stage_row
 from hetu_fx.pipeline import LATER, Pipeline, Stage, check_devices, read_pipeline, reduced
 from hetu_fx.prediction import Prediction, read_prediction
 
@@ -28,7 +28,6 @@ __all__ = [
     "Plan",
     "Schedule",
     "Stage",
-    "diff",
     "micro_batch_rows",
     "pipeline_rows",
     "split_rows",
@@ -173,11 +172,11 @@ class Plan:
 
     def summary(self) -> str:
         """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
-        return " | ".join(f"{_rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
+        return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
 
     def __str__(self) -> str:
         header = ["pipeline", "rows", "micro-batches", "stage", "devices", "ratios", "blocks"]
-        rows = [_stage_row(self.pipelines[i], i, j, stage) for i, j, stage in self.stages]
+        rows = [stage_row(self.pipelines[i], i, j, stage) for i, j, stage in self.stages]
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
         title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
@@ -189,15 +188,6 @@ class Plan:
             return f"{self}\nno prediction: the plan was given, not made by the planner"
         rows = list(device_rows(self))
         return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), str(self.predicted)])
-
-
-def diff(before: Plan, after: Plan) -> str:
-    """Return what changes from one plan to another, one line each, or `no difference`."""
-    old, new = _facts(before), _facts(after)
-    lines = [f"- {key}: {old[key]}" for key in old if key not in new]
-    lines += [f"+ {key}: {new[key]}" for key in new if key not in old]
-    lines += [f"  {key}: {old[key]} -> {new[key]}" for key in old if key in new and old[key] != new[key]]
-    return "\n".join(lines) or "no difference"
 
 
 def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:
@@ -228,38 +218,6 @@ def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
 def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
     pairs = zip(pipeline.stages, pipeline.blocks(num_blocks), strict=True)
     return replace(pipeline, stages=tuple(replace(stage, blocks=count) for stage, count in pairs))
-
-
-def _rows_text(pipeline: Pipeline) -> str:
-    noun = "row" if pipeline.rows == 1 else "rows"
-    parts = f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else ""
-    return f"{pipeline.rows} {noun}{parts}{_limit_text(pipeline)}"
-
-
-def _limit_text(pipeline: Pipeline) -> str:
-    return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
-
-
-def _stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> list[str]:
-    rows = f"{pipeline.rows}{_limit_text(pipeline)}"
-    first = [str(index), rows, str(pipeline.micro_batches)] if position == 0 else ["", "", ""]
-    blocks = "even" if stage.blocks is None else str(stage.blocks)
-    return [
-        *first,
-        str(position),
-        ",".join(map(str, stage.devices)),
-        ":".join(map(str, stage.ratios)),
-        blocks,
-    ]
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    facts = {"name": str(plan.name), "schedule": plan.schedule, "zero": str(plan.zero)}
-    facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
-    facts["sequence_parallel"] = str(plan.sequence_parallel)
-    for index, pipeline in enumerate(plan.pipelines):
-        facts[f"pipelines[{index}]"] = f"{_rows_text(pipeline)}: {pipeline}"
-    return facts
 
 
 def _read_plan(value: Mapping[str, Any], where: str) -> Plan:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plans import Pipeline, Plan, Stage, diff, micro_batch_rows, pipeline_rows, split_rows
+from hetu_fx.explanation import diff
+from hetu_fx.plans import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, split_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 
 DESIGN_FILE = """

@@ -5,7 +5,7 @@ The result is a function of the arguments alone, so every rank that has them fin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetu_fx.errors import PlanError
@@ -72,7 +72,7 @@ def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
 def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan:
     """Return the best of plans that compete, with its prediction, the limits of its devices and the runner-up."""
     best = _simplest(found)
-    prediction = _with_limits(search.predict(best, problem), problem.cluster)
+    prediction = _told(search.predict(best, problem), problem)
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))
@@ -89,15 +89,24 @@ def predicted(plan: Plan, problem: Problem) -> Plan:
     prediction = predict_by_costs(plan, problem)
     problems = memory_problems(prediction, problem.cluster)
     notes = [f"does not fit: {'; '.join(problems)}"] if problems else []
-    prediction = replace(prediction, why="\n".join([prediction.why, *notes]))
-    return replace(plan, predicted=_with_limits(prediction, problem.cluster))
+    return replace(plan, predicted=_told(prediction, problem, notes))
 
 
-def _with_limits(prediction: Prediction, cluster: Cluster) -> Prediction:
-    """Return the prediction with what each device has, so that it can be explained without the cluster."""
-    limits = {device.rank: device.memory_bytes for device in cluster.devices}
+def _told(prediction: Prediction, problem: Problem, notes: Sequence[str] = ()) -> Prediction:
+    """Return the prediction with what its reader should know: what each device has, and which figures are estimates."""
+    limits = {device.rank: device.memory_bytes for device in problem.cluster.devices}
     devices = tuple(replace(device, limit_bytes=limits[device.rank]) for device in prediction.devices)
-    return replace(prediction, devices=devices)
+    return replace(prediction, devices=devices, why="\n".join([prediction.why, *notes, *_estimates(problem)]))
+
+
+def _estimates(problem: Problem) -> Iterator[str]:
+    """Say which figures nobody has measured or given."""
+    public = [device for device in problem.cluster.devices if device.source == "estimate"]
+    if public:
+        ranks, kinds = [device.rank for device in public], sorted({device.kind for device in public})
+        yield f"estimate: devices {ranks} have the public figures of {', '.join(kinds)}, which programs do not reach"
+    if problem.profile.source == "estimate":
+        yield "estimate: the program's costs are counted from its graph, not measured"
 
 
 def _simplest(found: Mapping[Plan, float]) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hetu_fx.planner.cost import StageCosts, stage_costs
@@ -17,6 +17,8 @@ from hetu_fx.planner.search.malleus import degrees
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster
+
+_AMPLE = 1 << 40  # tokens that no row has
 
 
 def fitting_schemes(problem: Problem) -> tuple[Scheme, ...]:
@@ -42,17 +44,14 @@ def _shapes(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def _scheme(problem: Problem, tensor_parallel: int, stages: int) -> Scheme | None:
-    priced = {length: _priced(problem, costs, tensor_parallel, stages) for length, costs in _known(problem).items()}
+    known = problem.profile.by_length
+    priced = {length: _priced(problem, costs, tensor_parallel, stages) for length, costs in known.items()}
     time = problem.profile.block_times(problem.cluster.devices[0].kind).get(tensor_parallel)
     length = _max_length(problem, priced, tensor_parallel * stages, time)
     if length < 1:
         return None
     times = _estimated(priced) if time is None else _given(time, math.ceil(problem.costs.num_blocks / stages))
     return Scheme(tensor_parallel, stages, times, length)
-
-
-def _known(problem: Problem) -> dict[int, ProgramCosts]:
-    return dict(problem.profile.by_length)
 
 
 def _priced(problem: Problem, costs: ProgramCosts, size: int, stages: int) -> tuple[StageCosts, ...]:
@@ -80,17 +79,24 @@ def _max_length(
 ) -> int:
     """Return the most tokens of a row that all stages have memory for, in whole blocks where there are some."""
     length, stages = max(priced.items(), key=lambda pair: pair[0])
-    count, replicas = len(stages), max(1, len(problem.cluster.devices) // devices)
-    limit = min(device.memory_bytes for device in problem.cluster.devices) * problem.options.memory_fraction
-    most = math.inf
-    for index, stage in enumerate(stages):
-        parts, share, options = stage.parts, stage.share(0), problem.options
-        held = fixed_bytes(parts.parameter_bytes_at(share), zero=options.zero, num_replicas=replicas)
-        kept = parts.activation_bytes_at(share) / length
-        if time is not None and time.bytes_per_token:
-            kept = time.bytes_per_token * math.ceil(problem.costs.num_blocks / count)
-        left = limit - sum(size for _, size in held)
-        flying = in_flight(options.schedule, index, count, count)
-        most = min(most, left / (flying * kept) if kept else math.inf)
-    tokens = max(0, math.floor(min(most, 1 << 40)))
+    replicas, blocks = (
+        max(1, len(problem.cluster.devices) // devices),
+        math.ceil(problem.costs.num_blocks / len(stages)),
+    )
+    given = 0.0 if time is None else time.bytes_per_token * blocks
+    rooms = [_tokens(problem, stages, index, given, length, replicas) for index in range(len(stages))]
+    tokens = math.floor(min(*rooms, _AMPLE))
     return tokens // ALIGNMENT * ALIGNMENT if tokens >= ALIGNMENT else tokens
+
+
+def _tokens(
+    problem: Problem, stages: Sequence[StageCosts], index: int, given: float, length: int, replicas: int
+) -> float:
+    """Return how many tokens of a row fit a stage's devices: `given` bytes per token, else as rows of `length` keep."""
+    parts, share, options = stages[index].parts, stages[index].share(0), problem.options
+    held = fixed_bytes(parts.parameter_bytes_at(share), zero=options.zero, num_replicas=replicas)
+    least = min(device.memory_bytes for device in problem.cluster.devices)
+    left = least * options.memory_fraction - sum(size for _, size in held)
+    kept = given or parts.activation_bytes_at(share) / length
+    flying = in_flight(options.schedule, index, len(stages), len(stages))
+    return max(0.0, left / (flying * kept)) if kept else math.inf

@@ -151,20 +151,25 @@ def show(plan: Plan) -> None:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: drawn with rich on a terminal where it is installed, else in plain columns."""
-    if sys.stdout.isatty():
-        try:
-            from rich import box
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError:
-            print(table_text(header, rows))
-            return
-        table = Table(*header, box=box.SIMPLE_HEAD)
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False).print(table)
-    else:
+    if not (sys.stdout.isatty() and _draw_table(header, rows)):
         print(table_text(header, rows))
+
+
+def _draw_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Draw a table with rich; tell whether that could be done."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+    return True
 
 
 class _Progress:

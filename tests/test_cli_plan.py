@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from hetu_fx.cli import main
+from hetu_fx.cli_plan import print_table
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.plans import Plan
@@ -142,3 +144,18 @@ def test_what_is_missing_is_said(run: Run, words: list[str], message: str) -> No
 def test_a_link_between_nodes_needs_nodes(run: Run) -> None:
     paper(4, 4).write("cluster.json")
     assert "one node only" in run("--link", "1gbit")[2]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "rich", "drawn"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_tables_are_drawn_on_a_terminal_that_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, rich: bool, drawn: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    print_table(["device", "busy"], [["7", "98 %"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines == ["device  busy", "7       98 %"]) is not drawn
+    assert any("98 %" in line for line in lines)

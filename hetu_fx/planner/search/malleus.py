@@ -73,12 +73,16 @@ def situation(problem: Problem, shape: Shape) -> Situation:
 
 
 def layer_seconds(problem: Problem, size: int, rows: int) -> float:
-    """Return the seconds of a block and a micro-batch of `rows` rows on a healthy group of the fastest devices."""
+    """Return the seconds of a block and a micro-batch of `rows` rows on a healthy group of the fastest devices.
+
+    Infinite for a size that nothing is known of where others are known: what is measured, told and counted never mixes.
+    """
     fastest = max(problem.cluster.devices, key=lambda device: (device.flops_per_second, -device.rank))
     times, alpha = problem.profile.block_times(fastest.kind), problem.profile.slowdown(fastest.kind)
     length = problem.profile.tokens_per_row
-    if length and size in times:
-        return rows * (times[size].seconds(length) - times[size].c) + times[size].c
+    if length and times:
+        known = times.get(size)
+        return math.inf if known is None else rows * (known.seconds(length) - known.c) + known.c
     if alpha:
         return alpha.get(size, math.inf)  # only their ratios matter
     alike = tuple(replace(fastest, rank=rank, node="0", rate=1.0) for rank in range(size))

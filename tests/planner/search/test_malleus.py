@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -81,7 +82,8 @@ def test_seconds_of_a_layer_are_measured_or_told_or_else_counted() -> None:
     time = BlockTime("paper", 1, a=1e-9, b=1e-6, c=1e-3)
     seen = replace(told, times=(time,))
     assert layer_seconds(replace(problem, profile=seen), 1, 3) == pytest.approx(3 * (1e-9 * 512**2 + 1e-6 * 512) + 1e-3)
-    assert layer_seconds(replace(problem, profile=seen), 2, 3) == 1.0
+    assert layer_seconds(replace(problem, profile=seen), 2, 3) == math.inf  # alpha has other units
+    assert situation(replace(problem, profile=seen), Shape(2, 4, 8)).degrees == (1,)
 
 
 @pytest.mark.parametrize(("model", "rate", "seconds"), [(LLAMA_70B, 12.53, 656), (LLAMA_32B, 4.79, 255)])

@@ -38,8 +38,9 @@ def synthesise(expansion: Expansion, *, blocks_once: bool = True) -> Synthesised
     ends, frontier = best_first(expansion, items, Label((), start, Held()), first_only=True)
     if not ends:
         raise PlanError(_nothing_found(expansion, len([taken for taken in frontier.taken if taken])))
+    is_exact = frontier.is_exact and all(item.is_exact for item in items)
     program = assemble(expansion, ends[0].all_choices())
-    return Synthesised(program, sum(map(len, frontier.taken)), frontier.is_exact)
+    return Synthesised(program, sum(map(len, frontier.taken)), is_exact)
 
 
 def assemble(expansion: Expansion, choices: Sequence[Choice]) -> Program:

@@ -65,6 +65,7 @@ class Form(NamedTuple):
         makes: layout of each result.
         cut_flops, whole_flops: work that devices share by the ratios, and that each of them does.
         gathered: what sufficient-factor broadcasting gathers in the backward, by tensor name.
+        units: size of the factor that is cut.
     """
 
     cut: str | None
@@ -74,6 +75,7 @@ class Form(NamedTuple):
     cut_flops: float = 0.0
     whole_flops: float = 0.0
     gathered: tuple[str, ...] = ()
+    units: int = 0
 
     def __str__(self) -> str:
         if self.cut is None:
@@ -129,18 +131,21 @@ class _Forms:
                     yield other
 
     def _can_cut(self, factor: str) -> bool:
-        tensors = list(zip((*self.op.reads, *self.op.makes), (*self.op.operands, *self.op.results), strict=True))
-        most = max(names.count(factor) for _, names in tensors)
-        sizes = {self._tensor(n).shape[names.index(factor)] for n, names in tensors if factor in names}
-        in_results = {factor in names for names in self.op.results}
-        enough = min(sizes) >= self.num_devices * self.rules.smallest_units
-        return factor not in self.op.whole and most == 1 and len(in_results) == 1 and enough
+        names = (*self.op.operands, *self.op.results)
+        is_once = max(dims.count(factor) for dims in names) == 1
+        in_results = {factor in dims for dims in self.op.results}
+        enough = self._size(factor) >= self.num_devices * self.rules.smallest_units
+        return factor not in self.op.whole and is_once and len(in_results) == 1 and enough
+
+    def _size(self, factor: str) -> int:
+        pairs = zip((*self.op.reads, *self.op.makes), (*self.op.operands, *self.op.results), strict=True)
+        return next(self._tensor(name).shape[dims.index(factor)] for name, dims in pairs if factor in dims)
 
     def _cut(self, factor: str) -> Form:
         reads = self._reads([self._split_or(names, factor, SHARED) for names in self.op.operands])
         makes = tuple(self._split_or(names, factor, PARTIAL) for names in self.op.results)
         flops = self.problem.all_flops(self.op)
-        return Form(factor, self.op.segment, reads, makes, cut_flops=flops)
+        return Form(factor, self.op.segment, reads, makes, cut_flops=flops, units=self._size(factor))
 
     def _from_sufficient_factors(self, factor: str, form: Form) -> Form | None:
         """Return the form that leaves no parameter's gradient in summands, if the op has such parameters."""

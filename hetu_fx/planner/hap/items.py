@@ -19,6 +19,9 @@ from hetu_fx.planner.hap.problem import Op, Problem
 from hetu_fx.planner.hap.span import Span
 from hetu_fx.planner.hap.synthesis import Item, Label, best_first
 
+MOST_ENTRIES = 6
+"""A block is searched from so many states, those that took least."""
+
 
 def items_of(expansion: Expansion, *, blocks_once: bool = True) -> list[Item]:
     """Return the items of a problem, in order; blocks that come once, or all of them if asked, as their ops."""
@@ -43,6 +46,8 @@ class OpItem:
 
     expansion: Expansion
     index: int
+    most_entries: int | None = None
+    is_exact: bool = True
 
     def moves(self, state: State) -> Iterator[Move]:
         """Yield what can be done from a state, with the whole state after it."""
@@ -65,13 +70,15 @@ class _Kind:
     names: tuple[str, ...]
     start: int
     ends: dict[State, tuple[Move, ...]] = field(default_factory=dict)
+    is_exact: bool = True
 
     def from_entry(self, entry: State) -> tuple[Move, ...]:
         """Return the moves over the whole block from a state of the tensors that it touches."""
         if entry not in self.ends:
             nothing = (0.0,) * len(self.expansion.prices.per_flop)
             start = Label(entry, Span(nothing), Held())
-            found, _ = best_first(self.expansion, self.items, start, first_only=False)
+            found, frontier = best_first(self.expansion, self.items, start, first_only=False)
+            self.is_exact = self.is_exact and frontier.is_exact
             self.ends[entry] = tuple(Move(e.layouts, e.span, e.held, e.all_choices()) for e in found)
         return self.ends[entry]
 
@@ -83,6 +90,7 @@ class BlockItem:
     kind: _Kind
     names: tuple[str, ...]
     start: int
+    most_entries: int | None = MOST_ENTRIES
 
     def moves(self, state: State) -> Iterator[Move]:
         """Yield what can be done from a state."""
@@ -92,6 +100,11 @@ class BlockItem:
             own = [(self._from_kind[name], have) for name, have in move.layouts]
             choices = tuple(self._told(choice) for choice in move.choices)
             yield move._replace(layouts=tuple(sorted([*beside, *own])), choices=choices)
+
+    @property
+    def is_exact(self) -> bool:
+        """Tell whether no end of the block was left out."""
+        return self.kind.is_exact
 
     @cached_property
     def least_work(self) -> Vector:

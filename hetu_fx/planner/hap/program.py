@@ -14,12 +14,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import truediv
 from typing import NamedTuple
 
 from hetu_fx.planner.hap.forms import Form
 from hetu_fx.planner.hap.layout import Layout
 from hetu_fx.planner.hap.prices import Ratios, Transfer
 from hetu_fx.planner.hap.problem import Op
+from hetu_fx.planner.hap.rounding import rounded
 
 
 class LayoutChange(NamedTuple):
@@ -100,6 +102,18 @@ class Program:
         """Return (1)."""
         work = math.fsum(max(stage.seconds(speeds, ratios)) for stage in self.stages)
         return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
+
+    def rounded_seconds(self, speeds: Sequence[float], ratios: Ratios) -> float:
+        """Return (1) with the work of whole indices: 3 heads on 2 devices are 2 and 1, whatever the ratios."""
+        work = math.fsum(max(self._rounded(steps, speeds, ratios)) for steps in self._runs())
+        return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
+
+    def _rounded(self, steps: Sequence[Step], speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
+        flops = [math.fsum(step.form.whole_flops for step in steps)] * len(speeds)
+        for form in (step.form for step in steps if step.form.cut is not None):
+            shares = rounded(ratios[form.segment], form.units)
+            flops = [sum_ + form.cut_flops * share / form.units for sum_, share in zip(flops, shares, strict=True)]
+        return tuple(map(truediv, flops, speeds))
 
     def compute_seconds(self, speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
         """Return each device's seconds of work."""

@@ -55,6 +55,11 @@ class HapResult:
         return self.program.transfers
 
     @property
+    def rounded_seconds(self) -> float:
+        """Return the seconds of a step when parts are whole indices of what is cut."""
+        return self.program.rounded_seconds(self.speeds, self.ratios)
+
+    @property
     def exchange_seconds(self) -> float:
         """Return the seconds of all exchanges."""
         return math.fsum(transfer.seconds(self.ratios) for transfer in self.transfers)

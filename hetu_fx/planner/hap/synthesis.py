@@ -29,8 +29,21 @@ MOST_LABELS = 48
 """So many ways to a state, of unequal bytes, are followed where memory binds."""
 
 
+MOST_STATES = 1024
+"""So many states are followed over all ops of a stretch, each op's share of them those that took least."""
+
+FEWEST_STATES = 16
+"""However many ops there are, each may have so many."""
+
+
 class Item(Protocol):
-    """What is done in one go: an op, or a block."""
+    """What is done in one go: an op, or a block; `most_entries` states it may be entered in, if not any."""
+
+    @property
+    def most_entries(self) -> int | None: ...
+
+    @property
+    def is_exact(self) -> bool: ...
 
     def moves(self, state: State) -> Iterable[Move]:
         """Return what can be done from a state."""
@@ -67,12 +80,16 @@ class Frontier:
 
     expansion: Expansion
     taken: list[list[Label]]
+    most: list[int]
     is_exact: bool = True
 
     def admits(self, label: Label, index: int) -> bool:
         """Tell whether a label is dropped, else take it."""
         others = self.taken[index]
         if any(self.expansion.dominance.serves(other, label) for other in others[:MOST_COMPARED]):
+            return False
+        if len(others) >= self.most[index]:
+            self.is_exact = False
             return False
         if self.expansion.limits.bind and sum(other.layouts == label.layouts for other in others) >= MOST_LABELS:
             self.is_exact = False
@@ -88,7 +105,9 @@ def best_first(
 
     With `first_only` that is the fastest one; else all that some continuation may need.
     """
-    frontier = Frontier(expansion, [[] for _ in range(len(items) + 1)])
+    share = max(FEWEST_STATES, MOST_STATES // max(1, len(items)))
+    most = [min(share, item.most_entries or share) for item in items]
+    frontier = Frontier(expansion, [[] for _ in range(len(items) + 1)], [*most, share])
     to_come = _sums_to_come(items, len(start.span.head))
     order = count()
     least: dict[tuple[int, State], float] = {}

@@ -115,3 +115,12 @@ def test_searching_blocks_once_changes_no_result() -> None:
     cluster = Cluster.on_paper([5e6, 3e6, 2e6])
     once, all_of_them = (search(problem, cluster, blocks_once=once) for once in (True, False))
     assert once.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
+
+
+def test_parts_of_whole_indices_take_longer_than_ratios_say() -> None:
+    few_rows = feed_forward(rows=3, width=2, inner=64)
+    tensors = tuple(replace(t, element_bytes=1e-6) for t in few_rows.tensors)
+    result = search(replace(few_rows, tensors=tensors), Cluster.on_paper([1e3, 1e3], intra=Link(1e12)))
+    cut_rows = [step for step in result.program.steps if step.form.units == 3]
+    assert bool(cut_rows) == (result.rounded_seconds > result.seconds * 1.01)
+    assert result.rounded_seconds >= result.seconds * (1 - 1e-9)

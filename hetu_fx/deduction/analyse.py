@@ -12,11 +12,12 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from hetu_fx.deduction.apart import taken_apart
 from hetu_fx.deduction.call import Call, call_of
 from hetu_fx.deduction.factors import (
     ClassDim,
@@ -237,7 +238,7 @@ class _Extraction:
         whole = self._whole(node, step)
         results = frozenset(cls for tensor in dims[node] for dim in tensor for cls in dim)
         reduced = self._named(node, factoring.reduced) - whole - results
-        return OpFactors(
+        op = OpFactors(
             operands=tuple(OperandFactors(op.source, op.path, dims[op.source][0]) for op in step.call.operands),
             results=dims[node],
             reduced=reduced,
@@ -253,6 +254,12 @@ class _Extraction:
             sharded=self._named(node, factoring.sharded) - whole,
             vanishing=VANISHING.get(step.call.op, NONE),
         )
+        return replace(op, apart=self._apart(node, op, factoring)) if whole & results else op
+
+    def _apart(self, node: fx.Node, op: OpFactors, factoring: Factoring) -> Mapping[FactorClass, OpFactors]:
+        bound = self._analysis.bound[node]
+        parts = {name: self._in_order(node, (name,)) for name in bound.factors}
+        return taken_apart(op, factoring, parts, frozenset(self._classes_of(bound.misfits)))
 
     def _in_order(self, node: fx.Node, names: Iterable[str]) -> ClassDim:
         factors = self._analysis.bound[node].factors
@@ -269,7 +276,7 @@ class _Extraction:
         parts = Counter(cls for name in used for cls in self._classes_of((bound.factors[name],)))
         doubled = frozenset(cls for cls, count in parts.items() if count > 1)
         refined = (name for name in factoring.sharded if len(self._in_order(node, (name,))) > 1)
-        stay = self._named(node, (*factoring.whole, *refined))
+        stay = self._named(node, (*factoring.whole, *factoring.placed, *refined))
         return stay | frozenset(self._classes_of(bound.misfits)) | doubled
 
 

@@ -94,6 +94,8 @@ class OpFactors:
         known: False if there is no rule: everything is whole.
         sharded: classes that the op looks across, and has a form of its own for where they are cut.
         vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
+        placed: classes along which the op goes by position.
+        apart: classes of `whole` that may be cut where they come first: the op as it then is (see `apart`).
     """
 
     operands: tuple[OperandFactors, ...]
@@ -110,6 +112,8 @@ class OpFactors:
     known: bool
     sharded: frozenset[FactorClass] = frozenset()
     vanishing: frozenset[int] = frozenset()
+    placed: frozenset[FactorClass] = frozenset()
+    apart: Mapping[FactorClass, OpFactors] = field(default_factory=dict)
 
     @property
     def classes(self) -> frozenset[FactorClass]:
@@ -117,6 +121,10 @@ class OpFactors:
         read = (operand.dims for position, operand in enumerate(self.operands) if position not in self.unread)
         tensors = (*self.results, *read)
         return frozenset(cls for dims in tensors for cls in flat(dims))
+
+    def cut_at(self, factor: FactorClass) -> OpFactors:
+        """Return the op as it is for one who cuts `factor` in it, or wants to."""
+        return self.apart.get(factor, self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +157,10 @@ class FactorMap:
         if len(found) != 1:
             raise DeductionError(f"node '{node}' has {len(found)} tensor values; ask for one of its getitem nodes")
         return found[0]
+
+    def sizes(self, node: fx.Node) -> tuple[int | None, ...]:
+        """Return the size of each dim by its classes, None where one is symbolic."""
+        return tuple(map(_product, self.dims(node)))
 
     def row_dim(self, node: fx.Node) -> int | None:
         """Return the dim of a value that counts rows of the batch, if it has one."""

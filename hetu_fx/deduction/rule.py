@@ -47,6 +47,8 @@ class Factoring:
             matter.
         literals: arguments that hold literal sizes.
         pinned: factors that must not be cut anywhere in the graph.
+        placed: factors along which the op goes by position. On a part of them it must be told where the part lies,
+            as `hetu_fx.transforms.placed_forms` does; elsewhere they stay whole.
         random: whether the op draws random numbers.
     """
 
@@ -63,6 +65,7 @@ class Factoring:
     pinned: frozenset[str] = NOTHING
     random: bool = False
     sharded: frozenset[str] = NOTHING
+    placed: frozenset[str] = NOTHING
 
     @property
     def reduced(self) -> frozenset[str]:

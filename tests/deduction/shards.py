@@ -58,7 +58,8 @@ class Trial:
     def cuttable(self) -> list[str]:
         unread = self.factoring.unread
         read = [dims for i, dims in enumerate(self.factoring.operands) if i not in unread]
-        stays = self.factoring.whole | self.factoring.sharded  # the forms of sharded factors have tests of their own
+        # The forms of sharded and placed factors have tests of their own.
+        stays = self.factoring.whole | self.factoring.sharded | self.factoring.placed
         used = names_in((*read, *self.factoring.results)) - stays
         return [name for name, size in self.sizes.items() if size > 1 and name in used]
 

@@ -9,7 +9,7 @@ from hetu_fx.deduction.size import ONE, Size
 
 
 def scaled_dot_product(call: Call) -> Factoring:
-    """Attend: linear in the values; under a causal mask, which depends on position, queries stay whole."""
+    """Attend: linear in the values; under a causal mask queries go by position."""
     query, key, value = (operand.shape for operand in call.operands[:3])
     result = call.results[0]
     leading = list(dims_of(result[:-2], "b"))
@@ -22,14 +22,14 @@ def scaled_dot_product(call: Call) -> Factoring:
         (*broadcast(value[:-2], shared), k, e),
     ]
     operands.extend(broadcast(operand.shape, (*leading, q, k)) for operand in call.operands[3:])
-    whole = frozenset((*k, *d, *(q if call.arguments.get("is_causal") else ())))
     return Factoring(
         tuple(operands),
         ((*leading, q, e),),
         sizes,
-        whole,
+        whole=frozenset((*k, *d)),
         linear=(frozenset({2}),),
         random=bool(call.arguments.get("dropout_p")),
+        placed=frozenset(q if call.arguments.get("is_causal") else ()),
     )
 
 

@@ -4,6 +4,7 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
 
     compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead              (1)
     tensor parallel  the forward's all-reduces and as many in the backward                               (2)
+                   or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
     hand-over      the activation to the next stage, the gradient to the one before                      (3)
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
@@ -108,6 +109,7 @@ def _stage_costs(
 ) -> StageCosts:
     stage = pipeline.stages[index]
     parts = costs.stage(stops[index], stops[index + 1])
+    parts = parts.by_sequence if stage.shares_sequence else parts
     compute = compute_lines(stage, parts, cluster)
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
@@ -134,10 +136,11 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
 
 
 def tensor_parallel_line(stage: Stage, parts: PartCosts, cluster: Cluster) -> Line:
-    """Return (2): as many all-reduces in the backward as in the forward."""
+    """Return (2): as many all-reduces in the backward as in the forward; (2') costs a half of that."""
     empty = cheapest_all_reduce_cost(0.0, stage.devices, cluster)
     full = cheapest_all_reduce_cost(parts.reduced_bytes, stage.devices, cluster)
-    return Line(2 * parts.num_reductions * empty, 2 * (full - empty))
+    times = 1 if stage.shares_sequence else 2
+    return Line(times * parts.num_reductions * empty, times * (full - empty))
 
 
 def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
@@ -189,11 +192,16 @@ class Place:
         """Return the parameter bytes that the device holds."""
         return self.costs.parts.parameter_bytes_at(self.share)
 
+    def num_copies(self, plan: Plan) -> int:
+        """Return how many devices hold the device's parameters, near enough where replicas differ."""
+        return len(plan.pipelines) * self.costs.stage.context
+
     def end_terms(self, plan: Plan, cluster: Cluster) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds, with one device of each other pipeline."""
         peers = [p.devices[0] for p in plan.pipelines if self.rank not in p.devices]
-        sync, gather = sync_seconds(self.parameter_bytes, (self.rank, *peers), cluster, plan.zero)
-        owned = self.parameter_bytes / (len(plan.pipelines) if plan.zero else 1)
+        beside = [rank for rank in self.costs.stage.devices if self.costs.stage.shares_sequence and rank != self.rank]
+        sync, gather = sync_seconds(self.parameter_bytes, (self.rank, *beside, *peers), cluster, plan.zero)
+        owned = self.parameter_bytes / (self.num_copies(plan) if plan.zero else 1)
         return sync, gather, optimizer_seconds(owned, cluster.device(self.rank))
 
 
@@ -233,7 +241,7 @@ def _device_cost(place: Place, plan: Plan, ends: Sequence[float], step: float) -
     work = [count * line(rows) for line in lines]
     idle = max(0.0, step - math.fsum((*work, *ends)))
     seconds = tuple(zip(TERMS, (*work, idle, *ends), strict=True))
-    fixed = fixed_bytes(place.parameter_bytes, zero=plan.zero, num_replicas=len(plan.pipelines))
+    fixed = fixed_bytes(place.parameter_bytes, zero=plan.zero, num_replicas=place.num_copies(plan))
     kept = activation_bytes(costs.parts.activation_bytes_at(place.share), rows, place.num_in_flight)
     return DeviceCost(place.rank, seconds, (*fixed, ("activations", kept)))
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import fx
 
+from hetu_fx.deduction.apart import elsewhere
 from hetu_fx.deduction.factors import FactorClass, FactorMap
 
 
@@ -38,6 +39,10 @@ class Cut(Protocol):
         """Return the size over which the op sums products of two operands; 0 if it is not known to do so."""
         ...
 
+    def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return the operands that the op reads whole where a group shares the sequence: keys and values."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NoCut:
@@ -60,6 +65,10 @@ class NoCut:
     def contracted(self, node: fx.Node) -> int:
         """Return that nothing is known."""
         return 0
+
+    def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return that nothing is known."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +108,10 @@ class FactorCut:
         operands = [{factor for dim in operand.dims for factor in dim} for operand in op.operands]
         shared = [c for c in op.reduced - op.sharded if c.size and sum(c in operand for operand in operands) > 1]
         return math.prod(factor.size or 1 for factor in shared) if shared else 0
+
+    def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return the operands that have a class of which the op cuts another dim."""
+        apart = self.factors.op(node).apart.items() if self.factors.is_op(node) else ()
+        pairs = [(o, factor) for factor, seen in apart if not factor.is_batch for o in seen.operands]
+        found = (o.node for o, factor in pairs if elsewhere(factor) in o.classes and factor not in o.classes)
+        return tuple(dict.fromkeys(found))

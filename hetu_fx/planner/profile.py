@@ -74,7 +74,7 @@ class _Part:
 
     def costs(self) -> PartCosts:
         """Return the totals as costs."""
-        counts = {name: int(self.totals[name]) for name in ("num_reductions", "num_ops")}
+        counts = {name: int(self.totals[name]) for name in ("num_reductions", "num_gathers", "num_ops")}
         return PartCosts(**{**self.totals, **counts})  # type: ignore[arg-type]
 
 
@@ -90,6 +90,7 @@ class _Profile:
         by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
         self._of_batch, self._mixed = by_batch, by_batch & by_weights
         self._kept: set[fx.Node] = set()
+        self._gathered: set[fx.Node] = set()
 
     def part_of(self, node: fx.Node) -> int:
         """Return the index of a node's part: 0 before the blocks, k + 1 in block k, the last after them."""
@@ -112,6 +113,12 @@ class _Profile:
         elif not _is_view(node):
             moved = sum(_bytes(other) for other in (node, *node.all_input_nodes))
             part.add("traffic_bytes", moved / self.example_rows, shares)
+        for source in self.cut.gathered(node):
+            if source in self._gathered or source not in self._mixed:
+                continue
+            self._gathered.add(source)
+            part.add("gathered_bytes", _bytes(source) / self.example_rows)
+            part.add("num_gathers", 1)
         if self.cut.sums(node):
             part.add("reduced_bytes", _bytes(node) / self.example_rows)
             part.add("num_reductions", 1)

@@ -7,7 +7,7 @@ parts; the rest is done, or held, by every device of the group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from operator import add, attrgetter
 
@@ -19,8 +19,9 @@ class PartCosts:
     """Costs of one part, forward only where it is work.
 
     flops, traffic_bytes (memory moved by ops that are not products), activation_bytes (kept for the
-    backward) and reduced_bytes (all-reduced in the forward by a tensor parallel group, in num_reductions
-    messages) are per row.
+    backward), reduced_bytes (all-reduced in the forward by a tensor parallel group, in num_reductions
+    messages) and gathered_bytes (of keys and values, gathered by a context parallel group in num_gathers) are
+    per row.
     """
 
     flops: float = 0.0
@@ -34,6 +35,8 @@ class PartCosts:
     reduced_bytes: float = 0.0
     num_reductions: int = 0
     num_ops: int = 0
+    gathered_bytes: float = 0.0
+    num_gathers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
@@ -43,6 +46,19 @@ class PartCosts:
 
     def __add__(self, other: PartCosts) -> PartCosts:
         return PartCosts(*map(add, _VALUES(self), _VALUES(other)))
+
+    @property
+    def by_sequence(self) -> PartCosts:
+        """Return the costs for devices that share the sequence: they cut all work and no parameter, and gather."""
+        return replace(
+            self,
+            split_flops=self.flops,
+            split_traffic_bytes=self.traffic_bytes,
+            split_activation_bytes=max(0.0, self.activation_bytes - self.gathered_bytes),
+            split_parameter_bytes=0.0,
+            reduced_bytes=self.gathered_bytes,
+            num_reductions=self.num_gathers,
+        )
 
     def flops_at(self, share: float) -> float:
         """Return the FLOPs per row of a device that has `share` of what is cut."""

@@ -51,6 +51,24 @@ def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
     assert line.per_row == pytest.approx(2 * 2 * 50 / 1e10)
 
 
+def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() -> None:
+    block = replace(transformer().blocks[0], gathered_bytes=1000.0, num_gathers=2)
+    costs, cluster = ProgramCosts(16, PartCosts(), (block,), PartCosts()), paper(1, 1)
+    stage = Stage((0, 1), (3, 1), 1, context=2)
+    (priced,) = stage_costs(Pipeline((stage,)), costs, cluster)
+    first, second = priced.compute
+    assert first.per_row == pytest.approx(3 * second.per_row)
+    assert priced.tensor_parallel.fixed == pytest.approx(2 * 2 * FAST_LINK.latency_seconds)
+    assert priced.tensor_parallel.per_row == pytest.approx(2 * 500 / 1e10)
+    held = [dict(d.bytes) for d in predict(Plan((Pipeline((stage,)),)), costs, cluster).devices]
+    assert [d["parameters"] for d in held] == [block.parameter_bytes] * 2
+    assert held[0]["optimizer"] == math.ceil(3 * block.parameter_bytes / 2)
+    kept = block.activation_bytes - 1000
+    assert [d["activations"] for d in held] == [math.ceil(16 * (1000 + share * kept)) for share in (0.75, 0.25)]
+    synced = [dict(d.seconds)["gradient_sync"] for d in predict(Plan((Pipeline((stage,)),)), costs, cluster).devices]
+    assert min(synced) > 0
+
+
 def test_stages_pay_for_what_they_send() -> None:
     first, last = stage_costs(PIPELINE, transformer(), paper(1, 1))
     assert first.to_previous == last.to_next == Line()

@@ -78,6 +78,14 @@ def test_a_cut_divides_products_parameters_and_inner_values() -> None:
     assert (block.num_reductions, block.reduced_bytes) == (1, 8 * 4)
 
 
+def test_keys_and_values_of_a_block_are_what_devices_that_share_a_sequence_gather() -> None:
+    _, graph = captured("llama")
+    block = program_costs(graph, cut=FactorCut(analyse(graph), frozenset())).blocks[0]
+    heads, channels = 3, 8
+    assert (block.num_gathers, block.gathered_bytes) == (2, 2 * LENGTH * heads * channels * 4)
+    assert program_costs(graph).blocks[0].num_gathers == 0
+
+
 def test_units_are_the_size_of_the_smallest_class_that_is_cut() -> None:
     graph = stack()
     assert program_costs(graph, cut=cut_inner(graph)).units == 6

@@ -67,7 +67,7 @@ def stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> li
         *first,
         str(position),
         ",".join(map(str, stage.devices)),
-        ":".join(map(str, stage.ratios)),
+        ":".join(map(str, stage.ratios)) + (" context" if stage.shares_sequence else ""),
         blocks,
     ]
 

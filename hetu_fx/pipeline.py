@@ -1,7 +1,7 @@
 """Pipelines of stages: which devices hold what part of the model, one after another.
 
-A `Stage` is a tensor parallel group of devices that hold some of the model's repeated blocks, in shards
-proportional to ratios. A `Pipeline` is stages one after another, with its share of the batch. Both check and
+A `Stage` is a group of devices that hold some of the model's repeated blocks, tensor parallel or context parallel,
+in shards proportional to ratios. A `Pipeline` is stages one after another, with its share of the batch. Both check and
 canonicalise themselves: equal meaning is an equal value.
 """
 
@@ -27,12 +27,15 @@ class Stage:
     """A tensor parallel group that holds `blocks` of the model's repeated blocks.
 
     `devices` are ranks in order; `ratios` their relative shard sizes (left out: even; kept without common
-    factor); `blocks` may be None, in all stages of a pipeline at once: as even as possible.
+    factor); `blocks` may be None, in all stages of a pipeline at once: as even as possible. `context` is by how
+    many parts of the group the sequence is shared: by none (1), or by every device (context parallel), which then
+    holds all parameters of the stage and computes its own part of the tokens.
     """
 
     devices: tuple[int, ...]
     ratios: tuple[int, ...] = ()
     blocks: int | None = None
+    context: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -51,6 +54,16 @@ class Stage:
         object.__setattr__(self, "ratios", reduced(ratios))
         if self.blocks is not None and self.blocks < 0:
             raise PlanError(f"stage on devices {list(self.devices)} has {self.blocks} blocks; give 0 or more")
+        if self.context not in (1, len(self.devices)):
+            raise PlanError(
+                f"stage on devices {list(self.devices)} has context {self.context}; give {len(self.devices)} to share "
+                f"the sequence between all of them, or leave it out (no group is both context and tensor parallel)"
+            )
+
+    @property
+    def shares_sequence(self) -> bool:
+        """Tell whether the devices share the sequence, instead of what the model's parameters have in common."""
+        return self.context > 1
 
     @property
     def is_even(self) -> bool:
@@ -62,12 +75,15 @@ class Stage:
         result: dict[str, Any] = {"devices": list(self.devices)}
         if not self.is_even:
             result["ratios"] = list(self.ratios)
+        if self.shares_sequence:
+            result["context"] = self.context
         return result if self.blocks is None else result | {"blocks": self.blocks}
 
     def __str__(self) -> str:
         devices = ",".join(map(str, self.devices))
         ratios = "" if self.is_even else " " + ":".join(map(str, self.ratios))
-        return f"[{devices}{ratios}]" + ("" if self.blocks is None else f"x{self.blocks}")
+        context = " context" if self.shares_sequence else ""
+        return f"[{devices}{ratios}{context}]" + ("" if self.blocks is None else f"x{self.blocks}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +184,11 @@ def read_pipeline(value: Mapping[str, Any], where: str) -> Pipeline:
 
 
 def _read_stage(value: Mapping[str, Any], where: str) -> Stage:
-    fields = Fields(value, where, PlanError, ("devices", "ratios", "blocks"), LATER)
+    fields = Fields(value, where, PlanError, ("devices", "ratios", "blocks", "context"), LATER)
     parts: dict[str, Any] = {
         "devices": fields.integers("devices"),
         "ratios": fields.integers("ratios", ()),
         "blocks": fields.integer("blocks", None),
+        "context": fields.integer("context", 1),
     }
     return located(Stage, parts, where)

@@ -1,8 +1,8 @@
 """Plans: which devices run what part of the model on which share of the batch.
 
 A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is stages one after another; a
-`Stage` is a tensor parallel group of devices that hold some of the model's repeated blocks, in shards
-proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need no
+`Stage` is a group of devices that hold some of the model's repeated blocks, tensor parallel or context parallel, in
+shards proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need no
 devices and no torch.
 
 The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
@@ -104,6 +104,11 @@ class Plan:
     def tensor_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
         """Build a plan with one tensor parallel group over all devices (ratios left out: even)."""
         return cls((Pipeline((Stage(tuple(devices), tuple(ratios)),)),))
+
+    @classmethod
+    def context_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
+        """Build a plan with one group over all devices that shares the sequence (ratios left out: even)."""
+        return cls((Pipeline((Stage(tuple(devices), tuple(ratios), context=len(devices)),)),))
 
     @property
     def devices(self) -> tuple[int, ...]:

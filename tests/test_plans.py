@@ -84,6 +84,18 @@ def test_conveniences_build_the_obvious_plans() -> None:
         Plan.data_parallel([0, 1], [1, 2, 3])
 
 
+def test_a_stage_shares_the_sequence_between_all_its_devices_or_none() -> None:
+    plan = Plan.context_parallel([0, 1], [3, 1])
+    assert plan.summary() == "1 row: [0,1 3:1 context]"
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.to_json()["pipelines"][0]["stages"] == [{"devices": [0, 1], "ratios": [3, 1], "context": 2}]
+    assert "3:1 context" in str(plan)
+    assert plan != Plan.tensor_parallel([0, 1], [3, 1])
+    assert Plan.context_parallel([4]) == Plan.single(4)
+    with pytest.raises(PlanError, match=r"has context 2; give 4 to share the sequence between all of them, or leave"):
+        Stage((0, 1, 2, 3), context=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

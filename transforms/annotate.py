@@ -218,8 +218,9 @@ class Annotate:
     name: str = "annotate"
 
     def __call__(self, graph: Graph, factors: FactorMap, flow: Flow) -> AnnotatedGraph:
-        classes = self._classes(graph, factors, flow)
-        sequence = self._sequence(graph, factors, flow, classes)
+        wanted = tensor_classes(graph, factors, flow, _asked_for(self.plan, factors)) if self._is_split else frozenset()
+        classes = self._classes(graph, factors, wanted)
+        sequence = self._sequence(graph, factors, flow, classes or wanted)
         pipelines = self.plan.pipelines
         stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
         layouts = tuple(
@@ -231,24 +232,29 @@ class Annotate:
         _check_batch(annotated)
         return annotated
 
-    def _classes(self, graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[FactorClass]:
-        stages = [stage for pipeline in self.plan.pipelines for stage in pipeline.stages]
-        widest = max(len(stage.devices) for stage in stages)
+    @property
+    def _is_split(self) -> bool:
+        """Tell whether some stage has several devices."""
+        return any(len(stage.devices) > 1 for *_, stage in self.plan.stages)
+
+    def _classes(self, graph: Graph, factors: FactorMap, wanted: Splits) -> Splits:
+        """Return those of the `wanted` classes that tensor parallel stages split."""
+        widest = max((len(s.devices) for *_, s in self.plan.stages if not s.shares_sequence), default=1)
         if widest == 1:
             return frozenset()
-        asked = _asked_for(self.plan, factors)
-        classes = tensor_classes(graph, factors, flow, asked)
-        optional = _looked_across(graph, factors).difference(asked)
-        return frozenset(c for c in classes if c not in optional or (c.size or 0) >= widest)
+        optional = _looked_across(graph, factors).difference(_asked_for(self.plan, factors))
+        return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= widest)
 
     def _sequence(self, graph: Graph, factors: FactorMap, flow: Flow, classes: Splits) -> Splits:
-        if not self.plan.sequence_parallel or all(len(stage.devices) == 1 for *_, stage in self.plan.stages):
+        context = any(stage.shares_sequence for *_, stage in self.plan.stages)
+        if not context and not (self.plan.sequence_parallel and self._is_split):
             return frozenset()
         found = sequence_classes(graph, factors, flow, classes)
         if not found:
+            asked = "context" if context else "sequence_parallel"
             raise PlanError(
-                "the plan asks for sequence_parallel, but besides the rows of the batch this model has no dim that its "
-                "products with parameters carry along; leave sequence_parallel out"
+                f"the plan asks for {asked}, but besides the rows of the batch this model has no dim that its "
+                f"products with parameters carry along; leave {asked} out"
             )
         return found
 
@@ -262,9 +268,10 @@ def _layout(
 ) -> StageLayout:
     if len(stage.devices) == 1:
         return StageLayout(pipeline, index, stage.devices, {})
-    sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in sorted(classes, key=lambda c: c.id)}
+    split = frozenset[FactorClass]() if stage.shares_sequence else classes
+    sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in sorted(split, key=lambda c: c.id)}
     sizes |= {factor: shares(factor, stage.ratios) for factor in sorted(sequence, key=lambda c: c.id)}
-    return StageLayout(pipeline, index, stage.devices, sizes)
+    return StageLayout(pipeline, index, stage.devices, sizes, stage.shares_sequence)
 
 
 def _check_batch(annotated: AnnotatedGraph) -> None:

@@ -149,7 +149,7 @@ class _Forward:
             return Decision(None, tuple(self._need(op, i, state) for i, state in enumerate(states)), result)
         part = max(self.settling.cut.of(node), key=lambda c: (self._already_split(op, c), -c.id), default=None)
         if part is not None:
-            return self._split_on(node, op, part)
+            return self._split_on(node, op.cut_at(part), part)
         self._check_gather(node, op)
         return Decision(None, tuple(self._need(op, i, WHOLE) for i in range(len(op.operands))), WHOLE)
 

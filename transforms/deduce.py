@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
+from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_axis
+from hetu_fx.transforms.context import check_shared, context_cut
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.sequence import UNCUT, SequenceCut, sequence_cut
 from hetu_fx.transforms.stages import AnnotatedGraph
@@ -35,11 +37,16 @@ class Deduce:
         batch = deduce_axis(graph, factors, flow, rows, keep_sums=True, may_gather=False)
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
+        excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
+        whole = tensor(nothing, UNCUT)
+        context = tensor(nothing, context_cut(annotated, excluded)) if annotated.context_layouts else whole
+        check_shared(annotated, context)
         return DeducedGraph(
             annotated,
             batch=batch,
-            tensor_split=tensor(annotated.classes, sequence_cut(annotated, frozenset(batch.talking()))),
-            tensor_whole=tensor(frozenset(), UNCUT),
+            tensor_split=tensor(annotated.classes, sequence_cut(annotated, excluded)),
+            tensor_whole=whole,
+            context=context,
         )
 
 

@@ -27,14 +27,18 @@ class DeducedGraph:
     batch: AxisDeduction
     tensor_split: AxisDeduction
     tensor_whole: AxisDeduction
+    context: AxisDeduction
 
     def tensor(self, layout: StageLayout) -> AxisDeduction:
-        """Return the deduction of the tensor axis inside a stage."""
+        """Return the deduction of the axis inside a stage."""
+        if layout.shares_sequence:
+            return self.context
         return self.tensor_split if len(layout.devices) > 1 else self.tensor_whole
 
     def shape(self, node: fx.Node) -> Shape:
-        """Return a value's shape; symbolic sizes are None."""
-        return tuple(None if meta.is_symbolic(size) else int(size) for size in meta.shape(node))
+        """Return a value's shape; symbolic sizes are None, where the classes of the dim do not tell them."""
+        told = self.annotated.factors.sizes(node)
+        return tuple(told[i] if meta.is_symbolic(size) else int(size) for i, size in enumerate(meta.shape(node)))
 
     def axis(self, node: fx.Node, state: AxisState, layout: StageLayout, opening: Opening | None = None) -> State:
         """Return the annotation's axis for a value in `state` on the devices of a stage, with a dim opened or not."""

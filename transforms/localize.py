@@ -11,9 +11,10 @@ from torch import fx
 
 from hetu_fx.deduction.call import Path
 from hetu_fx.deduction.factors import FactorClass, OpFactors, SizeArg
+from hetu_fx.graph import meta
 
 Size = int | fx.Node
-PartOf = Callable[[FactorClass], Size]
+SizeOf = Callable[[FactorClass], Size]
 
 
 def localized_call(
@@ -22,7 +23,7 @@ def localized_call(
     operands: Sequence[fx.Node],
     others: Mapping[fx.Node, fx.Node],
     factor: FactorClass | None,
-    part: PartOf,
+    size_of: SizeOf,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return args and kwargs of the local op.
 
@@ -32,7 +33,7 @@ def localized_call(
         operands: the local tensors, one per operand of `op`.
         others: local nodes of everything else (sizes).
         factor: the class the op computes a part of, or None.
-        part: the size of this device's part of a class.
+        size_of: the size that a class has in the local op: the device's part of `factor`, all of any other.
     """
     args, kwargs = _thawed(node.args), _thawed(dict(node.kwargs))
     call = {"args": args, "kwargs": kwargs}
@@ -42,7 +43,7 @@ def localized_call(
     for size in op.size_args:
         if factor is None:
             break
-        told = _told(_get(call, size.path), size, factor, part, others)
+        told = _told(_get(call, size.path), size, factor, size_of, others)
         if told is not None:
             _set(call, size.path, told)
             placed.update([told] if isinstance(told, fx.Node) else [])
@@ -61,31 +62,45 @@ def argument_at(node: fx.Node, path: Path) -> Any:
 
 
 def _told(
-    given: Any, size: SizeArg, factor: FactorClass, part: PartOf, others: Mapping[fx.Node, fx.Node]
+    given: Any, size: SizeArg, factor: FactorClass, size_of: SizeOf, others: Mapping[fx.Node, fx.Node]
 ) -> Size | None:
     """Return what a size is on this device, None where it stays as it is.
 
-    A -1 is told where it can be: it says nothing beside a part that is empty.
+    A -1 is told where it can be, and where it must: it says nothing beside a part that is empty.
     """
     if size.classes == (factor,):
-        return part(factor)
-    if isinstance(given, fx.Node):
-        return _scaled(others[given], factor, part) if factor in size.classes else None
-    known = isinstance(given, int) and all(cls.size is not None for cls in size.classes)
-    return _local_size(size, factor, part) if known else None
+        return size_of(factor)
+    known = all(cls.size is not None for cls in size.classes)
+    if isinstance(given, fx.Node) and factor.size is not None:
+        return _scaled(others[given], factor, size_of) if factor in size.classes else None
+    may_be_empty = given == -1 and not (isinstance(part := size_of(factor), int) and part > 0)
+    is_cut = isinstance(given, fx.Node) and factor in size.classes
+    is_known = known and isinstance(given, int)
+    return product([size_of(cls) for cls in size.classes]) if is_cut or is_known or may_be_empty else None
 
 
-def _local_size(size: SizeArg, factor: FactorClass, part: PartOf) -> Size:
-    """Return the product of the local sizes, which are all known."""
-    local = [part(cls) if cls == factor else cls.size for cls in size.classes]
-    return math.prod(size for size in local if isinstance(size, int))
+def product(sizes: Sequence[Size]) -> Size:
+    """Return a product of sizes; emits what only the run tells."""
+    whole: Size = math.prod(size for size in sizes if isinstance(size, int))
+    for size in sizes:
+        if isinstance(size, fx.Node):
+            whole = computed(operator.mul, size, whole)
+    return whole
 
 
-def _scaled(size: fx.Node, factor: FactorClass, part: PartOf) -> fx.Node:
+def computed(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Node:
+    """Emit a number, with its value in the example batch."""
+    args = (first, second)
+    node = first.graph.call_function(target, args)
+    meta.set_value(node, target(*fx.node.map_arg(args, meta.value)))
+    return node
+
+
+def _scaled(size: fx.Node, factor: FactorClass, size_of: SizeOf) -> fx.Node:
     """Emit a device's part of a size that the graph computes: with the factor, it counts rows or positions."""
-    assert factor.size is not None, "a factor that is split beside others has a fixed size"
+    assert factor.size is not None, "what only the run tells is computed from its own factors"
     rest = size.graph.call_function(operator.floordiv, (size, factor.size))
-    return size.graph.call_function(operator.mul, (rest, part(factor)))
+    return size.graph.call_function(operator.mul, (rest, size_of(factor)))
 
 
 def _thawed(value: Any) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from hetu_fx.graph import meta
-from hetu_fx.transforms.localize import Size
+from hetu_fx.transforms.localize import Size, computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,6 @@ class Parts:
         """Emit the parts of a length, as `proportional_sizes` cuts it."""
         whole = sum(shares)
         cuts = itertools.accumulate(shares[:-1])
-        inner = [_of(operator.floordiv, _of(operator.mul, length, share), whole) for share in cuts]
-        sizes = [_of(operator.sub, stop, start) for start, stop in itertools.pairwise((*inner, length))]
+        inner = [computed(operator.floordiv, computed(operator.mul, length, share), whole) for share in cuts]
+        sizes = [computed(operator.sub, stop, start) for start, stop in itertools.pairwise((*inner, length))]
         return cls(length, (0, *inner), (inner[0], *sizes))
-
-
-def _of(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Node:
-    """Emit a number, with its value in the example batch."""
-    args = (first, second)
-    node = first.graph.call_function(target, args)
-    meta.set_value(node, target(*fx.node.map_arg(args, meta.value)))
-    return node

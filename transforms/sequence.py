@@ -75,13 +75,13 @@ UNCUT = SequenceCut()
 
 def sequence_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> SequenceCut:
     """Return what may be cut under a plan, without the ops that are `excluded`."""
-    if not annotated.sequence:
+    if not annotated.plan.sequence_parallel:
         return UNCUT
-    activations = _activations(annotated) - excluded
-    return SequenceCut({node: _cuttable(node, annotated) for node in activations}, _joined(annotated))
+    able = activations(annotated) - excluded
+    return SequenceCut({node: _cuttable(node, annotated) for node in able}, joined_values(annotated))
 
 
-def _activations(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
+def activations(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
     """Return the ops that batch and parameters both reach, the latter by tensors; masks have but sizes of them."""
     graph, factors = annotated.graph, annotated.factors
     reached = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
@@ -91,7 +91,7 @@ def _activations(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
     return frozenset(node for node in reached if node.op == "call_function" and annotated.flow.through_inputs(node))
 
 
-def _joined(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
+def joined_values(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
     """Return outputs, what goes to other stages, and what is read by something else than an op on tensors."""
     graph = annotated.graph
     kinds = (OutputKind.BUFFER_UPDATE, *((OutputKind.VALUE,) if annotated.wants_values else ()))
@@ -111,9 +111,8 @@ def is_size(node: fx.Node) -> bool:
 
 
 def _cuttable(node: fx.Node, annotated: AnnotatedGraph) -> Classes:
-    op, factors = annotated.factors.op(node), annotated.factors
-    draws_alone = op.random and node.target not in CUT_AT
-    if draws_alone or op.counted or not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes)):
+    op = annotated.factors.op(node)
+    if stands_alone(node, annotated.factors):
         return NOTHING
     read = [o for i, o in enumerate(op.operands) if i not in op.unread]
     given = frozenset(c for o in read for c in o.classes)
@@ -123,13 +122,24 @@ def _cuttable(node: fx.Node, annotated: AnnotatedGraph) -> Classes:
     return frozenset(c for c in alone if _sizes_can_be_told(node, op, c))
 
 
+def stands_alone(node: fx.Node, factors: FactorMap) -> bool:
+    """Tell whether an op must run as it is: it draws, counts rows, or has them in an order of their own."""
+    op = factors.op(node)
+    draws = op.random and node.target not in CUT_AT
+    return draws or bool(op.counted) or not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes))
+
+
+def named_sizes(node: fx.Node, op: OpFactors) -> list[tuple[object, SizeArg]] | None:
+    """Return the sizes that a call names, with their classes; None if it names others that no class explains."""
+    named = [argument_at(node, size.path) for size in op.size_args]
+    explained = {*(o.node for o in op.operands), *(given for given in named if isinstance(given, fx.Node))}
+    return list(zip(named, op.size_args, strict=True)) if explained.issuperset(node.all_input_nodes) else None
+
+
 def _sizes_can_be_told(node: fx.Node, op: OpFactors, factor: FactorClass) -> bool:
     """Tell whether each size that the call names can be written for a part of `factor`."""
-    named = [argument_at(node, size.path) for size in op.size_args]
-    tensors = [o.node for o in op.operands]
-    others = (n for n in node.all_input_nodes if n not in tensors and n not in named)
-    known = all(_is_told(given, size, factor) for given, size in zip(named, op.size_args, strict=True))
-    return known and not any(True for _ in others)
+    named = named_sizes(node, op)
+    return named is not None and all(_is_told(given, size, factor) for given, size in named)
 
 
 def _is_told(given: object, size: SizeArg, factor: FactorClass) -> bool:

@@ -29,8 +29,10 @@ from hetu_fx.graph.calls import argument, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
-from hetu_fx.transforms.localize import Size, localized_call
+from hetu_fx.transforms.local_sizes import LocalSizes
+from hetu_fx.transforms.localize import localized_call, product
 from hetu_fx.transforms.parts import Parts
+from hetu_fx.transforms.placed_forms import Placed, placed_form
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
 from hetu_fx.transforms.sequence import is_size
 from hetu_fx.transforms.shard import Shard
@@ -77,8 +79,9 @@ class _Builder:
         self.slots: list[Slot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[_Edge, fx.Node] = {}
-        self.parts: dict[FactorClass, Parts] = {}
         self.differentiable: set[fx.Node] = set()
+        states, factors = self.tensor.states, self.annotated.factors
+        self.sizes = LocalSizes(factors, layout, self.coordinate, states, self.values, self._emit)
 
     def build(self) -> DeviceGraph:
         stage = stage_nodes(self.annotated, self.layout)
@@ -124,8 +127,9 @@ class _Builder:
         """Copy one op with local operands and sizes, and sum its result where it comes out as summands."""
         factors = self.annotated.factors
         if node in self.tensor.decisions:
-            op, factor = factors.op(node), self.tensor.decisions[node].factor
-            args, kwargs = localized_call(node, op, self._operands(node), self.values, factor, self._part)
+            factor = self.tensor.decisions[node].factor
+            op = factors.op(node) if factor is None else factors.op(node).cut_at(factor)
+            args, kwargs = localized_call(node, op, self._operands(node), self.values, factor, self.sizes.in_op(factor))
             if factor is not None and node.target in CUT_AT:
                 args = self._with_cut(node, args, factor)
         elif (length := self._length(node)) is not None:
@@ -135,6 +139,8 @@ class _Builder:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
         if factor is not None and factor in factors.op(node).sharded:
             return self._settled(node, form_of(node).write(self._shard(node, args, kwargs, factor)))
+        if factor is not None and factor in factors.op(node).cut_at(factor).placed:
+            return self._settled(node, placed_form(node)(self._place(node, args, kwargs, factor)))
         result = self._emit(node, callee(node), *args, **kwargs)
         if factor is not None and factor in factors.op(node).averaged:
             result = self._weighed(node, result, factor)
@@ -146,9 +152,10 @@ class _Builder:
         state = self.tensor.states.get(source)
         if source is node or not isinstance(state, SplitOn) or state.factor.size is not None:
             return None
-        if state.factor not in self.annotated.factors.dims(source)[argument(node, "dim")]:
+        classes = self.annotated.factors.dims(source)[argument(node, "dim")]
+        if state.factor not in classes:
             return None
-        length = self._parts(state.factor).length
+        length = product([self.sizes.whole(cls) for cls in classes])
         assert isinstance(length, fx.Node)
         return length
 
@@ -161,8 +168,8 @@ class _Builder:
         """Tell an op that draws which part of the whole tensor it draws for."""
         split = self.deduced.axis(node, SplitOn(factor), self.layout)
         assert isinstance(split, Split)
-        parts, at = self._parts(factor), CUT_AT[overload(node)]
-        cut = cut_of(split.dim, parts.starts[self.coordinate], self._part(factor), parts.length, split.inner)
+        start, part, whole = self.sizes.start(factor), self.sizes.part(factor), self.sizes.parts(factor).length
+        cut, at = cut_of(split.dim, start, part, whole, split.inner), CUT_AT[overload(node)]
         return (*args[:at], cut, *args[at + 1 :])
 
     def _weighed(self, node: fx.Node, mean: fx.Node, factor: FactorClass) -> fx.Node:
@@ -183,14 +190,9 @@ class _Builder:
     def _replicas(self) -> tuple[StageLayout, ...]:
         return tuple(stages[0] for stages in self.annotated.stages)
 
-    def _part(self, factor: FactorClass) -> Size:
-        return self._parts(factor).sizes[self.coordinate]
-
-    def _parts(self, factor: FactorClass) -> Parts:
-        """Return the parts of a class; those of a symbolic length are known once a value has been cut in them."""
-        if factor.size is not None and factor not in self.parts:
-            self.parts[factor] = Parts.of_sizes(self.layout.sizes[factor])
-        return self.parts[factor]
+    def _place(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Placed:
+        start, size = self.sizes.start(factor), self.sizes.part(factor)
+        return Placed(node, args, kwargs, self.coordinate == 0, start, size, partial(self._emit, node))
 
     def _settled(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the state that its readers share: summands are summed, what lies in parts joined."""
@@ -240,7 +242,7 @@ class _Builder:
         if opening is None:
             return self._resolved(node, value, resolve_edge(source, target, back, shape))
         factor, size = opening.factor, opening.factor.size
-        part = self._part(factor) if state == SplitOn(factor) else size
+        part = self.sizes.part(factor) if state == SplitOn(factor) else size
         assert isinstance(part, int), "a factor that shares its dim has a fixed size"
         opened = self._emit(node, *opening.opened(value, part))
         moved = self._resolved(node, opened, resolve_edge(source, target, back, opening.shape(shape)))
@@ -255,11 +257,7 @@ class _Builder:
         shape[dim] = sum(self.layout.sizes[factor])
         source, target = (self.deduced.annotation(node, end, self.layout) for end in ends)
         back = self.deduced.annotation(node, SUMMED, self.layout) if summed else cotangent(target)
-        if factor not in self.parts:  # the first to be cut is whole
-            length = self._emit(node, torch.ops.aten.sym_size.int, value, dim)
-            meta.set_value(length, factor.hint)
-            self.parts[factor] = Parts.in_shares(length, self.layout.sizes[factor])
-        return self._resolved(node, value, resolve_edge(source, target, back, shape), self.parts[factor])
+        return self._resolved(node, value, resolve_edge(source, target, back, shape), self.sizes.parts(factor))
 
     def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call that belongs to a node of the logical graph."""

@@ -22,13 +22,15 @@ from hetu_fx.transforms.flow import Flow
 class StageLayout:
     """One pipeline stage: its devices, and the part of every split class that each of them has.
 
-    Of a class whose size only the run tells, `sizes` has the devices' shares.
+    Of a class whose size only the run tells, `sizes` has the devices' shares. Devices that share the sequence split
+    it alone, whatever the classes that tensor parallel stages split.
     """
 
     pipeline: int
     index: int
     devices: tuple[int, ...]
     sizes: Mapping[FactorClass, tuple[int, ...]]
+    shares_sequence: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -43,7 +45,8 @@ class AnnotatedGraph:
     Attributes:
         wants_values: outputs other than the loss are computed too.
         classes: factor classes that tensor-parallel stages split.
-        sequence: those that they split where they can split none of `classes`.
+        sequence: those that they split where they can split none of `classes`, and that context parallel stages
+            split throughout.
         stages: layouts by pipeline, then by stage.
         stage_of: for each pipeline, the stage of every op that belongs to one.
     """
@@ -62,6 +65,11 @@ class AnnotatedGraph:
     def layouts(self) -> tuple[StageLayout, ...]:
         """Return all stage layouts, pipeline after pipeline."""
         return tuple(layout for pipeline in self.stages for layout in pipeline)
+
+    @property
+    def context_layouts(self) -> tuple[StageLayout, ...]:
+        """Return those whose devices share the sequence."""
+        return tuple(layout for layout in self.layouts if layout.shares_sequence)
 
     @property
     def splits_batch(self) -> bool:

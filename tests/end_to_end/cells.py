@@ -74,6 +74,13 @@ PLANS: Mapping[str, Plan] = {
             _one(Stage((3,)), rows=2, micro_batches=2),
         )
     ),
+    "CP2 3:1": Plan.context_parallel((0, 1), (3, 1)),
+    "CP2>TP1 + 1": Plan(
+        (
+            _one(Stage((0, 1), (3, 1), context=2), Stage((2,)), rows=5, micro_batches=3),
+            _one(Stage((3,)), rows=2, micro_batches=2),
+        )
+    ),
     "TP2>TP2 sequence parallel": Plan(
         (_one(Stage((0, 1), (2, 1)), Stage((2, 3)), micro_batches=2),), sequence_parallel=True
     ),
@@ -129,11 +136,14 @@ ALL_CELLS = tuple(Cell(model, plan) for model in MODELS for plan in PLANS)
 # What each model is run under in every test run: each plan and each model at least twice, all hard pairs.
 COVERING = (
     *(Cell("llama", plan) for plan in PLANS),
-    *(Cell("gpt2", plan) for plan in ("DP 3:1", "TP2 3:1", "PP2", "TP2>TP1 + 1", "TP2 2:1 sequence parallel")),
+    *(
+        Cell("gpt2", plan)
+        for plan in ("DP 3:1", "TP2 3:1", "PP2", "TP2>TP1 + 1", "TP2 2:1 sequence parallel", "CP2 3:1")
+    ),
     *(Cell("mlp", plan) for plan in ("1 device", "DP 3:1", "TP2", "PP2 + PP1", "TP2>TP1 + 1")),
     Cell("mlp", "TP2 2:1 sequence parallel"),
     *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1", "TP2 + TP1", "PP2")),
-    *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2")),
+    *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2", "CP2 3:1")),
     *(Cell("vit", plan) for plan in ("TP2 3:1", "PP2 + PP1", "TP2 2:1 sequence parallel")),
     *(Cell("t5", plan) for plan in ("DP 3:1", "TP2", "PP2", "TP2>TP1 + 1")),
     *(Cell("mixtral", plan) for plan in ("DP 3:1", "TP2", "PP2 + PP1")),

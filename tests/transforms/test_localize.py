@@ -47,7 +47,7 @@ def localized(
     op = program.factors.op(node)
     operands = [local.placeholder(f"operand{i}") for i in range(len(op.operands))]
     others = {n: local.placeholder(f"other_{n.name}") for n in node.all_input_nodes}
-    args, _ = localized_call(node, op, operands, others, factor, lambda _: part)
+    args, _ = localized_call(node, op, operands, others, factor, lambda cls: part if cls == factor else cls.size or 0)
     return args, operands
 
 

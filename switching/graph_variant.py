@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.lowering import Lowering
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans import Plan
-from hetu_fx.switching.agreement import together
+from hetu_fx.switching.agreement import from_first, together
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.buffers import local_part
 from hetu_fx.switching.engine import Engine
@@ -28,6 +28,7 @@ from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.lower import lower
+from hetu_fx.transforms.prices import bytes_of
 from hetu_fx.transforms.specialize import Specialize
 from hetu_fx.transforms.stages import StageLayout
 from hetu_fx.transforms.states import Summed
@@ -105,11 +106,13 @@ class GraphVariant(Variant):
         key = (id(program), wants_values)
         if key not in self._stages:
             with self.first_use.making():
-                self._stages[key] = together(self.table, lambda: self._make(program, wants_values))
+                sizes = from_first(self.table, bytes_of(program.graph))  # ranks may have examples of other sizes
+                self._stages[key] = together(self.table, lambda: self._make(program, wants_values, sizes))
         return self._stages[key]
 
-    def _make(self, program: Program, wants_values: bool) -> StagePlan:
-        deduced = deduce_program(program, self.plan, wants_values=wants_values)
+    def _make(self, program: Program, wants_values: bool, num_bytes: tuple[float, ...]) -> StagePlan:
+        deduce = Deduce(self.table.topology, num_bytes)
+        deduced = deduce_program(program, self.plan, wants_values=wants_values, deduce=deduce)
         device = Specialize(self.table.rank)(deduced)
         if device is not None:
             device = ChooseForms(Lowering(self.table.topology))(device)
@@ -134,10 +137,10 @@ class GraphVariant(Variant):
         return {name: local_part(values[name], at, self.table.rank) for name, at in annotations.items()}
 
 
-def deduce_program(program: Program, plan: Plan, *, wants_values: bool) -> DeducedGraph:
-    """Put a plan on a program and deduce every value's state."""
+def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:
+    """Put a plan on a program and deduce every value's state; without `deduce`, for typical links."""
     annotated = Annotate(plan, wants_values)(program.graph, program.factors, program.flow)
-    return Deduce()(annotated)
+    return (deduce or Deduce())(annotated)
 
 
 def bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) -> list[BridgeEntry]:

@@ -15,7 +15,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.planner.cut import FactorCut
 from hetu_fx.transforms.annotate import tensor_classes
-from hetu_fx.transforms.axis import deduce_axis
+from hetu_fx.transforms.axis import deduce_batch_axis
 from hetu_fx.transforms.flow import Flow, flow_of, reached_from
 from hetu_fx.transforms.pass_ import run_passes
 from hetu_fx.transforms.passes import GRAPH_PASSES
@@ -78,7 +78,7 @@ class Program:
         if self.graph.batch_symbol is None:
             return True
         try:
-            axis = deduce_axis(self.graph, self.factors, self.flow, rows, keep_sums=True, may_gather=False)
+            axis = deduce_batch_axis(self.graph, self.factors, self.flow, rows)
         except DeductionError:
             return True
         return axis.talks

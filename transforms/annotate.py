@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase as fnmatch
 
 from torch import fx
 
-from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors
+from hetu_fx.deduction.factors import FactorClass, FactorMap
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
@@ -24,6 +24,7 @@ from hetu_fx.transforms.cut_stages import cut_stages
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.sequence import sequence_classes, shares
 from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout
+from hetu_fx.transforms.work import product_flops
 
 Splits = frozenset[FactorClass]
 
@@ -113,7 +114,7 @@ def _tally_op(
     counted_backward: set[tuple[FactorClass, fx.Node]],
 ) -> None:
     op = factors.op(node)
-    flops = _flops(node, op) if meta.is_tensor(node) else 0.0
+    flops = product_flops(node, op) if meta.is_tensor(node) else 0.0
     for factor in op.classes:
         tally = tallies[factor]
         if factor in op.whole:
@@ -132,13 +133,6 @@ def _tally_op(
             if lacks and flow.is_mixed(operand.node) and edge not in counted_backward:
                 counted_backward.add(edge)
                 tally.communicated += meta.numel(operand.node)
-
-
-def _flops(node: fx.Node, op: OpFactors) -> float:
-    """Return a multiply-add count: result elements times the factors contracted between operands."""
-    shared = (c for c in op.reduced - op.sharded if sum(c in operand.classes for operand in op.operands) > 1)
-    contracted = [c.size or 1 for c in shared]
-    return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
 
 
 def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[FactorClass]]:

@@ -21,8 +21,9 @@ from hetu_fx.deduction.factors import FactorClass, OperandFactors, OpFactors, Si
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind
-from hetu_fx.transforms.axis import AxisDeduction, is_item
+from hetu_fx.transforms.axis import AxisDeduction
 from hetu_fx.transforms.flow import reached_from
+from hetu_fx.transforms.items import is_item
 from hetu_fx.transforms.linear_chains import linear_source
 from hetu_fx.transforms.random_ops import CUT_AT
 from hetu_fx.transforms.sequence import (
@@ -30,29 +31,30 @@ from hetu_fx.transforms.sequence import (
     Classes,
     SequenceCut,
     activations,
-    joined_values,
     named_sizes,
     stands_alone,
 )
 from hetu_fx.transforms.stages import AnnotatedGraph, stage_nodes
 
 
-def context_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> SequenceCut:
-    """Return what the devices of context parallel stages compute a part of, without the ops that are `excluded`."""
-    walk = _Walk(annotated, excluded)
+def context_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outside: frozenset[fx.Node]) -> SequenceCut:
+    """Return what the devices of context parallel stages compute a part of, without the ops that are `excluded`.
+
+    Values read `outside` are joined.
+    """
+    walk = _Walk(annotated, excluded, outside)
     for node in reversed(annotated.graph.graph.nodes):
         if node in walk.computed and not is_item(node):
             walk.visit(node)
-    return SequenceCut(walk.ops, walk.joined)
+    return SequenceCut(walk.ops, walk.joined, is_asked=True)
 
 
 class _Walk:
     """Goes from the last op to the first: what readers take in parts is known when their operands are visited."""
 
-    def __init__(self, annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> None:
-        self.annotated, self.factors = annotated, annotated.factors
+    def __init__(self, annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outside: frozenset[fx.Node]) -> None:
+        self.annotated, self.factors, self.joined = annotated, annotated.factors, outside
         self.activations = activations(annotated)
-        self.joined = joined_values(annotated)
         needed = (stage_nodes(annotated, layout).needed for layout in annotated.context_layouts)
         self.computed = frozenset(n for nodes in needed for n in nodes if self.factors.is_op(n)) - excluded
         self.ops: dict[fx.Node, Classes] = {}

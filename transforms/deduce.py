@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
-from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_axis
+from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.context import check_shared, context_cut
 from hetu_fx.transforms.deduced import DeducedGraph
+from hetu_fx.transforms.outside import read_outside
+from hetu_fx.transforms.prices import TYPICAL_LINKS, Prices, bytes_of
 from hetu_fx.transforms.sequence import UNCUT, SequenceCut, sequence_cut
 from hetu_fx.transforms.stages import AnnotatedGraph
 from hetu_fx.transforms.states import Summed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Deduce:
     """Deduce the state of every value on both axes.
 
     Requires: an annotated graph.
-    Ensures: every op has a decision on each axis, every value a state; sums over the batch stay open to the end.
+    Ensures: every op has a decision on each axis, every value a state; sums over the batch stay open to the end. The
+    tensor axis has the layouts that cost least by `topology`, for tensors of `num_bytes` bytes, in the order of the
+    graph's nodes (left out: typical links, and the sizes of the example batch). All ranks must give the same.
     """
 
+    topology: Topology | None = None
+    num_bytes: Sequence[float] | None = None
     name: str = "deduce"
 
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
+        prices, outside = self._prices(annotated), read_outside(annotated)
 
         def tensor(splits: Splits, cut: SequenceCut) -> AxisDeduction:
-            return deduce_axis(graph, factors, flow, splits, keep_sums=False, may_gather=True, cut=cut)
+            return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside)
 
-        batch = deduce_axis(graph, factors, flow, rows, keep_sums=True, may_gather=False)
+        batch = deduce_batch_axis(graph, factors, flow, rows)
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
         whole = tensor(nothing, UNCUT)
-        context = tensor(nothing, context_cut(annotated, excluded)) if annotated.context_layouts else whole
+        context = tensor(nothing, context_cut(annotated, excluded, outside)) if annotated.context_layouts else whole
         check_shared(annotated, context)
         return DeducedGraph(
             annotated,
             batch=batch,
-            tensor_split=tensor(annotated.classes, sequence_cut(annotated, excluded)),
+            tensor_split=tensor(annotated.classes, sequence_cut(annotated, excluded, outside)),
             tensor_whole=whole,
             context=context,
         )
+
+    def _prices(self, annotated: AnnotatedGraph) -> Prices:
+        groups = tuple(layout.devices for layout in annotated.layouts if len(layout.devices) > 1)
+        sizes = bytes_of(annotated.graph) if self.num_bytes is None else self.num_bytes
+        pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
+        return Prices(groups, dict(pairs), TYPICAL_LINKS if self.topology is None else self.topology)
 
 
 def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:

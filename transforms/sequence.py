@@ -20,11 +20,11 @@ from torch import fx
 from hetu_fx.annotations.states import proportional_sizes
 from hetu_fx.deduction.factors import FactorClass, FactorMap, OpFactors, SizeArg
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.localize import argument_at
 from hetu_fx.transforms.random_ops import CUT_AT
-from hetu_fx.transforms.stages import AnnotatedGraph, stage_nodes
+from hetu_fx.transforms.stages import AnnotatedGraph
 
 Classes = frozenset[FactorClass]
 NOTHING: Classes = frozenset()
@@ -60,10 +60,12 @@ class SequenceCut:
     Fields:
         ops: by op, the classes that it may run on a part of.
         joined: values that others than the stage's ops read: each device must have them whole.
+        is_asked: the plan asks for the parts, to have less work, so that no op may run on the whole for a better price.
     """
 
     ops: Mapping[fx.Node, Classes] = field(default_factory=dict)
     joined: frozenset[fx.Node] = frozenset()
+    is_asked: bool = False
 
     def of(self, node: fx.Node) -> Classes:
         """Return the classes that an op may run on a part of."""
@@ -73,12 +75,12 @@ class SequenceCut:
 UNCUT = SequenceCut()
 
 
-def sequence_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node]) -> SequenceCut:
-    """Return what may be cut under a plan, without the ops that are `excluded`."""
+def sequence_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outside: frozenset[fx.Node]) -> SequenceCut:
+    """Return what may be cut under a plan, without the ops that are `excluded`; values read `outside` are joined."""
     if not annotated.plan.sequence_parallel:
         return UNCUT
     able = activations(annotated) - excluded
-    return SequenceCut({node: _cuttable(node, annotated) for node in able}, joined_values(annotated))
+    return SequenceCut({node: _cuttable(node, annotated) for node in able}, outside)
 
 
 def activations(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
@@ -89,25 +91,6 @@ def activations(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
         if factors.is_op(node) and any(operand.node in reached for operand in factors.op(node).operands):
             reached.add(node)
     return frozenset(node for node in reached if node.op == "call_function" and annotated.flow.through_inputs(node))
-
-
-def joined_values(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
-    """Return outputs, what goes to other stages, and what is read by something else than an op on tensors."""
-    graph = annotated.graph
-    kinds = (OutputKind.BUFFER_UPDATE, *((OutputKind.VALUE,) if annotated.wants_values else ()))
-    outputs = {node for kind in kinds for _, node in graph.outputs_of(kind)}
-    sent = {node for layout in annotated.layouts for node in stage_nodes(annotated, layout).sent}
-    return frozenset(outputs | sent | {node for node in graph.graph.nodes if _has_other_readers(node, annotated)})
-
-
-def _has_other_readers(node: fx.Node, annotated: AnnotatedGraph) -> bool:
-    readers = (user for user in node.users if user.op == "call_function" and not annotated.factors.is_op(user))
-    return meta.is_tensor(node) and any(not is_size(user) for user in readers)
-
-
-def is_size(node: fx.Node) -> bool:
-    """Tell whether the node reads one size of a tensor."""
-    return str(node.target) == "aten.sym_size.int"
 
 
 def _cuttable(node: fx.Node, annotated: AnnotatedGraph) -> Classes:

@@ -31,10 +31,10 @@ from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.local_sizes import LocalSizes
 from hetu_fx.transforms.localize import localized_call, product
+from hetu_fx.transforms.outside import is_size
 from hetu_fx.transforms.parts import Parts
 from hetu_fx.transforms.placed_forms import Placed, placed_form
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
-from hetu_fx.transforms.sequence import is_size
 from hetu_fx.transforms.shard import Shard
 from hetu_fx.transforms.sharded_forms import form_of
 from hetu_fx.transforms.stages import StageLayout, stage_nodes

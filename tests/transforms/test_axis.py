@@ -13,7 +13,8 @@ from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.switching.program import Program
-from hetu_fx.transforms.axis import AxisDeduction, deduce_axis
+from hetu_fx.transforms.axis import AxisDeduction, deduce_batch_axis, deduce_tensor_axis
+from hetu_fx.transforms.prices import Prices, bytes_of
 from hetu_fx.transforms.states import SUMMED, WHOLE, SplitOn
 from tests.transforms.plans import program_of
 
@@ -81,9 +82,13 @@ def parameters_of(program: Program) -> set[fx.Node]:
     return {leaf.node for leaf in program.graph.leaves_of(LeafKind.PARAMETER)}
 
 
-def deduced(program: Program, splits: frozenset[FactorClass], **options: bool) -> AxisDeduction:
-    given = {"keep_sums": False, "may_gather": True, **options}
-    return deduce_axis(program.graph, program.factors, program.flow, splits, **given)
+def deduced(program: Program, splits: frozenset[FactorClass]) -> AxisDeduction:
+    sizes = dict(zip(program.graph.graph.nodes, bytes_of(program.graph), strict=True))
+    return deduce_tensor_axis(program.graph, program.factors, program.flow, splits, Prices(((0, 1),), sizes))
+
+
+def over_rows(program: Program) -> AxisDeduction:
+    return deduce_batch_axis(program.graph, program.factors, program.flow, rows_of(program))
 
 
 def ops(program: Program, target: object) -> list[fx.Node]:
@@ -100,13 +105,24 @@ def test_a_split_width_goes_in_columns_and_comes_out_as_a_sum(program: Program) 
     assert axis.states[down] == WHOLE
 
 
+def before_two_layers(inputs: int) -> tuple[Program, AxisDeduction]:
+    program = program_of(nn.Sequential(nn.Linear(inputs, 6), TwoLayers()), (torch.randn(4, inputs),))
+    return program, deduced(program, frozenset({class_of(program, "1.up.weight", 0)}))
+
+
 def test_the_input_of_a_column_split_gets_summands_of_its_cotangent() -> None:
-    program = program_of(nn.Sequential(nn.Linear(6, 6), TwoLayers()), (torch.randn(4, 6),))
-    axis = deduced(program, frozenset({class_of(program, "1.up.weight", 0)}))
+    program, axis = before_two_layers(60_000)
     _, up, down = ops(program, aten.linear.default)
     assert [need.summed_cotangent for need in axis.needs(up)] == [True, False, False]
     assert not any(need.summed_cotangent for need in axis.needs(down)[:2])
     assert list(axis.talking()) == [up]
+
+
+def test_summands_of_a_cotangent_flow_on_to_parameters_that_are_small() -> None:
+    program, axis = before_two_layers(6)
+    parameters = {leaf.name: leaf.node for leaf in program.graph.leaves_of(LeafKind.PARAMETER)}
+    assert {parameters["0.weight"], parameters["0.bias"]} <= axis.summed_cotangents
+    assert not axis.talks
 
 
 def test_only_one_device_adds_the_bias_of_a_row_split(program: Program) -> None:
@@ -123,27 +139,27 @@ def test_nothing_is_split_where_no_class_is(program: Program) -> None:
 
 
 def test_parameters_get_summands_of_their_gradients_from_split_rows(program: Program) -> None:
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     assert parameters_of(program) <= axis.summed_cotangents
     assert not axis.talks
 
 
 def test_a_sum_over_rows_stays_open_through_linear_ops() -> None:
     program = program_of(OverRows(lambda y: y.sum(0) * 2), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     assert axis.states[program.graph.output_values[0]] == SUMMED
     assert not axis.talks
 
 
 def test_a_sum_over_rows_is_needed_by_an_op_that_is_not_linear() -> None:
     program = program_of(OverRows(lambda y: y.sum(0).tanh()), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     assert [node.target for node in axis.talking()] == [aten.tanh.default]
 
 
 def test_an_operand_that_only_lends_its_dtype_splits_nothing() -> None:
     program = program_of(OverRows(lambda y: y.masked_fill(y.new_ones([], dtype=torch.bool), 0.0)), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     assert axis.states[ops(program, aten.ones.default)[0]] == WHOLE
     assert not axis.talks
 
@@ -151,7 +167,7 @@ def test_an_operand_that_only_lends_its_dtype_splits_nothing() -> None:
 def test_an_op_on_all_rows_at_once_is_refused_with_its_line_and_a_way_out() -> None:
     program = program_of(OverRows(lambda y: y.cumsum(0)), (torch.randn(4, 6),))
     with pytest.raises(DeductionError, match=r"cumsum.*test_axis\.py:\d+.*one pipeline and one micro-batch"):
-        deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+        over_rows(program)
 
 
 def test_an_op_that_needs_a_split_class_whole_gathers_it() -> None:
@@ -167,14 +183,14 @@ def test_an_op_with_a_form_for_parts_keeps_them_on_the_tensor_axis_alone() -> No
     width = class_of(program, "layer.weight", 0)
     axis = deduced(program, frozenset({width}))
     assert axis.states[ops(program, aten.softmax.int)[0]] == SplitOn(width)
-    over_rows = program_of(OverRows(lambda y: F.softmax(y, 0)), (torch.randn(4, 6),))
+    of_rows = program_of(OverRows(lambda y: F.softmax(y, 0)), (torch.randn(4, 6),))
     with pytest.raises(DeductionError, match="needs all rows of the batch at once"):
-        deduced(over_rows, rows_of(over_rows), keep_sums=True, may_gather=False)
+        over_rows(of_rows)
 
 
 def test_the_cotangent_of_a_mean_over_rows_is_summed_before_it_goes_back_to_the_rows() -> None:
     program = program_of(OverRows(lambda y: y - y.mean(0)), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     subtracted = ops(program, aten.sub.Tensor)[0]
     rows, mean = axis.needs(subtracted)
     assert (rows.summed_cotangent, mean.summed_cotangent) == (False, True)
@@ -184,20 +200,20 @@ def test_the_cotangent_of_a_mean_over_rows_is_summed_before_it_goes_back_to_the_
 @pytest.mark.parametrize("function", [lambda y: y, lambda y: y - y.detach().sum()], ids=["rows", "with a detached sum"])
 def test_gradients_of_parameters_stay_summands_until_the_end(function: Callable[[Tensor], Tensor]) -> None:
     program = program_of(OverRows(function), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     assert parameters_of(program) <= axis.summed_cotangents
 
 
 def test_summands_of_a_cotangent_flow_back_through_ops_on_parameters() -> None:
     program = program_of(InPieces(), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     assert parameters_of(program) <= axis.summed_cotangents
     assert not axis.talks
 
 
 def test_an_output_that_is_whole_everywhere_gets_its_gradient_in_one_place() -> None:
     program = program_of(WithNorm(), (torch.randn(4, 6),))
-    axis = deduced(program, rows_of(program), keep_sums=True, may_gather=False)
+    axis = over_rows(program)
     norm = program.graph.output_values[1]
     assert axis.states[norm] == WHOLE
     assert norm in axis.summed_cotangents

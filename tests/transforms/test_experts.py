@@ -55,8 +55,8 @@ def test_what_experts_make_is_summed_once_after_it_is_put_together() -> None:
     _, program = without_router_loss()
     found = traffic_by_block(trained(PLANS["5 experts 3:2"])[0], program.graph.block_paths)
     assert found[0].forward == {"all_reduce": 2}
-    # backward: attention's input, the rows sent to experts, and one number per row, its weight
-    assert found[0].backward == Traffic({}, {"all_reduce": 3}).backward
+    # backward: the inputs of attention and of the experts; their weights' cotangents flow on to the latter
+    assert found[0].backward == Traffic({}, {"all_reduce": 2}).backward
 
 
 def test_parameters_of_experts_are_cut_by_expert() -> None:

@@ -14,12 +14,12 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.planner.cut import FactorCut
-from hetu_fx.transforms.annotate import tensor_classes
 from hetu_fx.transforms.axis import deduce_batch_axis
 from hetu_fx.transforms.flow import Flow, flow_of, reached_from
 from hetu_fx.transforms.pass_ import run_passes
 from hetu_fx.transforms.passes import GRAPH_PASSES
 from hetu_fx.transforms.prologue import extract_prologue
+from hetu_fx.transforms.tensor_cut import tensor_cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Program:
     @cached_property
     def tensor_cut(self) -> FactorCut:
         """Return what a tensor-parallel group would cut in this program."""
-        return FactorCut(self.factors, tensor_classes(self.graph, self.factors, self.flow))
+        return tensor_cut(self.graph, self.factors, self.flow)
 
     @property
     def example_rows(self) -> int:

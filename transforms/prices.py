@@ -104,13 +104,13 @@ class Prices:
 
 
 def bytes_of(graph: Graph) -> tuple[float, ...]:
-    """Return the bytes of every node's tensor at the sizes of the example batch, 0 for what is none."""
+    """Return the bytes of every node's tensor at the sizes of the example batch, 0 for none and for unknown sizes."""
     return tuple(_bytes(node) for node in graph.graph.nodes)
 
 
 def _bytes(node: fx.Node) -> float:
     is_tensor = meta.has_value(node) and meta.is_tensor(node)
-    return float(meta.numel(node) * meta.dtype(node).itemsize) if is_tensor else 0.0
+    return max(0.0, float(meta.numel(node) * meta.dtype(node).itemsize)) if is_tensor else 0.0
 
 
 class _Kind(Enum):

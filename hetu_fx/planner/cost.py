@@ -3,13 +3,14 @@
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
     compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead              (1)
-    tensor parallel  the forward's all-reduces and as many in the backward                               (2)
+    tensor parallel  the forward's all-reduces and the backward's                                        (2)
                    or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
     hand-over      the activation to the next stage, the gradient to the one before                      (3)
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
 A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update           (5)
 
+A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
 """
 
@@ -60,7 +61,8 @@ class StageCosts:
     stage: Stage
     parts: PartCosts
     compute: tuple[Line, ...]
-    tensor_parallel: Line
+    sums: Line
+    returns: Line
     to_next: Line
     to_previous: Line
 
@@ -68,6 +70,11 @@ class StageCosts:
     def slowest_compute(self) -> Line:
         """Return a line that no device's compute is above."""
         return reduce(Line.upper, self.compute)
+
+    @property
+    def tensor_parallel(self) -> Line:
+        """Return (2): the sums of the forward and those of the backward."""
+        return self.sums + self.returns
 
     @property
     def hand_over(self) -> Line:
@@ -117,8 +124,7 @@ def _stage_costs(
         to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
     if index > 0:
         to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
-    reductions = tensor_parallel_line(stage, parts, cluster)
-    return StageCosts(stage, parts, compute, reductions, to_next, to_previous)
+    return StageCosts(stage, parts, compute, *tensor_parallel_lines(stage, parts, cluster), to_next, to_previous)
 
 
 def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
@@ -135,12 +141,16 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
     return Line(FORWARD_AND_BACKWARD * overhead, FORWARD_AND_BACKWARD * work / device.speed)
 
 
-def tensor_parallel_line(stage: Stage, parts: PartCosts, cluster: Cluster) -> Line:
-    """Return (2): as many all-reduces in the backward as in the forward; (2') costs a half of that."""
-    empty = cheapest_all_reduce_cost(0.0, stage.devices, cluster)
-    full = cheapest_all_reduce_cost(parts.reduced_bytes, stage.devices, cluster)
-    times = 1 if stage.shares_sequence else 2
-    return Line(times * parts.num_reductions * empty, times * (full - empty))
+def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
+    """Return (2) of the forward and of the backward; a gather or a reduce-scatter of (2') is half an all-reduce."""
+    times = 0.5 if stage.shares_sequence else 1.0
+
+    def line(count: int, num_bytes: float) -> Line:
+        empty = cheapest_all_reduce_cost(0.0, stage.devices, cluster)
+        full = cheapest_all_reduce_cost(num_bytes, stage.devices, cluster)
+        return Line(times * count * empty, times * (full - empty))
+
+    return line(parts.num_reductions, parts.reduced_bytes), line(parts.num_returns, parts.returned_bytes)
 
 
 def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
@@ -215,7 +225,7 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     rows = pipeline_rows(costs.rows, plan)
     slowest = 0.0
     for pipeline, count in zip(plan.pipelines, rows, strict=True):
-        lines = [stage.seconds for stage in stage_costs(pipeline, costs, cluster)]
+        lines = [stage.seconds for stage in stage_costs(pipeline, costs.under(plan), cluster)]
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
     ends = [place.end_terms(plan, cluster) for place in places]
     end = math.fsum(max(column) for column in zip(*ends, strict=True))
@@ -226,7 +236,7 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
 def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Place]:
     """Yield every device of a plan."""
     for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
-        stages = stage_costs(pipeline, costs, cluster)
+        stages = stage_costs(pipeline, costs.under(plan), cluster)
         count = max(1, min(pipeline.micro_batches, rows))
         for index, stage in enumerate(stages):
             kept = in_flight(plan.schedule, index, len(stages), count)

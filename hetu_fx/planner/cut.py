@@ -32,7 +32,15 @@ class Cut(Protocol):
         ...
 
     def sums(self, node: fx.Node) -> bool:
-        """Tell whether the parts of this value must be summed over the group."""
+        """Tell whether summands of this value are summed over the group."""
+        ...
+
+    def returns(self, node: fx.Node) -> bool:
+        """Tell whether summands of this value's cotangent are summed over the group."""
+        ...
+
+    def shares_sequence(self, node: fx.Node) -> bool:
+        """Tell whether a group that shares the sequence does a part of this op each, and holds a part of its result."""
         ...
 
     def contracted(self, node: fx.Node) -> int:
@@ -62,6 +70,14 @@ class NoCut:
         """Tell that no sum is needed."""
         return False
 
+    def returns(self, node: fx.Node) -> bool:
+        """Tell that no sum of cotangents is needed."""
+        return False
+
+    def shares_sequence(self, node: fx.Node) -> bool:
+        """Tell that no sequence is shared."""
+        return False
+
     def contracted(self, node: fx.Node) -> int:
         """Return that nothing is known."""
         return 0
@@ -73,10 +89,21 @@ class NoCut:
 
 @dataclass(frozen=True, slots=True)
 class FactorCut:
-    """Factor classes are cut."""
+    """Factor classes are cut.
+
+    Fields:
+        factors: what the ops do to classes.
+        classes: those that are cut.
+        summed: the values that are summed over the group.
+        returned: the values whose cotangents are.
+        in_sequence: the ops that can run on a part of a sequence besides.
+    """
 
     factors: FactorMap
     classes: frozenset[FactorClass]
+    summed: frozenset[fx.Node] = frozenset()
+    returned: frozenset[fx.Node] = frozenset()
+    in_sequence: frozenset[fx.Node] = frozenset()
 
     @property
     def units(self) -> int:
@@ -97,8 +124,16 @@ class FactorCut:
         return any(not self.classes.isdisjoint(dim) for dim in self.factors.dims(node))
 
     def sums(self, node: fx.Node) -> bool:
-        """Tell whether the op sums over a cut class."""
-        return self.factors.is_op(node) and not self.classes.isdisjoint(self.factors.op(node).reduced)
+        """Tell whether the value is summed over the group."""
+        return node in self.summed
+
+    def returns(self, node: fx.Node) -> bool:
+        """Tell whether the value's cotangent is summed over the group."""
+        return node in self.returned
+
+    def shares_sequence(self, node: fx.Node) -> bool:
+        """Tell whether the op can run on a part of a sequence."""
+        return node in self.in_sequence
 
     def contracted(self, node: fx.Node) -> int:
         """Return the size of the classes that are summed away and stand in two operands at least."""

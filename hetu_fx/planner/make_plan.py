@@ -50,19 +50,11 @@ def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     lacking = chosen.lacks(problem)
     if lacking:
         raise PlanError(f"search {search!r} cannot be used here: {lacking}")
-    found = chosen.find(problem) or chosen.find(_thinner(problem))
+    found = chosen.find(problem) or chosen.find(problem.thinner)
     if not found:
         raise PlanError(_nothing_fits(problem))
     lengths = sorted({plan.max_length for plan in found}, key=lambda length: (length is None, length))
     return tuple(_best(chosen, problem, _of_length(found, length)) for length in lengths)
-
-
-def _thinner(problem: Problem) -> Problem:
-    """Return the problem with more micro-batches to choose from, so that each keeps less; 1 stays 1."""
-    counts, rows = problem.options.micro_batches, problem.costs.rows
-    doubled = (counts[-1] << i for i in range(1, rows.bit_length()))
-    more = tuple(count for count in doubled if counts[-1] > 1 and count <= rows)
-    return replace(problem, options=replace(problem.options, micro_batches=counts + more))
 
 
 def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
@@ -113,7 +105,7 @@ def _simplest(found: Mapping[Plan, float]) -> Plan:
     """Return the plan with the fewest stages and shards of those negligibly slower than the best."""
     limit = min(found.values()) * (1 + NEGLIGIBLE)
     near = [plan for plan, seconds in found.items() if seconds <= limit]
-    return min(near, key=lambda plan: (_num_seams(plan), found[plan], plan.summary()))
+    return min(near, key=lambda plan: (_num_seams(plan), plan.sequence_parallel, found[plan], plan.summary()))
 
 
 def _num_seams(plan: Plan) -> int:

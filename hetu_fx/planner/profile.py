@@ -66,15 +66,18 @@ class _Part:
 
     totals: dict[str, float] = field(default_factory=lambda: {f.name: 0.0 for f in fields(PartCosts)})
 
-    def add(self, name: str, amount: float, is_cut: bool = False) -> None:
-        """Add to a total, and to its share that is cut."""
+    def add(self, name: str, amount: float, is_cut: bool = False, in_sequence: bool = False) -> None:
+        """Add to a total, and to its share that is cut, always or where the sequence is shared."""
         self.totals[name] += amount
         if is_cut:
             self.totals[f"split_{name}"] += amount
+        elif in_sequence:
+            self.totals[f"sequence_{name}"] += amount
 
     def costs(self) -> PartCosts:
         """Return the totals as costs."""
-        counts = {name: int(self.totals[name]) for name in ("num_reductions", "num_gathers", "num_ops")}
+        names = ("num_reductions", "num_returns", "num_gathers", "num_ops")
+        counts = {name: int(self.totals[name]) for name in names}
         return PartCosts(**{**self.totals, **counts})  # type: ignore[arg-type]
 
 
@@ -112,7 +115,7 @@ class _Profile:
             self._keep([node, *node.all_input_nodes])
         elif not _is_view(node):
             moved = sum(_bytes(other) for other in (node, *node.all_input_nodes))
-            part.add("traffic_bytes", moved / self.example_rows, shares)
+            part.add("traffic_bytes", moved / self.example_rows, shares, self.cut.shares_sequence(node))
         for source in self.cut.gathered(node):
             if source in self._gathered or source not in self._mixed:
                 continue
@@ -122,6 +125,11 @@ class _Profile:
         if self.cut.sums(node):
             part.add("reduced_bytes", _bytes(node) / self.example_rows)
             part.add("num_reductions", 1)
+        if self.cut.returns(node):
+            # what reads a value gives its cotangent back
+            reader = self.parts[min(map(self.part_of, self._mixed & node.users.keys()), default=0)]
+            reader.add("returned_bytes", _bytes(node) / self.example_rows)
+            reader.add("num_returns", 1)
 
     def _flops(self, node: fx.Node) -> int:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
@@ -135,7 +143,8 @@ class _Profile:
                 self._kept.add(base)
                 part = self.parts[self.part_of(base)]
                 is_cut = meta.is_tensor(base) and self.cut.splits(base)
-                part.add("activation_bytes", _bytes(base) / self.example_rows, is_cut)
+                size, shared = _bytes(base) / self.example_rows, self.cut.shares_sequence(base)
+                part.add("activation_bytes", size, is_cut, shared)
 
     def add_parameter(self, node: fx.Node) -> None:
         """Count a parameter where it is used first; that later users hold a tied one too is left out."""

@@ -12,6 +12,9 @@ from functools import cached_property, reduce
 from operator import add, attrgetter
 
 from hetu_fx.errors import PlanError
+from hetu_fx.plans import Plan
+
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,9 @@ class PartCosts:
 
     flops, traffic_bytes (memory moved by ops that are not products), activation_bytes (kept for the
     backward), reduced_bytes (all-reduced in the forward by a tensor parallel group, in num_reductions
-    messages) and gathered_bytes (of keys and values, gathered by a context parallel group in num_gathers) are
-    per row.
+    messages), returned_bytes (all-reduced in the backward, in num_returns) and gathered_bytes (of keys and values,
+    gathered by a context parallel group in num_gathers) are per row. `sequence_...` is what a tensor parallel
+    group cuts besides if it shares the sequence.
     """
 
     flops: float = 0.0
@@ -34,6 +38,10 @@ class PartCosts:
     split_parameter_bytes: float = 0.0
     reduced_bytes: float = 0.0
     num_reductions: int = 0
+    returned_bytes: float = 0.0
+    num_returns: int = 0
+    sequence_traffic_bytes: float = 0.0
+    sequence_activation_bytes: float = 0.0
     num_ops: int = 0
     gathered_bytes: float = 0.0
     num_gathers: int = 0
@@ -43,13 +51,18 @@ class PartCosts:
             whole, cut = getattr(self, name), getattr(self, f"split_{name}")
             if not 0 <= cut <= whole:
                 raise PlanError(f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}")
+        for name in ("traffic_bytes", "activation_bytes"):
+            whole, shared = getattr(self, name), getattr(self, f"sequence_{name}")
+            rest = whole - getattr(self, f"split_{name}")
+            if not 0 <= shared <= rest + ROUNDING * whole:
+                raise PlanError(f"part costs: sequence_{name} is {shared}, but {rest} are not split; give no more")
 
     def __add__(self, other: PartCosts) -> PartCosts:
         return PartCosts(*map(add, _VALUES(self), _VALUES(other)))
 
     @property
     def by_sequence(self) -> PartCosts:
-        """Return the costs for devices that share the sequence: they cut all work and no parameter, and gather."""
+        """Return the costs for a context parallel group: it cuts all work and no parameter, and gathers."""
         return replace(
             self,
             split_flops=self.flops,
@@ -58,6 +71,23 @@ class PartCosts:
             split_parameter_bytes=0.0,
             reduced_bytes=self.gathered_bytes,
             num_reductions=self.num_gathers,
+            returned_bytes=self.gathered_bytes,
+            num_returns=self.num_gathers,
+            sequence_traffic_bytes=0.0,
+            sequence_activation_bytes=0.0,
+        )
+
+    @property
+    def in_sequence(self) -> PartCosts:
+        """Return the costs for a tensor parallel group that shares the sequence."""
+        traffic = min(self.traffic_bytes, self.split_traffic_bytes + self.sequence_traffic_bytes)
+        kept = min(self.activation_bytes, self.split_activation_bytes + self.sequence_activation_bytes)
+        return replace(
+            self,
+            split_traffic_bytes=traffic,
+            split_activation_bytes=kept,
+            sequence_traffic_bytes=0.0,
+            sequence_activation_bytes=0.0,
         )
 
     def flops_at(self, share: float) -> float:
@@ -114,6 +144,21 @@ class ProgramCosts:
     def is_uniform(self) -> bool:
         """Tell whether all blocks cost the same."""
         return len(set(self.blocks)) <= 1 and len(set(self.boundary_bytes)) <= 1
+
+    @property
+    def has_sequence(self) -> bool:
+        """Tell whether there is a sequence that a tensor parallel group may share."""
+        return self.whole.sequence_activation_bytes > 0
+
+    @cached_property
+    def in_sequence(self) -> ProgramCosts:
+        """Return the costs for tensor parallel groups that share the sequence."""
+        before, after, *blocks = (part.in_sequence for part in (self.before, self.after, *self.blocks))
+        return replace(self, before=before, blocks=tuple(blocks), after=after)
+
+    def under(self, plan: Plan) -> ProgramCosts:
+        """Return the costs as a plan asks for them."""
+        return self.in_sequence if plan.sequence_parallel else self
 
     @property
     def whole(self) -> PartCosts:

@@ -13,7 +13,7 @@ from hetu_fx.planner.cost import (
     optimizer_seconds,
     pipeline_seconds,
     stage_costs,
-    tensor_parallel_line,
+    tensor_parallel_lines,
 )
 from hetu_fx.planner.memory import fixed_bytes, in_flight, most_rows
 from hetu_fx.planner.program import PartCosts, ProgramCosts
@@ -197,7 +197,8 @@ class Builder:
         if not self._fits(stage, parts):
             return math.inf
         slowest = max(line(self._rows) for line in compute_lines(stage, parts, self._cluster))
-        return slowest + tensor_parallel_line(stage, parts, self._cluster)(self._rows)
+        sums, returns = tensor_parallel_lines(stage, parts, self._cluster)
+        return slowest + sums(self._rows) + returns(self._rows)
 
     def _fits(self, stage: Stage, parts: PartCosts) -> bool:
         """Tell whether one row fits, states spread thinnest; a finished plan is checked exactly."""

@@ -50,7 +50,7 @@ def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Timeline:
     gather = max(gather for _, gather, _ in ends.values())
     events = [Event(rank, "gather", 0.0, g, "gather") for rank, (_, g, _) in ends.items() if g]
     for pipeline, rows in zip(plan.pipelines, split_rows(costs.rows, plan), strict=True):
-        events += _pipeline_events(pipeline, rows, plan.schedule, costs, cluster, gather)
+        events += _pipeline_events(pipeline, rows, plan.schedule, costs.under(plan), cluster, gather)
     done = max((event.end_seconds for event in events), default=0.0)
     synced = done + max(sync for sync, _, _ in ends.values())
     for rank, (sync, _, update) in ends.items():
@@ -77,9 +77,9 @@ def _pipeline_events(
 
 def stage_times(costs: StageCosts, micro_rows: Sequence[int]) -> StageTimes:
     """Return the times of a stage for micro-batches of so many rows."""
-    compute, reductions = costs.slowest_compute, costs.tensor_parallel
-    forward = [compute(n) / FORWARD_AND_BACKWARD + reductions(n) / 2 for n in micro_rows]
-    both = [compute(n) + reductions(n) for n in micro_rows]
+    compute = costs.slowest_compute
+    forward = [compute(n) / FORWARD_AND_BACKWARD + costs.sums(n) for n in micro_rows]
+    both = [compute(n) + costs.tensor_parallel(n) for n in micro_rows]
     return StageTimes(
         forward=tuple(forward),
         backward=tuple(whole - part for whole, part in zip(both, forward, strict=True)),

@@ -30,7 +30,8 @@ class PlanOptions:
 
     micro_batches are the counts to choose from; memory_fraction how much of a device's memory a plan may
     fill; tensor_parallel and pipelines may be switched off (a model that mixes rows cannot be cut into
-    micro-batches: give micro_batches=(1,)). name and max_length are put on the plan.
+    micro-batches: give micro_batches=(1,)). Tensor parallel groups share the sequence where that is faster or
+    memory asks for it, unless sequence_parallel is off. name and max_length are put on the plan.
     """
 
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -39,6 +40,7 @@ class PlanOptions:
     memory_fraction: float = 0.9
     tensor_parallel: bool = True
     pipelines: bool = True
+    sequence_parallel: bool = True
     name: str | None = None
     max_length: int | None = None
 

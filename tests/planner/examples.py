@@ -24,6 +24,10 @@ def transformer(
         split_parameter_bytes=4 * weights,
         reduced_bytes=8 * length * width,
         num_reductions=2,
+        returned_bytes=8 * length * width,
+        num_returns=2,
+        sequence_traffic_bytes=20 * length * width,
+        sequence_activation_bytes=kept // 4,
         num_ops=40,
     )
     table = 4 * vocabulary * width

@@ -12,7 +12,7 @@ from hetu_fx.planner.cost import (
     pipeline_seconds,
     predict,
     stage_costs,
-    tensor_parallel_line,
+    tensor_parallel_lines,
 )
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.plans import Pipeline, Plan, Stage
@@ -43,12 +43,24 @@ def test_only_what_is_cut_shrinks_with_the_share() -> None:
 
 
 def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
-    parts = PartCosts(reduced_bytes=100, num_reductions=2)
+    parts = PartCosts(reduced_bytes=100, num_reductions=2, returned_bytes=60, num_returns=1)
     cluster = paper(1, 1)
-    assert tensor_parallel_line(Stage((0,)), parts, cluster) == Line()
-    line = tensor_parallel_line(Stage((0, 1)), parts, cluster)
-    assert line.fixed == pytest.approx(2 * 2 * 2 * FAST_LINK.latency_seconds)
-    assert line.per_row == pytest.approx(2 * 2 * 50 / 1e10)
+    assert tensor_parallel_lines(Stage((0,)), parts, cluster) == (Line(), Line())
+    forward, backward = tensor_parallel_lines(Stage((0, 1)), parts, cluster)
+    assert forward.fixed == pytest.approx(2 * 2 * FAST_LINK.latency_seconds)
+    assert forward.per_row == pytest.approx(2 * 50 / 1e10)
+    assert backward.fixed == pytest.approx(2 * FAST_LINK.latency_seconds)
+    assert backward.per_row == pytest.approx(2 * 30 / 1e10)
+
+
+def test_a_group_that_shares_the_sequence_holds_less_and_sums_as_much() -> None:
+    plan, cluster = Plan.tensor_parallel((0, 1), (2, 2)), paper(5, 5)
+    plain, shared = (
+        predict(replace(plan, sequence_parallel=on), transformer(), cluster).devices[0] for on in (False, True)
+    )
+    assert dict(shared.bytes)["activations"] < dict(plain.bytes)["activations"]
+    assert dict(shared.seconds)["compute"] < dict(plain.seconds)["compute"]
+    assert dict(shared.seconds)["tensor_parallel"] == dict(plain.seconds)["tensor_parallel"]
 
 
 def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() -> None:

@@ -16,6 +16,8 @@ from hetu_fx.planner.cut import FactorCut
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.profile import example_rows, program_costs
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.transforms.flow import flow_of
+from hetu_fx.transforms.tensor_cut import tensor_cut
 from tests.model_zoo import LENGTH, SAMPLES, captured, example
 from tests.planner.examples import paper
 
@@ -49,9 +51,8 @@ def stack() -> Graph:
 
 
 def cut_inner(graph: Graph) -> FactorCut:
-    """Cut the classes of size 6: the inner width of each block."""
-    factors = analyse(graph)
-    return FactorCut(factors, frozenset(c for c in factors.classes if c.size == 6))
+    """Cut what a group of devices would: the inner width of each block, 6."""
+    return tensor_cut(graph, analyse(graph), flow_of(graph))
 
 
 def test_costs_of_a_block_are_those_worked_out_by_hand() -> None:
@@ -71,11 +72,31 @@ def test_kept_are_inputs_and_results_of_products_once() -> None:
 
 def test_a_cut_divides_products_parameters_and_inner_values() -> None:
     graph = stack()
-    block = program_costs(graph, cut=cut_inner(graph)).blocks[0]
+    block = program_costs(graph, cut=cut_inner(graph)).blocks[1]
     assert block.split_flops == block.flops
     assert block.split_parameter_bytes == block.parameter_bytes
     assert block.split_activation_bytes == (6 + 6) * 4
     assert (block.num_reductions, block.reduced_bytes) == (1, 8 * 4)
+    assert (block.num_returns, block.returned_bytes) == (1, 8 * 4)
+    assert block.sequence_activation_bytes == 0  # its only sequence is the rows
+
+
+@pytest.mark.xdist_group("llama")
+def test_a_group_that_shares_the_sequence_holds_part_of_norms_and_residuals() -> None:
+    _, graph = captured("llama")
+    costs = program_costs(graph, cut=tensor_cut(graph, analyse(graph), flow_of(graph)))
+    block = costs.blocks[0]
+    assert (block.num_reductions, block.num_returns) == (2, 2)
+    assert costs.has_sequence
+    assert block.in_sequence.activation_bytes_at(0.5) < block.activation_bytes_at(0.5)
+    assert block.in_sequence.traffic_bytes_at(0.5) < block.traffic_bytes_at(0.5)
+    assert block.in_sequence.parameter_bytes_at(0.5) == block.parameter_bytes_at(0.5)
+
+
+def test_sums_of_the_backward_are_those_that_run_not_as_many_as_the_forward_has() -> None:
+    _, graph = captured("mixtral")
+    block = program_costs(graph, cut=tensor_cut(graph, analyse(graph), flow_of(graph))).blocks[1]
+    assert (block.num_reductions, block.num_returns) == (2, 2)
 
 
 def test_keys_and_values_of_a_block_are_what_devices_that_share_a_sequence_gather() -> None:
@@ -88,7 +109,9 @@ def test_keys_and_values_of_a_block_are_what_devices_that_share_a_sequence_gathe
 
 def test_units_are_the_size_of_the_smallest_class_that_is_cut() -> None:
     graph = stack()
-    assert program_costs(graph, cut=cut_inner(graph)).units == 6
+    factors = analyse(graph)
+    inner = frozenset(c for c in factors.classes if c.size == 6)
+    assert program_costs(graph, cut=FactorCut(factors, inner)).units == 6
     assert program_costs(graph).units == 1
 
 

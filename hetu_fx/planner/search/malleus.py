@@ -16,7 +16,7 @@ from operator import add
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.allocate import Seconds, spread
 from hetu_fx.planner.contiguous import replica_counts
-from hetu_fx.planner.cost import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_line
+from hetu_fx.planner.cost import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.planner.memory import fixed_bytes
@@ -88,7 +88,8 @@ def layer_seconds(problem: Problem, size: int, rows: int) -> float:
     alike = tuple(replace(fastest, rank=rank, node="0", rate=1.0) for rank in range(size))
     healthy, stage = Cluster(alike, problem.cluster.intra, problem.cluster.inter), Stage(tuple(range(size)))
     blocks = reduce(add, problem.costs.blocks)
-    line = compute_lines(stage, blocks, healthy)[0] + tensor_parallel_line(stage, blocks, healthy)
+    sums, returns = tensor_parallel_lines(stage, blocks, healthy)
+    line = compute_lines(stage, blocks, healthy)[0] + sums + returns
     return line(rows) / problem.costs.num_blocks
 
 

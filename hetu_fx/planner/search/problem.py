@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.profile_file import Profile
@@ -43,6 +43,14 @@ class Problem:
     def costs(self) -> ProgramCosts:
         """Return the costs of a step, for the length of rows that is planned for."""
         return self.profile.costs
+
+    @property
+    def thinner(self) -> Problem:
+        """Return the problem with more micro-batches to choose from, so that each keeps less; 1 stays 1."""
+        counts, rows = self.options.micro_batches, self.costs.rows
+        doubled = (counts[-1] << i for i in range(1, rows.bit_length()))
+        more = tuple(count for count in doubled if counts[-1] > 1 and count <= rows)
+        return replace(self, options=replace(self.options, micro_batches=counts + more))
 
     def price(self, plan: Plan) -> float | None:
         """Return the predicted seconds of a plan; None when it does not fit memory."""

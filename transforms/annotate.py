@@ -214,7 +214,7 @@ class Annotate:
     def __call__(self, graph: Graph, factors: FactorMap, flow: Flow) -> AnnotatedGraph:
         wanted = tensor_classes(graph, factors, flow, _asked_for(self.plan, factors)) if self._is_split else frozenset()
         classes = self._classes(graph, factors, wanted)
-        sequence = self._sequence(graph, factors, flow, classes or wanted)
+        sequence = self._sequence(graph, factors, flow, classes, wanted)
         pipelines = self.plan.pipelines
         stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
         layouts = tuple(
@@ -239,11 +239,12 @@ class Annotate:
         optional = _looked_across(graph, factors).difference(_asked_for(self.plan, factors))
         return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= widest)
 
-    def _sequence(self, graph: Graph, factors: FactorMap, flow: Flow, classes: Splits) -> Splits:
+    def _sequence(self, graph: Graph, factors: FactorMap, flow: Flow, classes: Splits, wanted: Splits) -> Splits:
+        """Return what may be shared as a sequence: what no stage would rather split, or what none splits."""
         context = any(stage.shares_sequence for *_, stage in self.plan.stages)
         if not context and not (self.plan.sequence_parallel and self._is_split):
             return frozenset()
-        found = sequence_classes(graph, factors, flow, classes)
+        found = sequence_classes(graph, factors, flow, wanted) or sequence_classes(graph, factors, flow, classes)
         if not found:
             asked = "context" if context else "sequence_parallel"
             raise PlanError(

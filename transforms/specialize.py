@@ -147,17 +147,16 @@ class _Builder:
         return self._settled(node, result)
 
     def _length(self, node: fx.Node) -> fx.Node | None:
-        """Return the whole length for a size that is read of a sequence in parts; None for any other node."""
+        """Return the whole length for a size that is read of a dim in parts; None for any other node."""
         source = operand(node) if is_size(node) else node
         state = self.tensor.states.get(source)
-        if source is node or not isinstance(state, SplitOn) or state.factor.size is not None:
+        if source is node or not isinstance(state, SplitOn):
             return None
         classes = self.annotated.factors.dims(source)[argument(node, "dim")]
         if state.factor not in classes:
             return None
         length = product([self.sizes.whole(cls) for cls in classes])
-        assert isinstance(length, fx.Node)
-        return length
+        return self._emit(node, int, length) if isinstance(length, int) else length
 
     def _shard(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Shard:
         sizes, devices = self.layout.sizes[factor], self.layout.devices

@@ -22,7 +22,6 @@ from tests.transforms.plans import (
     run_in_lockstep,
     same_in_group,
     talk,
-    zoo_program,
 )
 
 EVEN = Plan.context_parallel((0, 1))
@@ -240,6 +239,24 @@ def test_parameters_are_whole_and_their_gradients_are_summands(llama: Case) -> N
         assert gradient.has_partial
 
 
+class FixedLength(nn.Module):
+    """Reads a length that it then turns out to be made for, of what devices have parts of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(8, 6), nn.Parameter(torch.randn(7, 6)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return (self.last(y * y.shape[1] + self.table) ** 2).sum()
+
+
+def test_a_length_that_is_fixed_in_the_end_is_that_of_the_whole() -> None:
+    model = FixedLength().double()
+    program = program_of(model, (torch.randn(3, 7, 8).double(),))
+    same_in_group(program, model, shared((3, 1)), {"0": torch.randn(4, 7, 8).double()}, limit=1e-10)
+
+
 def test_an_output_is_put_together(llama: Case) -> None:
     plan, batch = shared((1, 2, 3)), batch_of("llama", 7)
     devices = {rank: device_graph(llama.program, plan, rank, wants_values=True) for rank in plan.devices}
@@ -268,7 +285,7 @@ def test_a_product_over_the_whole_sequence_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"cannot share the sequence \(context 2\): aten.conv1d.*needs all of it"):
         deduced(program_of(Convolved(), (torch.randn(3, 7, 8),)), EVEN)
     with pytest.raises(PlanError, match=r"cannot share the sequence \(context 2\): .*grouped_mm.*needs all of it"):
-        deduced(zoo_program("mixtral"), EVEN)
+        deduced(program_of(SAMPLES["mixtral"].model().train(), SAMPLES["mixtral"].batch(4, LENGTH)), EVEN)
 
 
 def test_a_model_without_a_sequence_is_refused() -> None:

@@ -14,7 +14,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.switching.agreement import LocalFacts
 from hetu_fx.switching.program import Program
-from hetu_fx.switching.programs import Programs, batch_of, form_of
+from hetu_fx.switching.programs import Batch, Programs, batch_of, form_of
 from hetu_fx.switching.shapes import Bindings, bind
 
 
@@ -45,11 +45,8 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     batch = batch_of(programs.signature, args, kwargs)
     program = programs.find(batch, training)
     tensors = input_tensors(program.graph, batch)
-    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs) if tensors[name].dim()}
-    if len(set(rows.values())) > 1:
-        raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
+    count = _rows(program, tensors)
     bindings = bind(program.inputs, tensors)
-    count = next(iter(rows.values()), 1)
     sizes = sizes_besides_rows(tensors, program.row_inputs)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     facts = LocalFacts(
@@ -63,6 +60,20 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
         value_names=tuple(values),
     )
     return ReadBatch(program, tensors, facts, bindings)
+
+
+def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
+    """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
+    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    tensors = input_tensors(program.graph, batch_of(programs.signature, args, kwargs))
+    return _rows(program, tensors), _longest(program, tensors)
+
+
+def _rows(program: Program, tensors: Mapping[str, Tensor]) -> int:
+    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs) if tensors[name].dim()}
+    if len(set(rows.values())) > 1:
+        raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
+    return next(iter(rows.values()), 1)
 
 
 def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:

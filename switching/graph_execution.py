@@ -10,14 +10,13 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.planner.captured import captured_profile
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
-from hetu_fx.switching.batches import ReadBatch, read_batch
+from hetu_fx.switching.batches import ReadBatch, example_size, read_batch
 from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
 from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
 from hetu_fx.switching.programs import Batch, Programs
@@ -43,7 +42,7 @@ class GraphExecution:
         self.programs, self.backend = programs, backend
         self.forward, self.loss_fn = programs.forward, programs.loss_fn
         self.program = programs.first(example, training=True)
-        self.example_rows = self.program.example_rows
+        self.example_rows, self.example_length = example_size(example, programs, self.program)
 
     def costs(self, rows: int) -> ProgramCosts:
         """Return what a step of so many rows costs."""
@@ -56,8 +55,8 @@ class GraphExecution:
 
     def profile(self) -> Profile:
         """Return what a step of the example batch costs, as a profile that can be written."""
-        program = self.program
-        return captured_profile(program.graph, cut=program.tensor_cut, mixes_rows=program.mixes_rows)
+        costs = self.costs(self.example_rows)
+        return Profile(costs, self.example_length, source="estimate", mixes_rows=self.program.mixes_rows)
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""

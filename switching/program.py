@@ -88,12 +88,6 @@ class Program:
         """Return what a tensor-parallel group would cut in this program."""
         return tensor_cut(self.graph, self.factors, self.flow)
 
-    @property
-    def example_rows(self) -> int:
-        """Return the number of rows of the example batch."""
-        leaf = next((leaf for leaf in self.inputs if leaf.name in self.row_inputs), None)
-        return 1 if leaf is None else meta.hints(leaf.node)[0]
-
 
 def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
     """Run the graph passes over a captured graph and analyse the result; parameters in `frozen` are not trained."""

@@ -103,6 +103,13 @@ def test_a_profile_tells_costs_by_the_length_of_rows() -> None:
     assert short < middle < long
 
 
+def test_rows_are_the_examples_even_where_they_equal_another_size() -> None:
+    made = profile(Reader(), tokens(8, 16))  # as many rows as the model is wide
+    assert (made.costs.rows, made.tokens_per_row) == (8, 16)
+    with_rows = plan(Reader(), tokens(8, 16), cluster=paper(1))
+    assert with_rows == make_plan(made, paper(1), options=PlanOptions(name="auto"))
+
+
 def test_rows_that_meet_are_told() -> None:
     assert not profile(Tower(), BATCH).mixes_rows
     norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -19,7 +19,7 @@ from hetu_fx.planner.hap.problem import Op, Problem
 from hetu_fx.planner.hap.span import Span
 from hetu_fx.planner.hap.synthesis import Item, Label, best_first
 
-MOST_ENTRIES = 6
+MOST_ENTRIES = 8
 """A block is searched from so many states, those that took least."""
 
 

@@ -29,7 +29,7 @@ MOST_LABELS = 48
 """So many ways to a state, of unequal bytes, are followed where memory binds."""
 
 
-MOST_STATES = 1024
+MOST_STATES = 2048
 """So many states are followed over all ops of a stretch, each op's share of them those that took least."""
 
 FEWEST_STATES = 16

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.hap import synthesis
 from hetu_fx.planner.hap.assemble import bytes_of, synthesise
 from hetu_fx.planner.hap.forms import Rules
 from hetu_fx.planner.hap.memory import Limits
@@ -101,3 +102,14 @@ def test_an_op_that_nothing_allows_is_refused_with_its_name() -> None:
     problem = replace(problem, ops=(problem.ops[0], stuck, *problem.ops[2:]), blocks=())
     with pytest.raises(PlanError, match=r"ops \['0\.gelu'\] can be done in no form by 2 devices"):
         synthesise(expansion(problem))
+
+
+def test_a_search_that_leaves_states_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = expansion(feed_forward(rows=16, width=64, inner=512, layers=2), SLOW)
+    whole = synthesise(given, blocks_once=False)
+    monkeypatch.setattr(synthesis, "MOST_STATES", 1)
+    monkeypatch.setattr(synthesis, "FEWEST_STATES", 1)
+    part = synthesise(given, blocks_once=False)
+    seconds = [found.program.seconds(SLOW, given.prices.ratios) for found in (whole, part)]
+    assert (whole.is_exact, part.is_exact) == (True, False)
+    assert seconds[0] <= seconds[1]

@@ -97,6 +97,21 @@ def drawn(seed: int, num_ops: int) -> Problem:
     return Problem(tuple(tensors), tuple(ops), tuple(v for v in values[1:] if v not in read))
 
 
+def chain(seed: int) -> Problem:
+    """Return six ops after one another: a product among five that take each element, or each row, alone."""
+    chance = random.Random(seed)
+    product = chance.randrange(6)
+    tensors = [Tensor("x", (24, 16), "input"), Tensor("w", (16, 16), "parameter", element_bytes=20.0)]
+    ops: list[Op] = []
+    for i in range(6):
+        before, flops = f"v{i - 1}" if i else "x", chance.choice([1e3, 1e5, 1e6])
+        tensors.append(Tensor(f"v{i}", (24, 16), element_bytes=chance.choice([1.0, 8.0])))
+        one, whole = factors("b o"), frozenset(chance.choice(["b", "o", "o"]))
+        alone = Op(f"op{i}", (before,), (f"v{i}",), one, one, flops, whole=whole, copyable=bool(chance.randrange(2)))
+        ops.append(linear(f"op{i}", before, "w", f"v{i}", flops=flops) if i == product else alone)
+    return Problem(tuple(tensors), tuple(ops), ("v5",))
+
+
 def expansion(
     problem: Problem,
     speeds: tuple[float, ...] = (3e8, 1e8),

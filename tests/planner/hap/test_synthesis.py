@@ -11,7 +11,7 @@ from hetu_fx.planner.hap.assemble import bytes_of, synthesise
 from hetu_fx.planner.hap.forms import Rules
 from hetu_fx.planner.hap.memory import Limits
 from tests.planner.hap.exhaustive import fastest, programs
-from tests.planner.hap.small import drawn, expansion, feed_forward
+from tests.planner.hap.small import chain, drawn, expansion, feed_forward
 
 SEEDS = st.integers(0, 10_000)
 SHARES = st.sampled_from([(0.75, 0.25), (0.5, 0.5), (0.9, 0.1), (0.65, 0.35)])
@@ -29,6 +29,14 @@ def test_the_first_end_is_the_fastest_of_all_programs(
     prices = given.prices
     found = synthesise(given).program.seconds(prices.speeds, prices.ratios)
     assert found == pytest.approx(fastest(given), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_so_it_is_after_six_ops(seed: int) -> None:
+    given = expansion(chain(seed), ratios=((0.65, 0.35),))
+    found = synthesise(given)
+    assert found.is_exact
+    assert found.program.seconds(given.prices.speeds, given.prices.ratios) == pytest.approx(fastest(given), rel=1e-9)
 
 
 @settings(max_examples=15, deadline=None)

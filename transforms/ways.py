@@ -46,7 +46,8 @@ class Ways:
         """
         op = self.factors.op(node)
         parted = [self._split_on(node, op, factor, states) for factor in self._candidates(node, op, states)]
-        summands = self._on_summands(node, op, states)
+        keeps_weights = self.may_gather and self._spreads_a_product(node, op, states)
+        summands = [] if keeps_weights else self._on_summands(node, op, states)
         found = [*parted, *summands, *([] if parted else self._in_sequence(node, op, states))]
         if not found:
             self._check_gather(node, op, states)

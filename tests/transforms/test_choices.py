@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 from hetu_fx.plans import Plan
-from tests.transforms.plans import same_as_one_device, talk
+from hetu_fx.transforms.traffic import Traffic, traffic_by_block
+from tests.model_zoo import SAMPLES, TRANSFORMER, VOCABULARY
+from tests.transforms.plans import program_of, same_as_one_device, same_in_group, talk
 
 TWO = replace(Plan.tensor_parallel((0, 1), (2, 1)), split=(("*up*weight", 0),))
 
@@ -131,3 +136,28 @@ def test_small_parameters_come_to_a_large_activation() -> None:
     gathers = [line for line in lines if line.startswith("all_gather")]
     assert [": up.bias" in line for line in gathers] == [True], lines
     assert not any(line.startswith("local_slice") for line in lines)
+
+
+def gpt_neox() -> nn.Module:
+    return hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**TRANSFORMER, vocab_size=VOCABULARY, max_position_embeddings=64))
+
+
+def gptj() -> nn.Module:
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6, "rotary_dim": 4}
+    return hf.GPTJForCausalLM(hf.GPTJConfig(**sizes))
+
+
+@pytest.mark.parametrize(("model", "limit"), [(gpt_neox, 1e-10), (gptj, 1e-6)])  # GPT-J casts to float32 itself
+def test_a_block_of_parallel_branches_sums_once_forward_and_once_backward(
+    model: Callable[[], nn.Module], limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # losses are computed in it, whose rounding hides differences
+    made = model().double().train()
+    batch = SAMPLES["llama"].batch(4, 11)
+    program = program_of(made, batch)
+    for plan in (Plan.tensor_parallel((0, 1), (2, 1)), Plan.tensor_parallel((0, 1, 2))):
+        devices = same_in_group(program, made, plan, batch, limit=limit)
+        found = traffic_by_block(devices[0], program.graph.block_paths)
+        assert [found[block] for block in (0, 1)] == [Traffic({"all_reduce": 1}, {"all_reduce": 1})] * 2
+    shared = replace(Plan.tensor_parallel((0, 1), (2, 1)), sequence_parallel=True)
+    same_in_group(program, made, shared, batch, limit=limit)

@@ -59,6 +59,13 @@ def test_what_experts_make_is_summed_once_after_it_is_put_together() -> None:
     assert found[0].backward == Traffic({}, {"all_reduce": 2}).backward
 
 
+def test_experts_of_a_group_that_shares_the_sequence_gather_once_and_scatter_once_each_way() -> None:
+    _, program = without_router_loss()
+    plan = replace(PLANS["5 experts 3:2"], split=EXPERTS, sequence_parallel=True)
+    found = traffic_by_block(trained(plan)[0], program.graph.block_paths)
+    assert found[1] == Traffic(*[{"all_gather": 2, "reduce_scatter": 2}] * 2)
+
+
 def test_parameters_of_experts_are_cut_by_expert() -> None:
     program = zoo_program("mixtral")
     made = deduced(program, replace(PLANS["5 experts 2:2:1"], split=EXPERTS))

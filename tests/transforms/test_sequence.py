@@ -14,7 +14,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.states import WHOLE, SplitOn
-from hetu_fx.transforms.traffic import traffic_by_block
+from hetu_fx.transforms.traffic import Traffic, traffic_by_block
 from tests.model_zoo import SAMPLES
 from tests.transforms.plans import (
     deduced,
@@ -135,7 +135,15 @@ def test_forward_and_backward_of_a_block_scatter_and_gather_twice(llama: Case, g
     assert [str(blocks_of(gpt2.program)[block]) for block in (0, 1)] == [BLOCK, BLOCK]
 
 
-def blocks_of(program: Program) -> Mapping[int | None, object]:
+def test_each_sum_in_parts_is_one_gather_in_the_backward(llama: Case) -> None:
+    """The first block's backward has one more: it reads what the table's sum left in parts."""
+    found = blocks_of(llama.program)
+    scattered = sum(traffic.forward.get("reduce_scatter", 0) for traffic in found.values())
+    gathered = sum(traffic.backward.get("all_gather", 0) for traffic in found.values())
+    assert scattered == gathered == 2 + 2 + 1
+
+
+def blocks_of(program: Program) -> Mapping[int | None, Traffic]:
     return traffic_by_block(device_graph(program, EVEN, 0), program.graph.block_paths)
 
 

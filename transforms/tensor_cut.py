@@ -39,5 +39,6 @@ def _shared(annotated: AnnotatedGraph, axis: AxisDeduction) -> frozenset[fx.Node
     """Return the ops that the group would run on parts of a sequence if it shared that."""
     graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
     sequence = sequence_classes(graph, factors, flow, annotated.classes)
-    cut = sequence_cut(replace(annotated, sequence=sequence), frozenset(), read_outside(annotated))
+    plan = replace(annotated.plan, sequence_parallel=True)
+    cut = sequence_cut(replace(annotated, plan=plan, sequence=sequence), frozenset(), read_outside(annotated))
     return frozenset(node for node, classes in cut.ops.items() if classes and axis.decisions[node].factor is None)

@@ -16,6 +16,8 @@ ENOUGH = 3
 """So many lengths determine a polynomial of second degree."""
 
 _WHOLE = ("flops", "traffic_bytes", "activation_bytes")
+_SHARED = ("traffic_bytes", "activation_bytes")
+_MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes")
 
 
 def costs_at(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:
@@ -54,11 +56,14 @@ def _combined(programs: Sequence[ProgramCosts], weights: Sequence[float]) -> Pro
 
 
 def _part(parts: Sequence[PartCosts], weights: Sequence[float]) -> PartCosts:
-    values = {"reduced_bytes": _sum([part.reduced_bytes for part in parts], weights)}
-    for name in _WHOLE:
-        whole = _sum([getattr(part, name) for part in parts], weights)
-        cut = _sum([getattr(part, f"split_{name}") for part in parts], weights)
-        values |= {name: whole, f"split_{name}": min(whole, cut)}  # rounding may lift the part above the whole
+    def of(name: str) -> float:
+        return _sum([getattr(part, name) for part in parts], weights)
+
+    values = {name: of(name) for name in (*_MOVED, *_WHOLE)}
+    # rounding may lift a part above the whole
+    values |= {f"split_{name}": min(values[name], of(f"split_{name}")) for name in _WHOLE}
+    rest = {name: values[name] - values[f"split_{name}"] for name in _SHARED}
+    values |= {f"sequence_{name}": min(rest[name], of(f"sequence_{name}")) for name in _SHARED}
     return replace(parts[0], **values)  # type: ignore[arg-type]
 
 

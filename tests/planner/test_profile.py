@@ -103,7 +103,7 @@ def test_keys_and_values_of_a_block_are_what_devices_that_share_a_sequence_gathe
     _, graph = captured("llama")
     block = program_costs(graph, cut=FactorCut(analyse(graph), frozenset())).blocks[0]
     heads, channels = 3, 8
-    assert (block.num_gathers, block.gathered_bytes) == (2, 2 * LENGTH * heads * channels * 4)
+    assert (block.num_gathers, block.gathered_bytes) == (2, 2 * LENGTH * heads * channels * 8)
     assert program_costs(graph).blocks[0].num_gathers == 0
 
 

@@ -14,6 +14,7 @@ from hetu_fx.transforms.annotate import Annotate
 from hetu_fx.transforms.axis import AxisDeduction
 from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.flow import Flow
+from hetu_fx.transforms.items import is_item, whole_of
 from hetu_fx.transforms.outside import read_outside
 from hetu_fx.transforms.sequence import sequence_classes, sequence_cut
 from hetu_fx.transforms.stages import AnnotatedGraph
@@ -41,4 +42,8 @@ def _shared(annotated: AnnotatedGraph, axis: AxisDeduction) -> frozenset[fx.Node
     sequence = sequence_classes(graph, factors, flow, annotated.classes)
     plan = replace(annotated.plan, sequence_parallel=True)
     cut = sequence_cut(replace(annotated, plan=plan, sequence=sequence), frozenset(), read_outside(annotated))
-    return frozenset(node for node, classes in cut.ops.items() if classes and axis.decisions[node].factor is None)
+    return frozenset(node for node, classes in cut.ops.items() if classes and _runs_whole(axis, node))
+
+
+def _runs_whole(axis: AxisDeduction, node: fx.Node) -> bool:
+    return axis.decisions[whole_of(node) if is_item(node) else node].factor is None

@@ -20,6 +20,7 @@ from hetu_fx.transforms.flow import flow_of
 from hetu_fx.transforms.tensor_cut import tensor_cut
 from tests.model_zoo import LENGTH, SAMPLES, captured, example
 from tests.planner.examples import paper
+from tests.transforms.plans import zoo_program
 
 
 class Stack(nn.Module):
@@ -153,3 +154,11 @@ def test_a_captured_model_is_planned_from_end_to_end() -> None:
     plan = make_plan(costs, paper(0.02, 0.01))  # so slow that what running an op costs does not count
     plan.check(num_blocks=graph.num_blocks, world_size=2)
     assert [pipeline.rows for pipeline in plan.pipelines] == [2, 1]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_costs_of_prepared_models_are_those_of_groups_too(name: str) -> None:
+    program = zoo_program(name)
+    costs = program_costs(program.graph, cut=program.tensor_cut).whole
+    assert 0 <= costs.split_flops <= costs.flops
+    assert (costs.split_flops > 0) == (costs.num_reductions > 0)

@@ -18,6 +18,9 @@ from tests.planner.examples import paper, transformer
 BIG = transformer(rows=16, length=128, width=256)
 
 
+SHARING = PlanOptions(sequence_parallel=True)
+
+
 def seconds(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.seconds
@@ -164,7 +167,7 @@ def pipelines_of(
 def test_the_plan_is_as_fast_as_the_best_of_all(cluster: Cluster) -> None:
     costs, counts = transformer(layers=3, rows=5, units=2), (1, 4)
     best = min(predict(plan, costs, cluster).seconds for plan in all_plans(costs, cluster, counts))
-    options = PlanOptions(micro_batches=counts, sequence_parallel=False)  # as in all the plans it is compared with
+    options = PlanOptions(micro_batches=counts)
     found = seconds(make_plan(costs, cluster, options=options))
     assert best <= found * (1 + 1e-9)
     assert found <= best * 1.02
@@ -198,10 +201,10 @@ def test_the_sequence_is_shared_where_memory_asks_for_it() -> None:
     # one row alone keeps more than a device has, unless a group shares the sequence
     part = PartCosts(flops=1e6, split_flops=1e6, activation_bytes=1000, sequence_activation_bytes=1000, num_ops=1)
     costs = ProgramCosts(2, PartCosts(), (part,), PartCosts(), units=2)
-    plan = make_plan(costs, paper(1, 1, memory_bytes=700))
+    plan = make_plan(costs, paper(1, 1, memory_bytes=700), options=SHARING)
     assert plan.sequence_parallel
     with pytest.raises(PlanError, match="no plan fits"):
-        make_plan(costs, paper(1, 1, memory_bytes=700), options=PlanOptions(sequence_parallel=False))
+        make_plan(costs, paper(1, 1, memory_bytes=700))
 
 
 def test_the_sequence_is_shared_where_that_is_faster_and_not_where_it_is_as_fast() -> None:
@@ -211,5 +214,6 @@ def test_the_sequence_is_shared_where_that_is_faster_and_not_where_it_is_as_fast
     )
     little = replace(much, traffic_bytes=1.0, sequence_traffic_bytes=1.0)
     cluster = paper(1, 1, memory_bytes=int(3e9))  # so that the parameters must be split
-    plans = [make_plan(ProgramCosts(1, PartCosts(), (part,), PartCosts(), units=2), cluster) for part in (much, little)]
+    programs = [ProgramCosts(1, PartCosts(), (part,), PartCosts(), units=2) for part in (much, little)]
+    plans = [make_plan(program, cluster, options=SHARING) for program in programs]
     assert [plan.sequence_parallel for plan in plans] == [True, False]

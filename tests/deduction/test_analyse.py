@@ -49,7 +49,6 @@ def parameter_class(factors: FactorMap, name: str, dim: int, size: int) -> Facto
     return next(cls for cls in factors.classes if cls.size == size and (name, dim) in factors.occurrences(cls))
 
 
-@pytest.mark.xdist_group("llama")
 def test_grouped_heads_are_shared_by_all_four_projections_and_repeats_by_two() -> None:
     _, factors = analysed("llama")
     heads = [g for g in groups(factors, 3)]
@@ -61,7 +60,6 @@ def test_grouped_heads_are_shared_by_all_four_projections_and_repeats_by_two() -
     assert len(heads) == len(repeats) == 2
 
 
-@pytest.mark.xdist_group("llama")
 def test_query_and_key_channels_are_one_class_through_the_rotary_tables_and_value_channels_one_per_layer() -> None:
     _, factors = analysed("llama")
     shared, *values = groups(factors, 8)
@@ -69,7 +67,6 @@ def test_query_and_key_channels_are_one_class_through_the_rotary_tables_and_valu
     assert [short(dims, f"model.layers.{i}.self_attn.") for i, dims in enumerate(values)] == [["v.0", "o.1"]] * 2
 
 
-@pytest.mark.xdist_group("llama")
 def test_feed_forward_is_one_class_per_layer_and_hidden_one_for_all() -> None:
     _, factors = analysed("llama")
     assert [short(dims, f"model.layers.{i}.mlp.") for i, dims in enumerate(groups(factors, 112))] == [
@@ -92,7 +89,6 @@ def test_the_rows_of_all_inputs_are_one_batch_class(name: str) -> None:
     assert factors.splittable(batch)
 
 
-@pytest.mark.xdist_group("llama")
 def test_shifted_labels_are_a_class_of_their_own() -> None:
     graph, factors = analysed("llama")
     ids, labels = (leaf.node for leaf in graph.leaves if leaf.kind == "input")
@@ -100,7 +96,6 @@ def test_shifted_labels_are_a_class_of_their_own() -> None:
     assert factors.dims(ids)[1] != factors.dims(labels)[1]
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_a_fused_projection_is_pieces_heads_and_channels() -> None:
     graph, factors = analysed("gpt2")
     leaf = next(leaf for leaf in graph.leaves if leaf.name == "transformer.h.0.attn.c_attn.weight")
@@ -111,7 +106,6 @@ def test_a_fused_projection_is_pieces_heads_and_channels() -> None:
     assert ("transformer.h.0.attn.c_attn.bias", 0) in factors.occurrences(heads)
 
 
-@pytest.mark.xdist_group("bert")
 def test_biases_go_with_the_rows_of_their_weights() -> None:
     _, factors = analysed("bert")
     prefix = "bert.encoder.layer.0."
@@ -125,7 +119,6 @@ def test_biases_go_with_the_rows_of_their_weights() -> None:
     assert len(heads[0]) == 7
 
 
-@pytest.mark.xdist_group("bert")
 def test_a_hidden_class_that_a_square_weight_has_twice_cannot_be_split() -> None:
     _, factors = analysed("bert")
     hidden = parameter_class(factors, "cls.predictions.transform.dense.weight", 0, 48)
@@ -133,7 +126,6 @@ def test_a_hidden_class_that_a_square_weight_has_twice_cannot_be_split() -> None
     assert not factors.splittable(hidden)
 
 
-@pytest.mark.xdist_group("vit")
 def test_a_vision_transformer_has_patches_heads_and_feed_forward() -> None:
     _, factors = analysed("vit")
     assert len(groups(factors, 6)) == len(groups(factors, 112)) == 2
@@ -141,7 +133,6 @@ def test_a_vision_transformer_has_patches_heads_and_feed_forward() -> None:
     assert ["vit.embeddings.patch_embeddings.projection.weight.1"] in groups(factors, 3)
 
 
-@pytest.mark.xdist_group("t5")
 def test_position_biases_tie_the_heads_of_all_layers_of_a_stack() -> None:
     _, factors = analysed("t5")
     heads = groups(factors, 6)
@@ -150,7 +141,6 @@ def test_position_biases_tie_the_heads_of_all_layers_of_a_stack() -> None:
     assert [any("relative_attention_bias" in dim for dim in dims) for dims in heads] == [True, True, False]
 
 
-@pytest.mark.xdist_group("mixtral")
 def test_experts_share_a_class_and_their_fused_feed_forward_is_pieces_and_width() -> None:
     _, factors = analysed("mixtral")
     experts = [dims for dims in groups(factors, 5) if any("gate_up_proj" in dim for dim in dims)]
@@ -159,7 +149,6 @@ def test_experts_share_a_class_and_their_fused_feed_forward_is_pieces_and_width(
     assert short(groups(factors, 112)[0], prefix) == ["gate_up.1", "down.2"]
 
 
-@pytest.mark.xdist_group("mixtral")
 def test_rows_of_routed_tokens_pass_and_counts_are_partial() -> None:
     graph, factors = analysed("mixtral")
     (batch,) = [cls for cls in factors.classes if cls.is_batch]
@@ -170,7 +159,6 @@ def test_rows_of_routed_tokens_pass_and_counts_are_partial() -> None:
     assert [op.counted for op in grouped] == [{2}] * 4
 
 
-@pytest.mark.xdist_group("conv")
 def test_channels_of_a_convolution_go_through_batch_norm() -> None:
     _, factors = analysed("conv")
     assert groups(factors, 12) == [
@@ -181,7 +169,6 @@ def test_channels_of_a_convolution_go_through_batch_norm() -> None:
     )
 
 
-@pytest.mark.xdist_group("conv")
 def test_batch_norm_in_training_keeps_rows_whole() -> None:
     graph, factors = analysed("conv")
     (batch,) = [cls for cls in factors.classes if cls.is_batch]
@@ -189,7 +176,6 @@ def test_batch_norm_in_training_keeps_rows_whole() -> None:
     assert whole == {"aten._native_batch_norm_legit_functional.default"}
 
 
-@pytest.mark.xdist_group("vit")
 def test_a_mean_loss_reduces_its_rows_as_an_average() -> None:
     graph, factors = analysed("vit")
     loss = factors.op(graph.loss)
@@ -198,7 +184,6 @@ def test_a_mean_loss_reduces_its_rows_as_an_average() -> None:
     assert [cls.size for cls in loss.sharded] == [13]
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_a_bias_is_additive_where_the_summed_factor_may_be_cut() -> None:
     graph, factors = analysed("gpt2")
     ops = [factors.op(node) for node in graph.graph.nodes if str(node.target) == "aten.addmm.default"]

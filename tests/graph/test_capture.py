@@ -56,7 +56,6 @@ def test_every_parameter_is_one_leaf_with_the_users_names(name: str) -> None:
     assert aliases == {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_tied_weights_are_one_leaf_with_an_alias() -> None:
     _, graph = captured("gpt2")
     leaf = next(leaf for leaf in graph.leaves if leaf.name == "transformer.wte.weight")
@@ -64,7 +63,6 @@ def test_tied_weights_are_one_leaf_with_an_alias() -> None:
     assert len(leaf.node.users) == 2
 
 
-@pytest.mark.xdist_group("llama")
 def test_output_container_is_built_again_with_none_for_what_is_left_out() -> None:
     model, graph = captured("llama")
     output = graph.rebuild({"loss": torch.tensor(1.0)})
@@ -73,7 +71,6 @@ def test_output_container_is_built_again_with_none_for_what_is_left_out() -> Non
     assert output.logits is None
 
 
-@pytest.mark.xdist_group("llama")
 def test_unknown_output_objects_are_dropped_and_noted() -> None:
     _, graph = captured("llama")
     assert any("past_key_values" in note and "DynamicCache" in note for note in graph.notes)
@@ -101,7 +98,6 @@ def test_parts_that_the_user_froze_stay_frozen() -> None:
     assert {leaf.name.rpartition(".")[0] for leaf, _ in updates} == {"body.1"}
 
 
-@pytest.mark.xdist_group("llama")
 def test_one_tensor_passed_twice_stays_two_inputs() -> None:
     ids = torch.randint(0, 97, (5, 11))
     model, _ = captured("llama")
@@ -110,7 +106,6 @@ def test_one_tensor_passed_twice_stays_two_inputs() -> None:
     assert_same_as_eager(model, graph, SAMPLES["llama"].batch(3, 7), 1e-12)
 
 
-@pytest.mark.xdist_group("llama")
 def test_example_of_one_row_still_gives_a_dynamic_batch() -> None:
     model, _ = captured("llama")
     graph = capture(model, SAMPLES["llama"].batch(1, 11))
@@ -118,7 +113,6 @@ def test_example_of_one_row_still_gives_a_dynamic_batch() -> None:
     assert_same_as_eager(model, graph, SAMPLES["llama"].batch(4, 6), 1e-12)
 
 
-@pytest.mark.xdist_group("llama")
 def test_example_batch_differs_from_all_other_sizes() -> None:
     model, _ = captured("llama")
     graph = capture(model, SAMPLES["llama"].batch(11, 11))
@@ -141,7 +135,6 @@ def test_evaluation_has_no_dropout() -> None:
     assert not any(node.target is aten.dropout.default for node in graph.graph.nodes)
 
 
-@pytest.mark.xdist_group("t5")
 def test_blocks_of_encoder_and_decoder_are_concatenated() -> None:
     _, graph = captured("t5")
     assert graph.block_paths == ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")

@@ -82,7 +82,6 @@ def test_a_cut_divides_products_parameters_and_inner_values() -> None:
     assert block.sequence_activation_bytes == 0  # its only sequence is the rows
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_group_that_shares_the_sequence_holds_part_of_norms_and_residuals() -> None:
     _, graph = captured("llama")
     costs = program_costs(graph, cut=tensor_cut(graph, analyse(graph), flow_of(graph)))
@@ -132,7 +131,6 @@ def test_every_parameter_is_counted_once(name: str) -> None:
     assert program_costs(graph).whole.parameter_bytes == held
 
 
-@pytest.mark.xdist_group("mixtral")
 def test_a_product_that_torch_cannot_count_is_counted_by_its_rule() -> None:
     _, graph = captured("mixtral")
     plain = program_costs(graph).whole.flops
@@ -147,7 +145,6 @@ def test_costs_per_row_do_not_depend_on_the_rows_of_the_step() -> None:
     assert costs[0].blocks == costs[1].blocks
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_captured_model_is_planned_from_end_to_end() -> None:
     _, graph = captured("llama")
     costs: ProgramCosts = program_costs(graph, rows=24)

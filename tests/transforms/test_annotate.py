@@ -40,7 +40,6 @@ def places(program: Program, classes: frozenset[FactorClass]) -> set[tuple[str, 
     return {(name.removeprefix("model.layers."), dim) for name, dim in found}
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_transformer_is_split_as_megatron_does(llama: Program) -> None:
     classes = tensor_classes(llama.graph, llama.factors, llama.flow)
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -50,13 +49,11 @@ def test_a_transformer_is_split_as_megatron_does(llama: Program) -> None:
     assert places(llama, classes) == expected | {("model.embed_tokens.weight", 0), ("lm_head.weight", 0)}
 
 
-@pytest.mark.xdist_group("llama")
 def test_heads_are_cut_whole_and_the_feed_forward_by_single_columns(llama: Program) -> None:
     layout = annotated(llama, Plan.tensor_parallel((0, 1), (2, 1))).layouts[0]
     assert sorted(layout.sizes.values()) == [(2, 1), (2, 1), (65, 32), (65, 32), (75, 37), (75, 37)]
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_stage_of_one_device_splits_nothing(llama: Program) -> None:
     layouts = annotated(llama, Plan((pipeline((0, 1), (2,)),))).layouts
     assert [len(layout.sizes) for layout in layouts] == [6, 0]
@@ -77,7 +74,6 @@ def test_parts_follow_the_ratios_and_none_is_empty(size: int, ratios: tuple[int,
     assert part_sizes(FactorClass(0, size, is_batch=False), ratios, nowhere) == parts
 
 
-@pytest.mark.xdist_group("llama")
 def test_more_devices_than_heads_are_refused_with_the_parameters(llama: Program) -> None:
     with pytest.raises(PlanError, match=r"3 parts over 4 devices \(dim 0 of model.layers.0.self_attn.*at most 3"):
         annotated(llama, Plan.tensor_parallel((0, 1, 2, 3)))
@@ -104,7 +100,6 @@ def test_a_fixed_batch_is_not_spread_over_pipelines() -> None:
         annotated(program, Plan.data_parallel((0, 1)))
 
 
-@pytest.mark.xdist_group("llama")
 def test_rows_are_spread_by_pipelines_or_by_micro_batches(llama: Program) -> None:
     assert annotated(llama, Plan.data_parallel((0, 1))).runs_in_step
     several = annotated(llama, Plan((pipeline((0,), micro_batches=2),)))

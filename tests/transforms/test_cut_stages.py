@@ -52,7 +52,6 @@ def stages_of(program: Program, *stages: tuple[int, ...]) -> list[StageNodes]:
     return [stage_nodes(annotated, layout) for layout in annotated.layouts]
 
 
-@pytest.mark.xdist_group("llama")
 def test_what_stands_before_and_after_the_blocks_goes_to_the_outer_stages(llama: Program) -> None:
     first, last = parameters_by_stage(llama, (1, 1))
     assert "model.embed_tokens.weight" in first
@@ -61,12 +60,10 @@ def test_what_stands_before_and_after_the_blocks_goes_to_the_outer_stages(llama:
     assert all("layers.1" in name for name in last - {"model.norm.weight", "lm_head.weight"})
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_last_stage_without_blocks_holds_the_head(llama: Program) -> None:
     assert parameters_by_stage(llama, (2, 0))[1] == {"model.norm.weight", "lm_head.weight"}
 
 
-@pytest.mark.xdist_group("llama")
 def test_one_activation_goes_from_stage_to_stage(llama: Program) -> None:
     first, last = stages_of(llama, (0,), (1,))
     assert len(first.sent) == 1
@@ -74,7 +71,6 @@ def test_one_activation_goes_from_stage_to_stage(llama: Program) -> None:
     assert op_name(first.sent[0]) == "add.Tensor"
 
 
-@pytest.mark.xdist_group("llama")
 def test_masks_and_rotary_tables_are_computed_in_each_stage(llama: Program) -> None:
     first, last = stages_of(llama, (0,), (1,))
     shared = {op_name(node) for node in first.needed & last.needed}
@@ -82,7 +78,6 @@ def test_masks_and_rotary_tables_are_computed_in_each_stage(llama: Program) -> N
     assert not {"linear", "scaled_dot_product_attention"} & shared
 
 
-@pytest.mark.xdist_group("llama")
 def test_the_loss_is_made_by_the_last_stage_alone(llama: Program) -> None:
     first, last = stages_of(llama, (0,), (1,))
     assert first.outputs == ()

@@ -90,27 +90,23 @@ def test_it_runs_on_one_device_all_the_same() -> None:
     assert not deduced(program, Plan.single()).talks_across_replicas
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_column_split_parameter_and_its_gradient_lie_alike(llama: Program) -> None:
     name = "model.layers.0.mlp.gate_proj.weight"
     compute, gradient = gradient_of(llama, Plan.tensor_parallel((0, 1), (2, 1)), name)
     assert compute == gradient == Annotation.on((0, 1), Split(0, (75, 37)))
 
 
-@pytest.mark.xdist_group("llama")
 def test_replicas_have_summands_of_a_gradient(llama: Program) -> None:
     compute, gradient = gradient_of(llama, Plan.data_parallel((0, 1)), "lm_head.weight")
     assert (compute.top, gradient.top) == (Duplicate(2), Partial(2))
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_norm_between_row_and_column_splits_has_a_whole_gradient(llama: Program) -> None:
     name = "model.layers.0.input_layernorm.weight"
     compute, gradient = gradient_of(llama, Plan.tensor_parallel((0, 1)), name)
     assert compute == gradient == Annotation.on((0, 1), Duplicate(2))
 
 
-@pytest.mark.xdist_group("llama")
 def test_unequal_replicas_are_one_group_each(llama: Program) -> None:
     plan = Plan((pipeline((0, 1), ratios=(2, 1)), pipeline((2,))))
     compute, _ = gradient_of(llama, plan, "model.layers.1.mlp.down_proj.weight")
@@ -119,7 +115,6 @@ def test_unequal_replicas_are_one_group_each(llama: Program) -> None:
     assert compute.shardings[1].axes == ()
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_parameter_is_read_by_its_stage_alone(llama: Program) -> None:
     made = deduced(llama, Plan((pipeline((0,), (1,)),)))
     readers = {leaf.name: [layout.index for layout in made.readers(leaf)] for leaf in made.parameters()}

@@ -54,7 +54,6 @@ def test_rows_on_their_own_get_the_masks_of_the_whole_batch(name: str) -> None:
         assert torch.allclose(logits, whole[row : row + len(logits)], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_steps_have_different_masks() -> None:
     model, graph = rewritten("gpt2")
     batch = SAMPLES["gpt2"].batch(3, 11)
@@ -64,7 +63,6 @@ def test_steps_have_different_masks() -> None:
     assert first != second
 
 
-@pytest.mark.xdist_group("llama")
 def test_graphs_that_draw_nothing_get_no_state() -> None:
     _, graph = rewritten("llama")
     assert not graph.leaves_of(LeafKind.RANDOM_STATE)
@@ -185,7 +183,6 @@ def test_unknown_draws_are_noted() -> None:
     assert any("randint_like" in note and "depend on the plan" in note for note in graph.notes)
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_rules_let_every_factor_pass_through_a_draw() -> None:
     _, graph = rewritten("gpt2")
     factors = analyse(graph)

@@ -92,13 +92,11 @@ def shapes(program: Program, plan: Plan, rank: int) -> dict[str, tuple[int | Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.xdist_group("llama")
 def test_a_transformer_layer_talks_twice_forward_and_twice_backward(llama: Program, rank: int) -> None:
     layers = [LLAMA_LAYER.format(f"model.layers.{layer}") for layer in (0, 1)]
     assert "\n".join(talk(device_graph(llama, UNEVEN, rank))) == "\n".join([TABLE, *layers, SCORES])
 
 
-@pytest.mark.xdist_group("llama")
 def test_each_device_reads_its_parts_of_the_parameters(llama: Program) -> None:
     first, second = (shapes(llama, UNEVEN, rank) for rank in (0, 1))
     layer = "model.layers.1"
@@ -110,19 +108,16 @@ def test_each_device_reads_its_parts_of_the_parameters(llama: Program) -> None:
     assert first["model.norm.weight"] == second["model.norm.weight"] == (48,)
 
 
-@pytest.mark.xdist_group("llama")
 def test_one_device_talks_to_nobody(llama: Program) -> None:
     assert talk(device_graph(llama, Plan.single(), 0)) == []
 
 
-@pytest.mark.xdist_group("llama")
 def test_replicas_of_a_transformer_do_not_talk_in_the_middle(llama: Program) -> None:
     plan = Plan((pipeline((0, 1), ratios=(2, 1)), pipeline((2,))))
     assert talk(device_graph(llama, plan, 2)) == []
     assert talk(device_graph(llama, plan, 0)) == talk(device_graph(llama, UNEVEN, 0))
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_rank_that_the_plan_leaves_out_has_no_graph(llama: Program) -> None:
     assert Specialize(1)(deduced(llama, Plan.single(0))) is None
 
@@ -159,7 +154,6 @@ def test_batch_norm_sums_over_equal_replicas_by_one_collective(conv: Program) ->
     assert {line.partition(":")[0] for line in lines} == {"all_reduce [0, 1] partial", "all_reduce [0, 1] duplicate"}
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_value_goes_from_two_devices_to_one(llama: Program) -> None:
     plan = Plan((pipeline((0, 1), (2,), ratios=(2, 1)),))
     (sent,), (received,) = device_graph(llama, plan, 0).handovers_out, device_graph(llama, plan, 2).handovers_in
@@ -169,7 +163,6 @@ def test_a_value_goes_from_two_devices_to_one(llama: Program) -> None:
     assert (sent.value.shape[-1], sent.value.differentiable) == (48, True)
 
 
-@pytest.mark.xdist_group("llama")
 def test_a_stage_has_its_own_slots_and_results_only(llama: Program) -> None:
     plan = Plan((pipeline((0, 1), (2,)),))
     first, last = (device_graph(llama, plan, rank) for rank in (0, 2))

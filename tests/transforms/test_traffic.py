@@ -33,13 +33,11 @@ def test_a_block_sums_twice_forward_and_twice_backward(name: str, plan: str) -> 
     assert [found[block] for block in range(zoo_program(name).graph.num_blocks)] == [MEGATRON, MEGATRON]
 
 
-@pytest.mark.xdist_group("t5")
 def test_a_decoder_block_with_cross_attention_sums_three_times() -> None:
     found = blocks(zoo_program("t5"), PLANS["TP2"])
     assert [found[block].forward for block in range(4)] == [{"all_reduce": count} for count in (2, 2, 3, 3)]
 
 
-@pytest.mark.xdist_group("t5")
 def test_the_cotangent_of_the_encoder_is_summed_once_for_all_decoder_blocks() -> None:
     found = blocks(zoo_program("t5"), PLANS["TP2"])
     assert (
@@ -65,7 +63,6 @@ def test_the_vocabulary_costs_a_sum_for_the_table_and_a_gather_and_a_sum_for_the
     assert found == Traffic({"all_reduce": 2, "all_gather": 1}, {"all_reduce": 1})
 
 
-@pytest.mark.xdist_group("llama")
 def test_one_device_and_replicas_talk_about_nothing() -> None:
     assert blocks(zoo_program("llama"), Plan.single()) == {}
     assert blocks(zoo_program("llama"), PLANS["TP2 + TP1"], rank=2) == {}

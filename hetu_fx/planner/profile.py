@@ -87,7 +87,7 @@ class _Profile:
     def __init__(self, graph: Graph, cut: Cut) -> None:
         self.cut, self.example_rows = cut, example_rows(graph)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
-        self._graph, self._counter = graph, _FlopCounter()
+        self._graph, self._counter = graph, FlopCounter()
         inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
         self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
         by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
@@ -113,7 +113,7 @@ class _Profile:
         part.add("flops", flops / self.example_rows, shares)
         if flops:
             self._keep([node, *node.all_input_nodes])
-        elif not _is_view(node):
+        elif not is_view(node):
             moved = sum(_bytes(other) for other in (node, *node.all_input_nodes))
             part.add("traffic_bytes", moved / self.example_rows, shares, self.cut.shares_sequence(node))
         for source in self.cut.gathered(node):
@@ -168,7 +168,7 @@ def _reached(graph: Graph, start: set[fx.Node]) -> set[fx.Node]:
     return reached
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Tell whether the op returns (a part of) its argument: by its schema, without asking which op it is."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -178,7 +178,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the node whose storage the value shares."""
-    while node.op == "call_function" and _is_view(node):
+    while node.op == "call_function" and is_view(node):
         sources = [source for source in node.all_input_nodes if meta.has_tensor(source)]
         if not sources:
             break
@@ -211,7 +211,7 @@ def _numel(tensor: torch.Tensor) -> int:
     return count
 
 
-class _FlopCounter:
+class FlopCounter:
     """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.cost import FLOPS_PER_BYTE
 from hetu_fx.planner.hap.problem import Factors, Kind, Op, Problem, Tensor
-from hetu_fx.planner.profile import _FlopCounter, _is_view, example_rows
+from hetu_fx.planner.profile import FlopCounter, example_rows, is_view
 
 
 def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool = False) -> Problem:
@@ -59,7 +59,7 @@ class _Reader:
     ops: list[Op] = field(default_factory=list)
     _nodes: list[fx.Node] = field(default_factory=list)
     _views: dict[fx.Node, tuple[str, ClassDims]] = field(default_factory=dict)
-    _counter: _FlopCounter = field(default_factory=_FlopCounter)
+    _counter: FlopCounter = field(default_factory=FlopCounter)
 
     def __post_init__(self) -> None:
         self._parameters = {leaf.node: leaf.name for leaf in self.graph.leaves_of(LeafKind.PARAMETER)}
@@ -177,7 +177,7 @@ class _Reader:
         return max(1, round(size * self.scale)) if cls.is_batch else max(1, size)
 
     def _only_rearranges(self, node: fx.Node, op: OpFactors) -> bool:
-        if len(op.operands) != 1 or len(op.results) != 1 or op.whole or not op.known or not _is_view(node):
+        if len(op.operands) != 1 or len(op.results) != 1 or op.whole or not op.known or not is_view(node):
             return False
         return sorted(_names(op.results[0])) == sorted(_names(op.operands[0].dims))
 
@@ -192,7 +192,7 @@ class _Reader:
 
     def _flops(self, node: fx.Node, op: OpFactors) -> float:
         flops = self._product_flops(node)
-        if not flops and not _is_view(node):
+        if not flops and not is_view(node):
             made = sum(self._bytes(dims) for dims in op.results)
             read = [self._bytes(operand.dims) for operand in op.operands]
             # Of a table that is looked up, no more is read than is made.

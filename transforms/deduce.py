@@ -38,7 +38,7 @@ class Deduce:
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
-        prices, outside = self._prices(annotated), read_outside(annotated)
+        prices, outside = prices_of(annotated, self.topology, self.num_bytes), read_outside(annotated)
 
         def tensor(splits: Splits, cut: SequenceCut) -> AxisDeduction:
             return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside)
@@ -58,11 +58,15 @@ class Deduce:
             context=context,
         )
 
-    def _prices(self, annotated: AnnotatedGraph) -> Prices:
-        groups = tuple(layout.devices for layout in annotated.layouts if len(layout.devices) > 1)
-        sizes = bytes_of(annotated.graph) if self.num_bytes is None else self.num_bytes
-        pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
-        return Prices(groups, dict(pairs), TYPICAL_LINKS if self.topology is None else self.topology)
+
+def prices_of(
+    annotated: AnnotatedGraph, topology: Topology | None = None, num_bytes: Sequence[float] | None = None
+) -> Prices:
+    """Return the prices on the tensor axis; links and sizes that are left out are as `Deduce` says."""
+    groups = tuple(layout.devices for layout in annotated.layouts if len(layout.devices) > 1)
+    sizes = bytes_of(annotated.graph) if num_bytes is None else num_bytes
+    pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
+    return Prices(groups, dict(pairs), TYPICAL_LINKS if topology is None else topology)
 
 
 def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:

@@ -11,8 +11,8 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.cut import FactorCut
 from hetu_fx.plans import Plan
 from hetu_fx.transforms.annotate import Annotate
-from hetu_fx.transforms.axis import AxisDeduction
-from hetu_fx.transforms.deduce import Deduce
+from hetu_fx.transforms.axis import AxisDeduction, deduce_tensor_axis
+from hetu_fx.transforms.deduce import prices_of
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.items import is_item, whole_of
 from hetu_fx.transforms.outside import read_outside
@@ -24,24 +24,26 @@ from hetu_fx.transforms.states import Summed
 def tensor_cut(graph: Graph, factors: FactorMap, flow: Flow) -> FactorCut:
     """Return what a group cuts, which values and cotangents it sums, and what it does in parts of a sequence."""
     annotated = Annotate(Plan.tensor_parallel((0, 1)), wants_values=False)(graph, factors, flow)
-    axis = Deduce()(annotated).tensor_split
+    classes, outside = annotated.classes, read_outside(annotated)
+    axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated), outside=outside)
     needs = [need for decision in axis.decisions.values() for need in decision.needs]
     later = {need.node for need in needs if _is_summed(axis, need.node) and not isinstance(need.state, Summed)}
     at_once = {node for node, made in axis.made.items() if isinstance(made, Summed) and not _is_summed(axis, node)}
     back = {need.node for need in needs if need.summed_cotangent} - axis.summed_cotangents
-    return FactorCut(factors, annotated.classes, frozenset(later | at_once), frozenset(back), _shared(annotated, axis))
+    shared = _shared(annotated, axis, outside)
+    return FactorCut(factors, classes, frozenset(later | at_once), frozenset(back), shared)
 
 
 def _is_summed(axis: AxisDeduction, node: fx.Node) -> bool:
     return isinstance(axis.states[node], Summed)
 
 
-def _shared(annotated: AnnotatedGraph, axis: AxisDeduction) -> frozenset[fx.Node]:
+def _shared(annotated: AnnotatedGraph, axis: AxisDeduction, outside: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """Return the ops that the group would run on parts of a sequence if it shared that."""
     graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
     sequence = sequence_classes(graph, factors, flow, annotated.classes)
     plan = replace(annotated.plan, sequence_parallel=True)
-    cut = sequence_cut(replace(annotated, plan=plan, sequence=sequence), frozenset(), read_outside(annotated))
+    cut = sequence_cut(replace(annotated, plan=plan, sequence=sequence), frozenset(), outside)
     return frozenset(node for node, classes in cut.ops.items() if classes and _runs_whole(axis, node))
 
 

@@ -26,9 +26,6 @@ PLANS = {
 ROUNDING = 5e-5  # torch's grouped product knows no float64
 
 
-pytestmark = pytest.mark.xdist_group("mixtral")
-
-
 @functools.cache
 def without_router_loss() -> tuple[nn.Module, Program]:
     model = SAMPLES["mixtral"].model(output_router_logits=False).train()

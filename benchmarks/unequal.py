@@ -25,12 +25,13 @@ from benchmarks.contest import Step, adamw, run_rounds, timed, train_step
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
 from hetu_fx.emulate import EmulateSpec, run
+from hetu_fx.switching.health import HealthTracker
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 SIZE = Size(width=256, layers=4, rows=64, tokens=256)
 IDEAL_BAR = 0.90
 DDP_BAR = 1.8
-SETTLING_STEPS = 6  # those that plan="auto" corrects its devices' speeds by, and one to change
+SETTLING_STEPS = HealthTracker().window + 1  # those that plan="auto" corrects its devices' speeds by, and one to change
 EVEN, FAIR, AUTO = "DDP, even rows", "DDP, rows by speed (inexact mean)", "hetu_fx, plan auto"
 
 

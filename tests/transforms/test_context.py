@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +12,7 @@ from hetu_fx.switching.program import Program
 from hetu_fx.transforms.states import WHOLE, SplitOn
 from hetu_fx.transforms.traffic import traffic_by_block
 from tests.model_zoo import SAMPLES
+from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.plans import (
     deduced,
     device_graph,
@@ -24,9 +23,10 @@ from tests.transforms.plans import (
     talk,
 )
 
+pytestmark = pytest.mark.usefixtures("losses_in_double")
+
 EVEN = Plan.context_parallel((0, 1))
 BLOCK = "forward 2 all_gather; backward 2 reduce_scatter"
-LENGTH = 11
 
 # (ratios, length): lengths that do not divide, shares of nothing, fewer positions than devices, more devices than
 # key-value heads.
@@ -80,55 +80,6 @@ class Convolved(nn.Module):
         return (self.over(self.first(x).transpose(1, 2)) ** 2).sum()
 
 
-@pytest.fixture(autouse=True)
-def _in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers compute losses in `.float()`, whose rounding would hide differences."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-
-def batch_of(name: str, length: int) -> Mapping[str, Tensor]:
-    batch = SAMPLES[name].batch(4, length)
-    return {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-
-
-class Case:
-    """A model in training mode, captured once."""
-
-    def __init__(self, name: str) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tensor, "float", Tensor.double)
-            self.name, self.model = name, SAMPLES[name].model().double().train()
-            self.program = program_of(self.model, batch_of(name, LENGTH))
-
-    def same_as_alone(self, ratios: tuple[int, ...], length: int) -> None:
-        same_in_group(self.program, self.model, shared(ratios), batch_of(self.name, length), limit=1e-10)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return Case("llama")
-
-
-@pytest.fixture(scope="module")
-def gpt2() -> Case:
-    return Case("gpt2")
-
-
-@pytest.fixture(scope="module")
-def bert() -> Case:
-    return Case("bert")
-
-
-@pytest.fixture(scope="module")
-def vit() -> Case:
-    return Case("vit")
-
-
-@pytest.fixture(scope="module")
-def t5() -> Case:
-    return Case("t5")
-
-
 def shared(ratios: tuple[int, ...]) -> Plan:
     return Plan.context_parallel(tuple(range(len(ratios))), ratios)
 
@@ -156,34 +107,34 @@ def test_forward_and_backward_of_a_block_gather_and_scatter_twice(llama: Case, g
 def test_an_encoder_and_a_decoder_gather_what_is_attended_to(t5: Case) -> None:
     twice = "forward 4 all_gather; backward 4 reduce_scatter"
     assert blocks_of(t5.program) == [BLOCK, BLOCK, twice, twice]
-    t5.same_as_alone((3, 1), 10)
+    t5.same_as_alone(shared((3, 1)), 10)
 
 
 @pytest.mark.parametrize(("ratios", "length"), CUTS)
 def test_loss_and_gradients_with_grouped_heads_are_those_of_one_device(
     llama: Case, ratios: tuple[int, ...], length: int
 ) -> None:
-    llama.same_as_alone(ratios, length)
+    llama.same_as_alone(shared(ratios), length)
 
 
 @pytest.mark.parametrize(("ratios", "length"), CUTS)
 def test_loss_and_gradients_with_dropout_are_those_of_one_device(
     gpt2: Case, ratios: tuple[int, ...], length: int
 ) -> None:
-    gpt2.same_as_alone(ratios, length)
+    gpt2.same_as_alone(shared(ratios), length)
 
 
 @pytest.mark.parametrize(("ratios", "length"), CUTS)
 def test_loss_and_gradients_with_padding_are_those_of_one_device(
     bert: Case, ratios: tuple[int, ...], length: int
 ) -> None:
-    bert.same_as_alone(ratios, length)
+    bert.same_as_alone(shared(ratios), length)
 
 
 @pytest.mark.parametrize("ratios", [(1, 1), (1, 40)])
 def test_a_sequence_of_fixed_length_is_cut_in_numbers(vit: Case, ratios: tuple[int, ...]) -> None:
     assert "[8, 9]" in talk(device_graph(vit.program, EVEN, 0))[0]
-    vit.same_as_alone(ratios, LENGTH)
+    vit.same_as_alone(shared(ratios), LENGTH)
 
 
 def packed(length: int) -> dict[str, Tensor]:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from hetu_fx.errors import PlanError
 from hetu_fx.plans import Plan
 from hetu_fx.switching.program import Program
-from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.states import WHOLE, SplitOn
 from hetu_fx.transforms.traffic import Traffic, traffic_by_block
-from tests.model_zoo import SAMPLES
+from tests.transforms.cases import LENGTH, Case
 from tests.transforms.plans import (
     deduced,
     device_graph,
@@ -26,6 +25,8 @@ from tests.transforms.plans import (
     same_in_group,
     talk,
 )
+
+pytestmark = pytest.mark.usefixtures("losses_in_double")
 
 EVEN = replace(Plan.tensor_parallel((0, 1)), sequence_parallel=True)
 BLOCK = "forward 2 all_gather, 2 reduce_scatter; backward 2 all_gather, 2 reduce_scatter"
@@ -82,42 +83,6 @@ class CausalDropout(nn.Module):
         return ((x + self.out(attended)) ** 2).sum()
 
 
-@pytest.fixture(autouse=True)
-def _in_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers compute losses in `.float()`, whose rounding would hide differences."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-
-
-def batch_of(name: str, length: int) -> Mapping[str, Tensor]:
-    batch = SAMPLES[name].batch(4, length)
-    return {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
-
-
-class Case:
-    """A model in training mode, captured once."""
-
-    def __init__(self, name: str) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Tensor, "float", Tensor.double)
-            self.model = SAMPLES[name].model().double().train()
-            self.program = program_of(self.model, batch_of(name, 11))
-
-
-@pytest.fixture(scope="module")
-def llama() -> Case:
-    return Case("llama")
-
-
-@pytest.fixture(scope="module")
-def gpt2() -> Case:
-    return Case("gpt2")
-
-
-@pytest.fixture(scope="module")
-def vit() -> Case:
-    return Case("vit")
-
-
 def shared(ratios: tuple[int, ...]) -> Plan:
     return replace(Plan.tensor_parallel(tuple(range(len(ratios))), ratios), sequence_parallel=True)
 
@@ -157,20 +122,20 @@ def test_gradients_of_norms_are_summands_that_nothing_sums_in_the_graph(llama: C
 
 @pytest.mark.parametrize(("ratios", "length"), CUTS)
 def test_loss_and_gradients_of_llama_are_those_of_one_device(llama: Case, ratios: tuple[int, ...], length: int) -> None:
-    same_as_alone(llama, "llama", ratios, length)
+    llama.same_as_alone(shared(ratios), length)
 
 
 @pytest.mark.parametrize(("ratios", "length"), CUTS)
 def test_loss_and_gradients_with_dropout_are_those_of_one_device(
     gpt2: Case, ratios: tuple[int, ...], length: int
 ) -> None:
-    same_as_alone(gpt2, "gpt2", ratios, length)
+    gpt2.same_as_alone(shared(ratios), length)
 
 
 @pytest.mark.parametrize("ratios", [(1, 1), (2, 1), (1, 40), (5, 1, 2)])
 def test_a_sequence_of_fixed_length_is_cut_in_numbers(vit: Case, ratios: tuple[int, ...]) -> None:
     assert "[8, 9]" in talk(device_graph(vit.program, EVEN, 0))[0]
-    same_as_alone(vit, "vit", ratios, 11)
+    vit.same_as_alone(shared(ratios), LENGTH)
 
 
 @pytest.mark.parametrize("ratios", [(1, 1), (1, 9)])
@@ -203,10 +168,6 @@ def test_a_size_of_what_is_cut_is_that_of_the_whole() -> None:
     device = device_graph(program, EVEN, 1)
     sizes = [node for node in device.graph.nodes if node.target is torch.ops.aten.sym_size.int]
     assert [node.args[0].op for node in sizes] == ["placeholder"]
-
-
-def same_as_alone(case: Case, name: str, ratios: tuple[int, ...], length: int) -> dict[int, DeviceGraph]:
-    return same_in_group(case.program, case.model, shared(ratios), batch_of(name, length), limit=1e-10)
 
 
 def test_a_value_goes_to_the_next_stage_whole(llama: Case) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.alike import alike_call
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
 
 aten = torch.ops.aten
@@ -24,7 +25,11 @@ def insert(here: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any)
     with here.graph.inserting_before(here):
         node: fx.Node = here.graph.call_function(target, args, kwargs)
     meta.copy_meta(here, node)
-    meta.infer(node)
+    alike = alike_call(node)
+    if alike is None:
+        meta.infer(node)
+    else:
+        meta.set_value(node, meta.value(alike))
     return node
 
 

@@ -99,4 +99,5 @@ def _conclude(folder: Path, settings: DemoSettings) -> int:
     draw_run(folder / "demo.png", record, reference, found, settings)
     screen.head("Side by side")
     screen.say(comparison_text(record, reference, loaded, found))
+    screen.end()
     return 0 if found.is_exact and loaded.same_weights else 1

@@ -169,10 +169,13 @@ class Rank:
     def work(self) -> None:
         """Measure, plan, train, compare, save."""
         cluster = self._measure()
+        # Measuring and training are the subject: a device of 0.2 cores would take long over a capture.
+        self.devices.make_equal()
         plans, predicted = self._plan(cluster)
         optimizer = make_optimizer(self.model, self.settings)
         batch = self._own(self.text.batch(0))
         hetu_fx.auto_parallelize(self.model, batch, plan=plans, cluster=cluster, optimizer=optimizer)
+        self.devices.make_unequal()
 
         self.screen.head(f"Training {num_parameters(self.model) / 1e6:.1f} M parameters")
         training = Training(self.model, optimizer, self.text, self.devices, self.screen)
@@ -226,6 +229,7 @@ class Rank:
         if dist.get_rank() == 0:
             cluster.write(self.folder / "cluster.json")
             record.write(self.folder / "run.json")
+        self.screen.end()
 
 
 def handle_of(model: nn.Module) -> Handle:

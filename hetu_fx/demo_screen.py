@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ class Screen(Protocol):
     """Where the demo tells what happens."""
 
     def head(self, text: str) -> None:
-        """Begin a new part."""
+        """Begin a new part; say how long the one before took."""
         ...
 
     def say(self, text: str) -> None:
@@ -45,6 +46,10 @@ class Screen(Protocol):
 
     def finish(self) -> None:
         """End the progress bar, if there is one."""
+        ...
+
+    def end(self) -> None:
+        """End the last part."""
         ...
 
 
@@ -66,12 +71,32 @@ class Silence:
     def finish(self) -> None:
         """End the progress bar, if there is one."""
 
+    def end(self) -> None:
+        """End the last part."""
+
+
+class Parts:
+    """Knows how long the part of now has taken."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def took(self) -> str:
+        """Say how long the part that ends now took; nothing if none had begun. The next one begins."""
+        now, before = time.monotonic(), self._began
+        self._began = now
+        return "" if before is None else f"({now - before:.0f} s)"
+
 
 class Plain(Silence):
     """Prints lines; a step's now and then."""
 
+    def __init__(self) -> None:
+        self._parts = Parts()
+
     def head(self, text: str) -> None:
-        """Begin a new part."""
+        """Begin a new part; say how long the one before took."""
+        self.end()
         print(f"\n== {text}", flush=True)
 
     def say(self, text: str) -> None:
@@ -87,6 +112,11 @@ class Plain(Silence):
         if shown.step % EVERY == EVERY - 1 or shown.step + 1 == shown.steps:
             print(f"   step {shown.step + 1:3}/{shown.steps}  {shown}", flush=True)
 
+    def end(self) -> None:
+        """End the last part."""
+        if took := self._parts.took():
+            print(took, flush=True)
+
 
 class Terminal:
     """Draws with rich: headings, and a progress bar that stays below what is said."""
@@ -95,11 +125,13 @@ class Terminal:
         from rich.console import Console
 
         self.console = Console(highlight=False)
+        self._parts = Parts()
         self._progress: Any = None
         self._task: Any = None
 
     def head(self, text: str) -> None:
-        """Begin a new part."""
+        """Begin a new part; say how long the one before took."""
+        self.end()
         self.console.print()
         self.console.rule(text, style="cyan", align="left")
 
@@ -123,6 +155,11 @@ class Terminal:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def end(self) -> None:
+        """End the last part."""
+        if took := self._parts.took():
+            self.console.print(took, style="dim")
 
     def _start(self, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

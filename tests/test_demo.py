@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,6 +201,16 @@ def test_without_a_terminal_lines_are_plain(capsys: pytest.CaptureFixture[str]) 
         screen.step(Shown(step, 8, 2.0, 100.0, USUAL))
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["4/8", "8/8"]
     assert isinstance(make_screen(shows=False), Silence)
+
+
+def test_every_part_ends_with_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = make_screen()
+    for part in ("one", "two"):
+        screen.head(part)
+    screen.end()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert [line for line in lines if line.startswith("==")] == ["== one", "== two"]
+    assert [line for line in lines if re.fullmatch(r"\(\d+ s\)", line)] == [lines[1], lines[3]]
 
 
 def test_only_a_folder_of_the_demo_is_replaced(tmp_path: Path) -> None:

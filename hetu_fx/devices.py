@@ -19,6 +19,8 @@ class Device:
     """One device; `rate` is its straggling rate: time now over normal time (1 healthy, 2 twice as slow).
 
     `source` says where its figures come from: measured, given, or an estimate from public figures of its kind.
+    `meeting_seconds` is what the healthy device loses, besides the message, when it meets others between pieces of
+    compute: it waits for a period of its quota, for a launch, for those that are late.
     """
 
     rank: int
@@ -28,12 +30,14 @@ class Device:
     memory_bytes: int
     rate: float = 1.0
     source: Source = "given"
+    meeting_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
         check_positive(ClusterError, f"device {self.rank}", **figures)
+        check_not_negative(ClusterError, f"device {self.rank}", meeting_seconds=self.meeting_seconds)
         check_source(ClusterError, f"device {self.rank}", self.source)
 
     @property
@@ -41,11 +45,17 @@ class Device:
         """Return the FLOPs per second it delivers now."""
         return self.flops_per_second / self.rate
 
+    @property
+    def meeting_now(self) -> float:
+        """Return what a meeting costs it now: a straggler is late by as much more as its work takes longer."""
+        return self.meeting_seconds * self.rate
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this device."""
         result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
         result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
         result |= {} if self.rate == 1.0 else {"rate": self.rate}
+        result |= {"meeting_seconds": self.meeting_seconds} if self.meeting_seconds else {}
         return result if self.source == "given" else result | {"source": self.source}
 
 
@@ -71,7 +81,7 @@ class Link:
 
 def read_device(value: Mapping[str, Any], where: str) -> Device:
     """Read one entry of `devices`; raise `ClusterError` with its place."""
-    keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype")
+    keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype", "meeting_seconds")
     fields = Fields(value, where, ClusterError, keys)
     kind, is_whole = fields.text("kind", "cpu"), all(name in value for name in _FIGURES)
     if is_whole and "dtype" in value:
@@ -87,6 +97,7 @@ def read_device(value: Mapping[str, Any], where: str) -> Device:
         "memory_bytes": fields.integer("memory_bytes", memory),
         "rate": fields.number("rate", 1.0),
         "source": fields.text("source", "given") if is_whole else "estimate",
+        "meeting_seconds": fields.number("meeting_seconds", 0.0),
     }
     return located(Device, parts, where)
 

@@ -14,7 +14,8 @@ from typing import Any
 from hetu_fx.devices import Device, Link, read_device, read_link
 from hetu_fx.documents import Fields, json_text, located, read_json, table_text, write_atomically
 from hetu_fx.errors import ClusterError
-from hetu_fx.measure import Measurement, RankTable, measure_here
+from hetu_fx.measure import Measurement, measure_here
+from hetu_fx.measure_ranks import RankTable
 
 __all__ = ["FORMAT", "Cluster", "Device", "Link"]
 
@@ -54,18 +55,24 @@ class Cluster:
         kinds: Sequence[str] = (),
         intra: Link | None = None,
         inter: Link | None = None,
+        meeting_seconds: Sequence[float] = (),
     ) -> Cluster:
         """Build a cluster of devices that need not be there, rank i with the i-th speed.
 
-        Left out, memory is ample, all devices stand on one node, and links are 10 GB/s with no latency.
+        Left out, memory is ample, all devices stand on one node, links are 10 GB/s with no latency, and no time is
+        lost to meet.
         """
         count = len(flops_per_second)
         memory = (memory_bytes,) * count if isinstance(memory_bytes, int) else tuple(memory_bytes)
-        columns = (tuple(kinds) or ("paper",) * count, tuple(nodes) or ("0",) * count, memory)
+        lost = tuple(meeting_seconds) or (0.0,) * count
+        columns = (tuple(kinds) or ("paper",) * count, tuple(nodes) or ("0",) * count, memory, lost)
         if any(len(column) != count for column in columns):
-            raise ClusterError(f"{count} speeds, but kinds, nodes, memory are {columns}; give one per device")
-        kind, node, size = columns
-        devices = tuple(Device(i, kind[i], node[i], flops_per_second[i], size[i]) for i in range(count))
+            raise ClusterError(f"{count} speeds, but kinds, nodes, memory, meetings are {columns}; give one per device")
+        rows = enumerate(zip(*columns[:2], flops_per_second, memory, lost, strict=True))
+        devices = tuple(
+            Device(rank, kind, node, flops, size, meeting_seconds=meeting)
+            for rank, (kind, node, flops, size, meeting) in rows
+        )
         link = intra or Link(1e10)
         return cls(devices, link, inter or link)
 
@@ -79,7 +86,8 @@ class Cluster:
             device: where this rank computes, such as "cpu" or "cuda:0".
 
         Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
-        `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal.
+        `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
+        timed, and for up to a second what it costs devices to meet between pieces of compute.
         """
         return _from_measurements(*measure_here(table, seconds=seconds, device=device))
 
@@ -109,6 +117,10 @@ class Cluster:
     def latency_seconds(self, a: int, b: int) -> float:
         """Return the latency between two ranks."""
         return self.link(a, b).latency_seconds
+
+    def meeting_seconds(self, ranks: Sequence[int]) -> float:
+        """Return what devices lose, besides messages, when they meet between pieces of compute; 0 for one device."""
+        return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
 
     def with_rates(self, rates: Mapping[int, float]) -> Cluster:
         """Return the cluster with new straggling rates for the given ranks."""
@@ -150,7 +162,7 @@ class Cluster:
         write_atomically(path, json_text(self.to_json()) + "\n")
 
     def __str__(self) -> str:
-        header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB"]
+        header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB", "meeting ms"]
         rows = [_row(device) for device in self.devices]
         pairs = (("intra", self.intra), ("inter", self.inter))
         links = [f"{name} {_link_text(link)}" for name, link in pairs]
@@ -164,7 +176,8 @@ class Cluster:
 
 def _row(device: Device) -> list[str]:
     speed, memory = f"{device.flops_per_second / 1e9:.4g}", f"{device.memory_bytes / 1e6:.4g}"
-    return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory]
+    meeting = f"{device.meeting_now * 1e3:.3g}"
+    return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory, meeting]
 
 
 def _link_text(link: Link) -> str:
@@ -187,7 +200,15 @@ def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:
 
 def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]) -> Cluster:
     devices = tuple(
-        Device(rank, m.kind, m.node, m.flops_per_second, m.memory_bytes, source="measured")
+        Device(
+            rank,
+            m.kind,
+            m.node,
+            m.flops_per_second,
+            m.memory_bytes,
+            source="measured",
+            meeting_seconds=m.meeting_seconds,
+        )
         for rank, m in enumerate(measurements)
     )
     return Cluster(devices, intra=Link(*links["intra"]), inter=Link(*links["inter"]))

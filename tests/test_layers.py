@@ -41,7 +41,7 @@ FLOORS = (
     "comm_ops",
     "environment graph plans pipeline prediction explanation schedule timeline emulate emulate_*",
     "annotations",
-    "topology devices measure chips",
+    "topology devices measure measure_* chips",
     "checks",
     "documents",
     "errors",

@@ -7,9 +7,6 @@ import pytest
 
 from hetu_fx.measure import (
     Measurement,
-    inter_pairs,
-    intra_pairs,
-    matmul_flops_per_second,
     memory_limits,
     node_name,
     settled,
@@ -65,20 +62,9 @@ def test_a_limit_is_shared_by_the_ranks_it_limits() -> None:
     assert [m.memory_bytes for m in settled(raw)] == [100, 450, 900]
 
 
-def test_pairs_to_time_lie_inside_nodes_and_between_neighbours() -> None:
-    nodes = ["a", "b", "a", "c", "b", "a"]
-    assert intra_pairs(nodes) == [(0, 2), (1, 4)]
-    assert inter_pairs(nodes) == [(0, 1), (1, 3)]
-    assert (intra_pairs(["a"]), inter_pairs(["a", "a"])) == ([], [])
-
-
 def test_the_node_name_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETU_FX_NODE", "rack7")
     assert node_name() == "rack7"
-
-
-def test_a_product_is_always_timed() -> None:
-    assert matmul_flops_per_second("cpu", 0.0) > 0
 
 
 def test_one_process_measures_itself() -> None:
@@ -116,3 +102,4 @@ def test_every_rank_gets_the_same_cluster(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
     assert [device.node for device in found[0].devices] == ["a", "a", "b"]
     assert found[0].inter.latency_seconds > 0
+    assert all(device.meeting_seconds >= 0 for device in found[0].devices)

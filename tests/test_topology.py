@@ -43,6 +43,7 @@ def test_a_written_cluster_reads_back_equal(tmp_path: Any) -> None:
             r"'memory_bytes' is missing; give a whole number",
         ),
         ({"devices": [{"rank": -1, "flops_per_second": 1, "memory_bytes": 1}]}, "device has rank -1"),
+        ({"devices": [{"rank": 0, "kind": "T4", "meeting_seconds": -1}]}, "meeting_seconds -1.0; give a finite"),
         ({"links": {}}, "cluster: links: 'intra' is missing"),
         ({"links": {"intra": {"bytes_per_second": "1 GB"}}}, 'must be a number, not a string: "1 GB"'),
         ({"links": {"intra": {"bytes_per_second": 1, "latency_seconds": -1}}}, "give a finite number, 0 or more"),
@@ -80,6 +81,21 @@ def test_speeds_can_be_corrected_and_rates_stay() -> None:
         cluster.with_speeds({7: 1.0})
 
 
+def test_devices_lose_to_a_meeting_what_the_latest_loses_now() -> None:
+    cluster = Cluster.on_paper([1e9] * 3, meeting_seconds=[1e-3, 2e-3, 0.0])
+    assert cluster.meeting_seconds((0, 1)) == 2e-3
+    assert cluster.meeting_seconds((1,)) == 0.0
+    assert cluster.with_rates({0: 4.0}).meeting_seconds((0, 1)) == 4e-3
+
+
+def test_what_a_meeting_costs_is_kept_in_the_file_and_need_not_be_there() -> None:
+    given = DOCUMENT["devices"][0] | {"meeting_seconds": 0.002}
+    cluster = Cluster.from_json(DOCUMENT | {"devices": [given]})
+    assert cluster.device(1).meeting_seconds == 0.002
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert "meeting_seconds" not in Cluster.from_json(DOCUMENT).to_json()["devices"][0]
+
+
 def test_without_leaves_the_rest() -> None:
     cluster = Cluster.on_paper([1e9] * 3).without([1])
     assert cluster.ranks == (0, 2)
@@ -94,12 +110,14 @@ def test_on_paper_wants_one_entry_per_device() -> None:
 
 def test_str_is_a_table() -> None:
     expected = """
-device  kind   node  GFLOP/s  rate  memory MB
-0       paper  0     2        1     1
-1       paper  0     1        2     1
+device  kind   node  GFLOP/s  rate  memory MB  meeting ms
+0       paper  0     2        1     1          0.5
+1       paper  0     1        2     1          4
 links: intra 1000 MB/s, 10 us; inter 1000 MB/s, 10 us
 """
-    cluster = Cluster.on_paper([2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5)).with_rates({1: 2.0})
+    cluster = Cluster.on_paper(
+        [2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5), meeting_seconds=[5e-4, 2e-3]
+    ).with_rates({1: 2.0})
     assert str(cluster) == expected.strip()
 
 

@@ -3,7 +3,7 @@
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
     compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead              (1)
-    tensor parallel  the forward's all-reduces and the backward's                                        (2)
+    tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
                    or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
     hand-over      the activation to the next stage, the gradient to the one before                      (3)
 
@@ -144,11 +144,12 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) of the forward and of the backward; a gather or a reduce-scatter of (2') is half an all-reduce."""
     times = 0.5 if stage.shares_sequence else 1.0
+    meeting = cluster.meeting_seconds(stage.devices)
 
     def line(count: int, num_bytes: float) -> Line:
         empty = cheapest_all_reduce_cost(0.0, stage.devices, cluster)
         full = cheapest_all_reduce_cost(num_bytes, stage.devices, cluster)
-        return Line(times * count * empty, times * (full - empty))
+        return Line(count * (times * empty + meeting), times * (full - empty))
 
     return line(parts.num_reductions, parts.reduced_bytes), line(parts.num_returns, parts.returned_bytes)
 

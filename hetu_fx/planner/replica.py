@@ -116,7 +116,7 @@ class Builder:
         self._seconds: dict[tuple[tuple[int, ...], int, int], float] = {}
         self._ratios: dict[tuple[int, ...], tuple[int, ...] | None] = {}
         self._replicas: dict[object, Replica | None] = {}
-        self._kinds = {d.rank: (d.kind, d.node, d.speed, rules.memory[d.rank]) for d in cluster.devices}
+        self._kinds = {d.rank: (d.kind, d.node, d.speed, d.meeting_now, rules.memory[d.rank]) for d in cluster.devices}
 
     def build(self, groups: Groups) -> Replica | None:
         """Return the replica of these stages, None when it cannot be (too few units or blocks, no memory)."""

@@ -16,7 +16,7 @@ from hetu_fx.planner.cost import (
 )
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.topology import Link
+from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import FAST_LINK, paper, transformer
 
 PIPELINE = Pipeline((Stage((0,), blocks=3), Stage((1,), blocks=1)), micro_batches=4)
@@ -51,6 +51,18 @@ def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
     assert forward.per_row == pytest.approx(2 * 50 / 1e10)
     assert backward.fixed == pytest.approx(2 * FAST_LINK.latency_seconds)
     assert backward.per_row == pytest.approx(2 * 30 / 1e10)
+
+
+def test_a_message_of_a_group_costs_what_its_latest_device_loses_to_meet() -> None:
+    parts = PartCosts(num_reductions=2, num_returns=1, reduced_bytes=100)
+    late = Cluster.on_paper([1e9] * 3, intra=FAST_LINK, meeting_seconds=[1e-3, 5e-3, 0.0])
+    sums, returns = tensor_parallel_lines(Stage((0, 1, 2)), parts, late)
+    on_time, _ = tensor_parallel_lines(Stage((0, 1, 2)), parts, paper(1, 1, 1))
+    assert sums == Line(on_time.fixed + 2 * 5e-3, on_time.per_row)
+    assert returns.fixed == pytest.approx(5e-3 + on_time.fixed / 2)
+    gathers, _ = tensor_parallel_lines(Stage((0, 1), context=2), parts, late)
+    assert gathers.fixed == pytest.approx(2 * 5e-3 + 2 * FAST_LINK.latency_seconds)
+    assert tensor_parallel_lines(Stage((1,)), parts, late) == (Line(), Line())
 
 
 def test_a_group_that_shares_the_sequence_holds_less_and_sums_as_much() -> None:

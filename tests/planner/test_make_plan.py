@@ -13,7 +13,7 @@ from hetu_fx.planner.replica import Builder, Rules
 from hetu_fx.planner.space import compositions
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Link
-from tests.planner.examples import paper, transformer
+from tests.planner.examples import FAST_LINK, paper, transformer
 
 BIG = transformer(rows=16, length=128, width=256)
 
@@ -40,6 +40,20 @@ def test_a_slow_link_is_left_unused_or_crossed_by_a_pipeline() -> None:
     assert plan.devices == (0, 1)
     crossing = make_plan(BIG, paper(1, 1, nodes="ab", inter=Link(2e6)))
     assert len(crossing.pipelines) == 1
+
+
+def test_devices_that_lose_much_time_to_meet_make_no_group() -> None:
+    late = Cluster.on_paper([1e9, 1e9], intra=FAST_LINK, meeting_seconds=[0.0, 1.0])
+    plans = [make_plan(replace(BIG, rows=1), cluster) for cluster in (paper(1, 1), late)]
+    assert [max(len(stage.devices) for stage in plan.pipelines[0].stages) for plan in plans] == [2, 1]
+
+
+def test_of_devices_that_are_alike_but_for_that_those_on_time_make_the_group() -> None:
+    late = Cluster.on_paper([1e9] * 4, intra=FAST_LINK, meeting_seconds=[1.0, 0.0, 1.0, 0.0])
+    builder = Builder(BIG, late, Rules("1f1b", 1, (1,), dict.fromkeys(range(4), 1 << 40)), 1)
+    replicas = [builder.build(((a, b),)) for a, b in ((0, 2), (1, 3))]
+    slow, fast = (replica.seconds(1, 1) for replica in replicas if replica is not None)
+    assert slow > fast + 1.0
 
 
 def test_a_straggler_gets_less_after_its_rate_fell() -> None:

@@ -1,0 +1,59 @@
+"""Matrix products: the work by which devices are measured."""
+
+from __future__ import annotations
+
+import time
+
+_SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices: about a millisecond of work
+
+
+class Products:
+    """Float32 matrix products on a device, all of one size."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.device = torch.device(device)
+        self._side = _SIDE[self.device.type]
+        self._a = torch.ones(self._side, self._side, device=self.device)
+        self._b, self._out = torch.ones_like(self._a), torch.empty_like(self._a)
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of one product."""
+        return 2.0 * self._side**3
+
+    def start(self, count: int) -> None:
+        """Do so many products, or put them on the device's stream."""
+        import torch
+
+        for _ in range(count):
+            torch.mm(self._a, self._b, out=self._out)
+
+    def finish(self) -> None:
+        """Wait until they are done."""
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def matmul_flops_per_second(device: str, seconds: float) -> float:
+    """Return the FLOP/s of float32 matrix products over a window of wall time, after a warm-up.
+
+    Wall time, not CPU time: a device that waits for its quota is slow. The warm-up of a fifth of the window
+    also uses up what quota was saved before.
+    """
+    products = Products(device)
+    _repeat(products, seconds / 5)
+    count, elapsed = _repeat(products, seconds)
+    return products.flops * count / elapsed
+
+
+def _repeat(products: Products, seconds: float) -> tuple[int, float]:
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or count == 0:
+        products.start(1)
+        products.finish()
+        count += 1
+    return count, elapsed

@@ -47,6 +47,10 @@ class Devices(Protocol):
         """Share the same cores equally, where that can be done."""
         ...
 
+    def favour_first(self) -> None:
+        """Give rank 0, which works while the others wait, nearly all cores, where that can be done."""
+        ...
+
 
 class Quotas:
     """Devices whose speeds are CPU quotas."""
@@ -71,6 +75,10 @@ class Quotas:
     def make_equal(self) -> None:
         """Share the same cores equally."""
         _set_speeds(self.settings.equal_speeds)
+
+    def favour_first(self) -> None:
+        """Give rank 0 nearly all cores."""
+        _set_speeds(self.settings.speeds_for_one)
 
 
 class SharedCores:
@@ -99,6 +107,9 @@ class SharedCores:
         dist.barrier()
 
     def make_equal(self) -> None:
+        """Do nothing: cores stay as they are."""
+
+    def favour_first(self) -> None:
         """Do nothing: cores stay as they are."""
 
 

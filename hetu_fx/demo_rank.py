@@ -170,8 +170,9 @@ class Rank:
         """Measure, plan, train, compare, save."""
         cluster = self._measure()
         # Measuring and training are the subject: a device of 0.2 cores would take long over a capture.
-        self.devices.make_equal()
+        self.devices.favour_first()
         plans, predicted = self._plan(cluster)
+        self.devices.make_equal()
         optimizer = make_optimizer(self.model, self.settings)
         batch = self._own(self.text.batch(0))
         hetu_fx.auto_parallelize(self.model, batch, plan=plans, cluster=cluster, optimizer=optimizer)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from hetu_fx.errors import EnvironmentProblem
 
+LEAST_SPEED = 0.1
+"""Cores of a process that waits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
@@ -61,6 +64,12 @@ class DemoSettings:
         """Return the same cores in equal shares: for starting and saving, where speed is not the subject."""
         return (sum(self.speeds) / self.world_size,) * self.world_size
 
+    @property
+    def speeds_for_one(self) -> tuple[float, ...]:
+        """Return the same cores, nearly all for rank 0: for what it works out while the others wait."""
+        waiting = (LEAST_SPEED,) * (self.world_size - 1)
+        return (sum(self.speeds) - sum(waiting), *waiting)
+
     def shape(self, step: int) -> tuple[int, int]:
         """Return (rows, length) of a step's global batch."""
         return (self.long_rows, self.long_length) if step in self.long_at else (self.rows, self.length)
@@ -80,9 +89,9 @@ FULL = DemoSettings(
     length=128,
     long_rows=4,
     long_length=512,
-    long_at=(9, 33),
-    slow_at=16,
-    steps=40,
+    long_at=(9, 24),
+    slow_at=14,
+    steps=30,
     compared_steps=3,
 )
 

@@ -17,7 +17,10 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.exporting import export_runtime
 from hetu_fx.plans import Plan
 from hetu_fx.prepare import Plans, Preparation, prepare
+from hetu_fx.run_log import RunLog, Sink
+from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
 from hetu_fx.saving import load_model, save_model
+from hetu_fx.switching.policy import Policy
 from hetu_fx.switching.runtime import Runtime, Settings
 from hetu_fx.topology import Cluster
 
@@ -135,6 +138,18 @@ class Handle:
         """Return the measured rate of each device: 1 as planned, 2 twice as slow."""
         return self._adaptation.rates
 
+    @property
+    def policy(self) -> Policy:
+        """What chooses the variant of each batch; assign another one (see `switching.policy.Policy`) on every process.
+
+        The default takes the variant predicted fastest, of those that take the batch's longest sequence.
+        """
+        return self._runtime.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._runtime.policy = policy
+
     def explain(self) -> str:
         """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
         self._runtime.charge_groups()
@@ -168,6 +183,29 @@ class Handle:
         communication of some ranks contains a "group creation".
         """
         self._runtime.table.listener = listener
+
+    def log(
+        self, path: str | Path | None = None, *, progress: bool = False, tensorboard: str | Path | None = None
+    ) -> RunLog:
+        """Log from now on what runs, how long it takes beside what was predicted, and what changes.
+
+        Returns the log, a context manager; it tells of the last step when it is closed. Only process 0 writes; the
+        others may call this or not.
+
+        Args:
+            path: of a file of JSON lines (`hetu_fx.run_log` lists them); `hetu-fx log` reads it.
+            progress: say on stderr what happens.
+            tensorboard: a folder for TensorBoard's scalars.
+
+        Raises:
+            EnvironmentProblem: the file cannot be written, or TensorBoard is not there.
+        """
+        sinks: list[Sink] = []
+        if self._runtime.table.rank == 0:
+            sinks += [JsonLines(path)] if path is not None else []
+            sinks += [Progress()] if progress else []
+            sinks += [Scalars(tensorboard_writer(tensorboard))] if tensorboard is not None else []
+        return RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
 
     def save(self, folder: str | Path, **options: Any) -> None:
         """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `saving.save_model`'s.

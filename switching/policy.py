@@ -1,6 +1,6 @@
 """Which variant runs a batch: a pure function of what every rank knows, so all ranks choose alike.
 
-A variant fits a batch whose longest sequence is at most its `max_length`. Of those that fit, the one that is
+The function can be replaced (`model.hetu.policy`); `choose` is the one that there is. A variant fits a batch whose longest sequence is at most its `max_length`. Of those that fit, the one that is
 expected to be fastest runs it. A variant expects a straggling rate of each of its devices; where a device is
 slower by now, the variant is slower by as much as its worst device, for everybody waits for that one.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from hetu_fx.errors import BatchError
 
@@ -61,6 +62,18 @@ class Health:
 
 
 HEALTHY = Health()
+
+
+class Policy(Protocol):
+    """Chooses the variant that runs a batch.
+
+    Every rank calls it with the same arguments before every batch and must get the same name: it may look at nothing
+    else that differs between ranks, such as clocks or generators that were seeded by rank.
+    """
+
+    def __call__(self, variants: Sequence[VariantFacts], batch: BatchFacts, health: Health, /) -> str:
+        """Return the name of one of the variants, which takes the batch."""
+        ...
 
 
 def choose(variants: Sequence[VariantFacts], batch: BatchFacts, health: Health = HEALTHY) -> str:

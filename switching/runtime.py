@@ -19,7 +19,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.execution import Execution, Reading, StepInputs
-from hetu_fx.switching.policy import BatchFacts, Health, VariantFacts, choose
+from hetu_fx.switching.policy import BatchFacts, Health, Policy, VariantFacts, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
 from hetu_fx.switching.step import Guess
 from hetu_fx.switching.timer import ComputeTimer
@@ -82,7 +82,7 @@ class Runtime:
         self.report = StepReport()
         self.pinned: str | None = None
         self.switches = 0
-        self.policy: Policy = choose_variant
+        self.policy: Policy = choose
         self.health = Health()
         self.observers: list[Observer] = []
         self._groups_seen = len(table.creations)
@@ -117,8 +117,21 @@ class Runtime:
             batch, facts = self._agree(args, kwargs)
             for observe in self.observers:
                 observe(facts)
-            self._switch(self.pinned or self.policy(self, facts))
+            self._switch(self.pinned or self._chosen(facts))
             return self._run(batch, facts)
+
+    def _chosen(self, facts: StepFacts) -> str:
+        """Return the variant that the policy chooses; it must exist and take the batch."""
+        batch = BatchFacts(facts.longest, sum(facts.rows))
+        variants = {name: _facts_of(name, variant) for name, variant in self.variants.items()}
+        name = self.policy(tuple(variants.values()), batch, self.health)
+        self._known(name)
+        if not variants[name].fits(batch):
+            raise BatchError(
+                f"the policy chose variant {name!r} for a batch whose longest sequence is {batch.longest}, but that "
+                f"takes {variants[name].max_length} at most; let it choose among those that fit"
+            )
+        return name
 
     def _known(self, name: str) -> Variant:
         if name not in self.variants:
@@ -186,19 +199,11 @@ def names_of(plans: Sequence[Plan]) -> list[str]:
     return [plan.name or f"variant{i}" for i, plan in enumerate(plans)]
 
 
-Policy = Callable[["Runtime", StepFacts], str]
-
-
-def choose_variant(runtime: Runtime, facts: StepFacts) -> str:
-    """Choose the variant for a batch: of those that take its longest sequence, the one predicted fastest."""
-    variants = [
-        VariantFacts(
-            name=name,
-            max_length=variant.plan.max_length,
-            predicted_seconds=variant.predicted_seconds,
-            devices=variant.plan.devices,
-            planned_rates=variant.planned_rates,
-        )
-        for name, variant in runtime.variants.items()
-    ]
-    return choose(variants, BatchFacts(facts.longest, sum(facts.rows)), runtime.health)
+def _facts_of(name: str, variant: Variant) -> VariantFacts:
+    return VariantFacts(
+        name=name,
+        max_length=variant.plan.max_length,
+        predicted_seconds=variant.predicted_seconds,
+        devices=variant.plan.devices,
+        planned_rates=variant.planned_rates,
+    )

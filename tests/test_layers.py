@@ -23,7 +23,7 @@ FLOORS = (
     "cli cli_* demo demo_*",
     "integrations",
     "api",
-    "planning prepare adaptation saving exporting exported checkpoint report",
+    "planning prepare adaptation saving exporting exported checkpoint report run_log run_log_*",
     "switching.runtime",
     "switching.graph_execution switching.eager_execution",
     "switching.run_step switching.eager_step",

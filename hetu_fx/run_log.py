@@ -1,0 +1,163 @@
+"""The log of a run: which variant ran each step, how long it took beside what was predicted, and what changed.
+
+An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Kinds of entries (`event`):
+
+    start       the format, the number of processes, the variants there are
+    plan        a variant was added: its name and plan
+    health      the devices' straggling rates changed: those that are not 1
+    switch      another variant than the step before runs
+    step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
+                batch's, predicted seconds, and the compute seconds of every process
+    evaluation  a batch without training: variant, rows and seconds
+
+Steps are told when the next batch starts, for only then is known how long they took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from hetu_fx.plans import Plan
+from hetu_fx.switching.agreement import StepFacts
+from hetu_fx.switching.runtime import Runtime
+
+FORMAT = "hetu_fx.log/1"
+
+Entry = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """What takes the entries of a log."""
+
+    def tell(self, entry: Entry) -> None:
+        """Take an entry."""
+        ...
+
+    def close(self) -> None:
+        """Take no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A variant, as a log tells it."""
+
+    plan: Plan
+    predicted_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a run has done so far; two of them tell what happened in between.
+
+    Attributes:
+        step: training steps so far.
+        variant: which variant ran last; "" before the first batch.
+        rows: its rows per pipeline.
+        variants: all there are.
+        rates: straggling rates of devices, of those that are not 1.
+    """
+
+    step: int = 0
+    variant: str = ""
+    rows: tuple[int, ...] = ()
+    variants: Mapping[str, Variant] = field(default_factory=dict)
+    rates: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is known of a batch once it is over; `compute_seconds` is empty if the processes have not met since."""
+
+    longest: int
+    seconds: float
+    compute_seconds: tuple[float, ...] = ()
+
+
+def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]:
+    """Yield what happened between two states, of which the later one has run `batch` (None: nothing yet)."""
+    if batch is not None:
+        if before.variant not in ("", after.variant):
+            yield {"event": "switch", "step": after.step, "from": before.variant, "to": after.variant}
+        yield _batch_entry(before, after, batch)
+    for name in after.variants:
+        if name not in before.variants:
+            yield {"event": "plan", "step": after.step, "name": name, "plan": after.variants[name].plan.to_json()}
+    if before.rates != after.rates:
+        rates = {str(device): rate for device, rate in after.rates.items()}
+        yield {"event": "health", "step": after.step, "rates": rates}
+
+
+def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
+    ran = {"variant": after.variant, "longest": batch.longest, "rows": list(after.rows), "seconds": batch.seconds}
+    if after.step == before.step:
+        return {"event": "evaluation", "step": after.step, **ran}
+    predicted = after.variants[after.variant].predicted_seconds
+    times = {"predicted_seconds": predicted or None, "compute_seconds": list(batch.compute_seconds)}
+    return {"event": "step", "step": after.step, **ran, **times}
+
+
+class RunLog:
+    """Tells its sinks what a run does, from now until it is closed; a context manager.
+
+    Args:
+        runtime: what runs.
+        rates: gives the devices' straggling rates.
+        sinks: what takes the entries, each with the `time` it was told at (seconds since 1970). None: this process
+            tells nothing.
+    """
+
+    def __init__(self, runtime: Runtime, rates: Callable[[], Mapping[int, float]], sinks: Sequence[Sink]) -> None:
+        self._runtime, self._rates, self._sinks = runtime, rates, sinks
+        self._before = State(step=runtime.step, variants=_variants(runtime))
+        self._begun: tuple[float, int] | None = None
+        names = list(self._before.variants)
+        self._tell({"event": "start", "format": FORMAT, "processes": runtime.table.size, "variants": names})
+        runtime.observers.append(self._observe)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tell of the last batch, and of nothing more."""
+        if self._observe in self._runtime.observers:
+            self._runtime.observers.remove(self._observe)
+            self._catch_up(())
+            for sink in self._sinks:
+                sink.close()
+
+    def _observe(self, facts: StepFacts) -> None:
+        self._catch_up(facts.compute_seconds)
+        self._begun = time.perf_counter(), facts.longest
+
+    def _catch_up(self, compute_seconds: tuple[float, ...]) -> None:
+        batch = None
+        if self._begun is not None:
+            start, longest = self._begun
+            batch = Batch(longest, time.perf_counter() - start, compute_seconds)
+        after = self._state()
+        for entry in entries(self._before, after, batch):
+            self._tell(entry)
+        self._before, self._begun = after, None
+
+    def _state(self) -> State:
+        runtime, report = self._runtime, self._runtime.report
+        rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
+        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates)
+
+    def _tell(self, entry: Entry) -> None:
+        for sink in self._sinks:
+            sink.tell({**entry, "time": time.time()})
+
+
+def _variants(runtime: Runtime) -> dict[str, Variant]:
+    return {name: Variant(variant.plan, variant.predicted_seconds) for name, variant in runtime.variants.items()}

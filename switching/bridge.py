@@ -12,15 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.buckets import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.comm_ops.lowering import Lowering
-from hetu_fx.switching.bridge_plan import BUCKET_BYTES, BridgeEntry, BridgePlan, Bucket, plan_bridge
+from hetu_fx.switching.bridge_plan import BridgeEntry, BridgePlan, Bucket, plan_bridge
 from hetu_fx.switching.bridge_run import BucketRun, Crossing, UnderWay
 
 __all__ = ["Bridge", "BridgeEntry", "BridgePlan", "Bucket", "Reduction", "plan_bridge"]
-
-# So many buckets are under way at once: enough to keep the wire busy while the next is packed.
-IN_FLIGHT = 3
 
 
 class Bridge:
@@ -106,7 +104,7 @@ class Bridge:
         results: dict[str, Tensor] = {}
         for bucket in range(number):
             under_way.append(start(bucket))
-            if len(under_way) == IN_FLIGHT:
+            if len(under_way) == BUCKETS_AT_ONCE:
                 results |= under_way.popleft().wait()
         for handle in under_way:
             results |= handle.wait()

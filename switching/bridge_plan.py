@@ -19,11 +19,10 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box
+from hetu_fx.comm_ops.buckets import BUCKET_BYTES
 from hetu_fx.comm_ops.change import Change
 from hetu_fx.comm_ops.slices import Slice, finest_slices
 from hetu_fx.errors import AnnotationError, StateError
-
-BUCKET_BYTES = 25 << 20
 
 Shape = tuple[int, ...]
 

@@ -169,7 +169,8 @@ def _measured(
     wanted: Preparation, execution: Execution[Any], rows: int, table: GroupTable
 ) -> tuple[ProgramCosts, Cluster | None]:
     # Examples of unequal sizes cost differently, so that all ranks plan with the first one's.
-    costs = from_first(table, together(table, lambda: execution.costs(rows)))
+    plans = wanted.plan == "auto" or wanted.cluster is not None
+    costs = from_first(table, together(table, lambda: execution.costs(rows, memory=plans and table.rank == 0)))
     match wanted.cluster:
         case Cluster():
             return costs, wanted.cluster

@@ -48,7 +48,7 @@ class EagerExecution:
         self.forward, self.loss_fn = self.module.forward, loss_fn
         self.example_rows = self.module.example_rows
 
-    def costs(self, rows: int) -> ProgramCosts:
+    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
         """Return the costs as far as parameters tell: a product and a sum with each, per row, and their bytes.
 
         A module that uses a parameter many times per row (for every token, say) takes more; all devices alike, so

@@ -101,8 +101,8 @@ class Execution(Protocol[V]):
     loss_fn: Callable[..., Any] | None
     example_rows: int
 
-    def costs(self, rows: int) -> ProgramCosts:
-        """Return what a step of so many rows costs."""
+    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
+        """Return what a step of so many rows costs; what it holds only if asked, as finding that out takes a while."""
 
     def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
         """Make the best plan for a cluster. Raises PlanError if none fits."""

@@ -44,9 +44,9 @@ class GraphExecution:
         self.program = programs.first(example, training=True)
         self.example_rows, self.example_length = example_size(example, programs, self.program)
 
-    def costs(self, rows: int) -> ProgramCosts:
+    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
         """Return what a step of so many rows costs."""
-        return program_costs(self.program.graph, rows=rows, cut=self.program.tensor_cut)
+        return program_costs(self.program.graph, rows=rows, cut=self.program.tensor_cut, memory=memory)
 
     def plan(self, costs: ProgramCosts, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
         """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""

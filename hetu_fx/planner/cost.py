@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
-from hetu_fx.planner.memory import activation_bytes, fixed_bytes, in_flight
+from hetu_fx.planner.memory import Terms, in_flight
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.shards import device_bytes, stops_of
 from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
@@ -102,21 +103,15 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
 
 def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:
     """Return the costs of every stage of a pipeline whose blocks are written out."""
-    stops = _stops(pipeline, costs.num_blocks)
+    stops = stops_of(pipeline, costs.num_blocks)
     return tuple(_stage_costs(pipeline, i, stops, costs, cluster) for i in range(len(pipeline.stages)))
-
-
-def _stops(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
-    blocks = pipeline.blocks(num_blocks)
-    return tuple(sum(blocks[:i]) for i in range(len(blocks) + 1))
 
 
 def _stage_costs(
     pipeline: Pipeline, index: int, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster
 ) -> StageCosts:
     stage = pipeline.stages[index]
-    parts = costs.stage(stops[index], stops[index + 1])
-    parts = parts.by_sequence if stage.shares_sequence else parts
+    parts = costs.on(stage).stage(stops[index], stops[index + 1])
     compute = compute_lines(stage, parts, cluster)
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
@@ -230,7 +225,9 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
     ends = [place.end_terms(plan, cluster) for place in places]
     end = math.fsum(max(column) for column in zip(*ends, strict=True))
-    devices = tuple(_device_cost(place, plan, terms, slowest + end) for place, terms in zip(places, ends, strict=True))
+    held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
+    pairs = zip(places, ends, strict=True)
+    devices = tuple(_device_cost(place, held[place.rank], terms, slowest + end) for place, terms in pairs)
     return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
 
 
@@ -245,16 +242,14 @@ def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Pla
                 yield Place(rank, stage, position, rows, count, kept)
 
 
-def _device_cost(place: Place, plan: Plan, ends: Sequence[float], step: float) -> DeviceCost:
+def _device_cost(place: Place, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
     rows, count = place.micro_rows, place.micro_batches if place.rows else 0
     costs = place.costs
     lines = (costs.compute[place.position], costs.tensor_parallel, costs.hand_over)
     work = [count * line(rows) for line in lines]
     idle = max(0.0, step - math.fsum((*work, *ends)))
     seconds = tuple(zip(TERMS, (*work, idle, *ends), strict=True))
-    fixed = fixed_bytes(place.parameter_bytes, zero=plan.zero, num_replicas=place.num_copies(plan))
-    kept = activation_bytes(costs.parts.activation_bytes_at(place.share), rows, place.num_in_flight)
-    return DeviceCost(place.rank, seconds, (*fixed, ("activations", kept)))
+    return DeviceCost(place.rank, seconds, held)
 
 
 def _why(devices: Sequence[DeviceCost], step: float) -> str:

@@ -1,50 +1,174 @@
-"""Bytes that a device holds during a step, by term.
+"""Bytes that a device holds, at the instants of a step that can be its peak.
 
-For a device with parameter bytes P (its shard of its stage), n replicas, micro-batches of x rows of which f
-are in flight, and A activation bytes per row:
+Lasting, for a device that reads P bytes of parameters and owns H of them at home (all of them where states are not
+spread; else its share, by speed, of what the readers of each part own together), with k moments in its optimizer:
 
-    parameters = P                                                            (1)
-    gradients  = P                                                            (2)
-    optimizer  = 2 P               zero 0 or n = 1: two moments               (3a)
-               = 3 P / n           zero 1: its part of master copy and moments (3b)
-    activations = f x A                                                       (4)
+    parameters H,  optimizer k H,  copies C: what it reads but does not own, gathered once per step        (1)
 
-1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m.
+Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`planner.footprint`):
+
+    gather            C again, and the messages that bring it                                              (2)
+    forward           (f - 1) K + most in a forward; gradients P if a backward has been before             (3)
+    first backward    (f - 1) K + most in a backward, with the gradients made up to there                  (4)
+    later backward    the same with all gradients P, and one more micro-batch in flight if m > f           (5)
+    synchronisation   gradients P, messages of as many bytes, and what arrives from others                 (6)
+    update            gradients H, and three values for each element of the largest parameter              (7)
+
+(7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
+to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m. What is sent to other stages
+is held until the end of the step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from hetu_fx.comm_ops.buckets import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.planner.footprint import Line, StageFootprint
 from hetu_fx.plans import Schedule
 
 UNBOUNDED = 1 << 40
 """More rows than any batch has."""
 
+MOMENTS = 2
+"""Of Adam."""
+
+UPDATE_VALUES = 3
+"""How many values Adam's arithmetic holds for an element that it updates."""
+
 Terms = tuple[tuple[str, int], ...]
+TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messages", "update")
 
 
 def in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches: int) -> int:
-    """Return how many micro-batches a stage keeps activations of, f in (4)."""
+    """Return how many micro-batches a stage keeps activations of, f in (3)."""
     return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
 
 
 def fixed_bytes(parameters: float, *, zero: int, num_replicas: int) -> Terms:
-    """Return (1), (2) and (3) of a device with so many parameter bytes."""
-    optimizer = 3 * parameters / num_replicas if zero and num_replicas > 1 else 2 * parameters
+    """Return what a device that reads so many bytes of parameters holds of them and their states, outside an update.
+
+    In all it is what `instants` counts for states spread evenly over the replicas: P of parameters, P of gradients and
+    (1 + moments) P / n of home parameters and moments; without replicas, or zero 0, the parameters are those at home.
+    """
+    optimizer = (1 + MOMENTS) * parameters / num_replicas if zero and num_replicas > 1 else MOMENTS * parameters
     pairs = (("parameters", parameters), ("gradients", parameters), ("optimizer", optimizer))
     return tuple((term, math.ceil(count)) for term, count in pairs)
 
 
-def activation_bytes(bytes_per_row: float, rows: int, num_in_flight: int) -> int:
-    """Return (4) for micro-batches of `rows` rows."""
-    return math.ceil(num_in_flight * rows * bytes_per_row)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a device of a stage holds for any number of rows and micro-batches.
+
+    Attributes:
+        parameters: bytes as its graph reads them, P.
+        owned: bytes of its home parameters, H.
+        copied: bytes of what it reads but is not its own memory at home, C.
+        synced: bytes of its gradients that travel to their homes.
+        footprint: of its stage's parts.
+        handed: bytes per row that it sends to neighbours, activations and gradients of them.
+    """
+
+    parameters: float
+    owned: float
+    copied: float
+    synced: float
+    footprint: StageFootprint
+    handed: float = 0.0
+
+    @property
+    def messages(self) -> float:
+        """Return the bytes of messages that bring its gradients home, and of what arrives from others."""
+        return self.synced + (max(0.0, self.synced - self.owned) if self.copied else 0.0)
+
+    @property
+    def update_bytes(self) -> float:
+        """Return the bytes that the optimizer's arithmetic takes."""
+        share = self.owned / self.parameters if self.parameters else 0.0
+        return UPDATE_VALUES * self.footprint.largest * share
 
 
-def most_rows(limit: float, fixed: float, bytes_per_row: float, num_in_flight: int) -> int:
-    """Return the most rows of a micro-batch for which all terms stay within the limit; 0 when none do."""
-    left = limit - fixed
-    if left < 0:
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """What is held at once: a line over a micro-batch's rows per term."""
+
+    name: str
+    terms: Mapping[str, Line]
+
+    def at(self, rows: int) -> Terms:
+        """Return the bytes by term, in order."""
+        lines = {term: self.terms.get(term, (0.0, 0.0)) for term in TERMS}
+        return tuple((term, math.ceil(fixed + per_row * rows)) for term, (fixed, per_row) in lines.items())
+
+    @property
+    def line(self) -> Line:
+        """Return the bytes of all terms."""
+        return sum(fixed for fixed, _ in self.terms.values()), sum(per_row for _, per_row in self.terms.values())
+
+    def bytes(self, rows: int) -> float:
+        """Return the bytes of all terms for so many rows."""
+        fixed, per_row = self.line
+        return fixed + per_row * rows
+
+
+def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
+    """Return what a device holds at (2) to (7)."""
+    lasting = {
+        "parameters": (shard.owned, 0.0),
+        "copies": (shard.copied, 0.0),
+        "optimizer": (moments * shard.owned, 0.0),
+    }
+    found = [*_ends(shard), *_passing(shard, num_in_flight, micro_batches)]
+    return tuple(Instant(name, lasting | terms) for name, terms in found)
+
+
+def _ends(shard: Shard) -> list[tuple[str, dict[str, Line]]]:
+    """Return (2), (6) and (7)."""
+    travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
+    return [
+        ("gather", {"copies": (2 * shard.copied, 0.0), "messages": (travelling, 0.0)}),
+        ("synchronisation", {"gradients": (shard.parameters, 0.0), "messages": (shard.messages, 0.0)}),
+        ("update", {"gradients": (shard.owned, 0.0), "update": (shard.update_bytes, 0.0)}),
+    ]
+
+
+def _passing(shard: Shard, num_in_flight: int, micro_batches: int) -> list[tuple[str, dict[str, Line]]]:
+    """Return (3), (4) and (5)."""
+    print_ = shard.footprint
+    found = []
+    others = num_in_flight - 1
+    has_gradients = micro_batches > num_in_flight
+    sent = {"messages": (0.0, (micro_batches if has_gradients else num_in_flight) * shard.handed)}
+    gradients = {"gradients": (shard.parameters, 0.0)}
+    for line in print_.forward:
+        kept = {"activations": _above(line, print_.kept, others)}
+        found.append(("forward", kept | sent | (gradients if has_gradients else {})))
+    for line in print_.backward:
+        found.append(("first backward", {"activations": _above(line, print_.kept, others)} | sent))
+    if micro_batches > 1:
+        left = others if has_gradients else others - 1
+        for line in print_.later:
+            found.append(("later backward", {"activations": _above(line, print_.kept, left)} | sent | gradients))
+    return found
+
+
+def _above(line: Line, kept: Line, times: int) -> Line:
+    return line[0] + times * kept[0], line[1] + times * kept[1]
+
+
+def peak(found: Sequence[Instant], rows: int) -> Terms:
+    """Return the bytes by term at the instant that holds most with micro-batches of `rows` rows."""
+    return max(found, key=lambda instant: instant.bytes(rows)).at(rows)
+
+
+def most_rows(limit: float, found: Sequence[Instant]) -> int:
+    """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
+    return min(_most_rows(limit, *instant.line) for instant in found)
+
+
+def _most_rows(limit: float, fixed: float, per_row: float) -> int:
+    if fixed > limit:
         return 0
-    per_row = num_in_flight * bytes_per_row
-    return int(left / per_row) if per_row else UNBOUNDED
+    return min(UNBOUNDED, int((limit - fixed) / per_row)) if per_row > 0 else UNBOUNDED

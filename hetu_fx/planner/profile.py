@@ -20,16 +20,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.cut import Cut, NoCut
+from hetu_fx.planner.footprint import ProgramMemory
+from hetu_fx.planner.liveness import owners, program_memory
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.tied import Tied
 
 
-def program_costs(graph: Graph, *, rows: int | None = None, cut: Cut | None = None) -> ProgramCosts:
+def program_costs(
+    graph: Graph, *, rows: int | None = None, cut: Cut | None = None, memory: bool = True
+) -> ProgramCosts:
     """Return the costs of a step of a captured program.
 
     Args:
         graph: its example batch gives the sequence length that the costs are for.
         rows: rows of a step over all replicas; None: as many as the example has.
         cut: what a tensor parallel group would cut; None: nothing, so that no plan makes such groups.
+        memory: find out what parts hold by running them without data, which takes a while; only planning needs it.
     """
     profile = _Profile(graph, cut or NoCut())
     for node in graph.graph.nodes:
@@ -46,6 +52,8 @@ def program_costs(graph: Graph, *, rows: int | None = None, cut: Cut | None = No
         after=parts[-1],
         boundary_bytes=tuple(profile.boundary_bytes(block) for block in range(count - 1)),
         units=profile.cut.units,
+        memory=profile.memory() if memory else None,
+        tied=tuple(profile.tied),
     )
 
 
@@ -92,6 +100,7 @@ class _Profile:
         self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
         by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
         self._of_batch, self._mixed = by_batch, by_batch & by_weights
+        self.tied: list[Tied] = []
         self._kept: set[fx.Node] = set()
         self._gathered: set[fx.Node] = set()
 
@@ -147,9 +156,17 @@ class _Profile:
                 part.add("activation_bytes", size, is_cut, shared)
 
     def add_parameter(self, node: fx.Node) -> None:
-        """Count a parameter where it is used first; that later users hold a tied one too is left out."""
-        users = [self.part_of(user) for user in node.users if user.op == "call_function"]
-        self.parts[min(users, default=0)].add("parameter_bytes", _bytes(node), self.cut.splits(node))
+        """Count a parameter where it is read first, and note where it is read again."""
+        size, is_split = _bytes(node), self.cut.splits(node)
+        readers = sorted({self.part_of(user) for user in node.users if user.op == "call_function"})
+        self.parts[readers[0] if readers else 0].add("parameter_bytes", size, is_split)
+        if len(readers) > 1:
+            self.tied.append(Tied(size, size if is_split else 0, tuple(readers)))
+
+    def memory(self) -> ProgramMemory | None:
+        """Return what the parts hold; None where only the values of a batch tell."""
+        part_of = owners(self._graph, self._mixed, self.part_of)
+        return program_memory(self._graph, self.cut, part_of, len(self.parts), self.example_rows)
 
     def boundary_bytes(self, block: int) -> float:
         """Return the bytes per row that cross from a block (and all before it) to the next ones."""

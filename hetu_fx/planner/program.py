@@ -7,12 +7,15 @@ parts; the rest is done, or held, by every device of the group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from operator import add, attrgetter
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plans import Plan
+from hetu_fx.planner.footprint import Amount, PartMemory, ProgramMemory, StageFootprint
+from hetu_fx.planner.tied import Tied, gradients_of, pending_of
+from hetu_fx.plans import Plan, Stage
 
 ROUNDING = 1e-9
 
@@ -116,7 +119,9 @@ class ProgramCosts:
 
     boundary_bytes[k] is what one row hands over from block k to k + 1. `units` is how many parts the
     class that tensor parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that
-    add up to it; 1 means that nothing can be cut.
+    add up to it; 1 means that nothing can be cut. `memory` is what each part holds; None: what its
+    activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
+    before the blocks.
     """
 
     rows: int
@@ -125,6 +130,8 @@ class ProgramCosts:
     after: PartCosts
     boundary_bytes: tuple[float, ...] = ()
     units: int = 1
+    memory: ProgramMemory | None = None
+    tied: tuple[Tied, ...] = ()
 
     def __post_init__(self) -> None:
         expected = max(0, len(self.blocks) - 1)
@@ -134,6 +141,15 @@ class ProgramCosts:
             )
         if self.rows < 1 or self.units < 1:
             raise PlanError(f"program costs: rows {self.rows}, units {self.units}; give 1 or more of each")
+        held = {len(self.parts)} if self.memory is None else {len(self.parts), len(self.memory.parts)}
+        last = max((reader for one in self.tied for reader in one.readers), default=0)
+        if len(held) > 1 or last >= len(self.parts):
+            raise PlanError(f"program costs: memory and tied parameters of {held | {last + 1}} parts; give {max(held)}")
+
+    @property
+    def parts(self) -> tuple[PartCosts, ...]:
+        """Return all parts in order."""
+        return (self.before, *self.blocks, self.after)
 
     @property
     def num_blocks(self) -> int:
@@ -153,12 +169,28 @@ class ProgramCosts:
     @cached_property
     def in_sequence(self) -> ProgramCosts:
         """Return the costs for tensor parallel groups that share the sequence."""
-        before, after, *blocks = (part.in_sequence for part in (self.before, self.after, *self.blocks))
-        return replace(self, before=before, blocks=tuple(blocks), after=after)
+        memory = None if self.memory is None else self.memory.in_sequence
+        return self._with_parts([part.in_sequence for part in self.parts], memory)
+
+    @cached_property
+    def by_sequence(self) -> ProgramCosts:
+        """Return the costs for context parallel groups."""
+        gathered = [part.gathered_bytes for part in self.parts]
+        memory = None if self.memory is None else self.memory.by_sequence(gathered)
+        whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
+        return whole._with_parts([part.by_sequence for part in self.parts], memory)
+
+    def _with_parts(self, parts: Sequence[PartCosts], memory: ProgramMemory | None) -> ProgramCosts:
+        before, *blocks, after = parts
+        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=memory)
 
     def under(self, plan: Plan) -> ProgramCosts:
         """Return the costs as a plan asks for them."""
         return self.in_sequence if plan.sequence_parallel else self
+
+    def on(self, stage: Stage) -> ProgramCosts:
+        """Return the costs for the way in which a stage's devices share work."""
+        return self.by_sequence if stage.shares_sequence else self
 
     @property
     def whole(self) -> PartCosts:
@@ -168,10 +200,23 @@ class ProgramCosts:
     def stage(self, start: int, stop: int) -> PartCosts:
         """Return the costs of the blocks [start, stop), with what stands before and after them all."""
         if (start, stop) not in self._stages:
-            before = (self.before,) if start == 0 else ()
-            after = (self.after,) if stop == self.num_blocks else ()
-            self._stages[start, stop] = reduce(add, (*before, *self.blocks[start:stop], *after), PartCosts())
+            first, last = self._numbers(start, stop)
+            extra = [
+                PartCosts(parameter_bytes=one.bytes, split_parameter_bytes=one.split_bytes)
+                for one in self.tied
+                if one.is_extra(first, last)
+            ]
+            self._stages[start, stop] = reduce(add, (*self.parts[first:last], *extra), PartCosts())
         return self._stages[start, stop]
+
+    def _numbers(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the numbers of the parts of a stage with the blocks [start, stop): the first, and after the last."""
+        return (0 if start == 0 else start + 1), (stop + 2 if stop == self.num_blocks else stop + 1)
+
+    def shared(self, start: int, stop: int) -> tuple[Tied, ...]:
+        """Return the parameters that a stage with the blocks [start, stop) reads, and other stages too."""
+        first, last = self._numbers(start, stop)
+        return tuple(one for one in self.tied if one.is_shared(first, last))
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int], PartCosts]:
@@ -181,3 +226,41 @@ class ProgramCosts:
     def boundary(self, block: int) -> float:
         """Return the bytes per row handed over to block `block`; none at the ends."""
         return self.boundary_bytes[block - 1] if 0 < block < self.num_blocks else 0.0
+
+    def footprint(self, start: int, stop: int, share: float) -> StageFootprint:
+        """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches."""
+        if (start, stop, share) not in self._footprints:
+            first, last = self._numbers(start, stop)
+            memory = self.memory or _assumed(self.parts)
+            fixed, per_row = memory.everywhere.line(share)
+            before = fixed, per_row + self.boundary(start)
+            counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
+            gradients = gradients_of(counted, self.tied, first, share)
+            waiting = pending_of(self.tied, first, last - first, share)
+            found = StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
+            self._footprints[start, stop, share] = found
+        return self._footprints[start, stop, share]
+
+    @cached_property
+    def known_limits(self) -> dict[object, int]:
+        """What has been worked out of memory: searches ask the same over and over (`planner.shards`)."""
+        return {}
+
+    @cached_property
+    def known_peaks(self) -> dict[object, tuple[tuple[str, int], ...]]:
+        """What has been worked out of peaks."""
+        return {}
+
+    @cached_property
+    def _footprints(self) -> dict[tuple[int, int, float], StageFootprint]:
+        """What footprint() worked out."""
+        return {}
+
+
+def _assumed(parts: tuple[PartCosts, ...]) -> ProgramMemory:
+    """Return what parts hold if nothing more is held while they run than they keep."""
+    kept = [
+        Amount(0.0, part.activation_bytes, 0.0, part.split_activation_bytes, 0.0, part.sequence_activation_bytes)
+        for part in parts
+    ]
+    return ProgramMemory(tuple(PartMemory(amount, amount) for amount in kept))

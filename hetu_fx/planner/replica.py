@@ -15,8 +15,9 @@ from hetu_fx.planner.cost import (
     stage_costs,
     tensor_parallel_lines,
 )
-from hetu_fx.planner.memory import fixed_bytes, in_flight, most_rows
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.memory import in_flight
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.shards import Piece, stops_of
 from hetu_fx.planner.space import Groups
 from hetu_fx.plans import Pipeline, Schedule, Stage
 from hetu_fx.topology import Cluster
@@ -34,12 +35,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a device of a stage holds: usable memory, parameter bytes, activation bytes per row."""
+    """What a device of a stage holds, and the memory that it may use."""
 
     stage: int
     memory: int
-    parameter_bytes: float
-    activation_bytes: float
+    piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Replica:
     @property
     def parameter_bytes(self) -> float:
         """Return the most parameter bytes that one of its devices holds."""
-        return max(holding.parameter_bytes for holding in self.holdings)
+        return max(holding.piece.parameter_bytes for holding in self.holdings)
 
     def seconds(self, rows: int, micro_batches: int) -> float:
         """Return the seconds that the pipeline takes for so many rows."""
@@ -102,9 +102,8 @@ class Family:
 
 
 def _most_rows(holding: Holding, num_stages: int, micro_batches: int, num_replicas: int, rules: Rules) -> int:
-    terms = fixed_bytes(holding.parameter_bytes, zero=rules.zero, num_replicas=num_replicas)
     kept = in_flight(rules.schedule, holding.stage, num_stages, micro_batches)
-    return most_rows(holding.memory, sum(n for _, n in terms), holding.activation_bytes, kept)
+    return holding.piece.most_rows(holding.memory, kept, micro_batches, rules.zero, num_replicas)
 
 
 class Builder:
@@ -135,18 +134,19 @@ class Builder:
         pairs = zip(whole, blocks, strict=True)
         pipeline = Pipeline(tuple(replace(stage, blocks=count) for stage, count in pairs))
         priced = stage_costs(pipeline, self._costs, self._cluster)
-        holdings = [h for index, stage in enumerate(priced) for h in self._holdings(index, stage)]
+        holdings = [h for index in range(len(priced)) for h in self._holdings(index, pipeline)]
         updates = (self._update_seconds(stage) for stage in priced)
         return Replica(pipeline, tuple(s.seconds for s in priced), tuple(holdings), max(updates))
 
-    def _holdings(self, index: int, stage: StageCosts) -> list[Holding]:
-        shares = [stage.share(i) for i in range(len(stage.stage.devices))]
-        memory = [self._rules.memory[rank] for rank in stage.stage.devices]
-        parts = stage.parts
-        return [
-            Holding(index, limit, parts.parameter_bytes_at(share), parts.activation_bytes_at(share))
-            for limit, share in zip(memory, shares, strict=True)
-        ]
+    def _holdings(self, index: int, pipeline: Pipeline) -> list[Holding]:
+        stage, stops = pipeline.stages[index], stops_of(pipeline, self._costs.num_blocks)
+        pieces = self._pieces(stage, stops[index], stops[index + 1])
+        memory = [self._rules.memory[rank] for rank in stage.devices]
+        return [Holding(index, limit, piece) for limit, piece in zip(memory, pieces, strict=True)]
+
+    def _pieces(self, stage: Stage, start: int, stop: int) -> list[Piece]:
+        shares = [ratio / sum(stage.ratios) for ratio in stage.ratios]
+        return [Piece(self._costs, start, stop, share, len(shares)) for share in shares]
 
     def _update_seconds(self, stage: StageCosts) -> float:
         held = [stage.parts.parameter_bytes_at(stage.share(i)) for i in range(len(stage.stage.devices))]
@@ -188,24 +188,23 @@ class Builder:
         """Return the seconds of a micro-batch for the blocks [start, stop), infinite when they do not fit."""
         key = (devices, start, stop)
         if key not in self._seconds:
-            self._seconds[key] = self._new_range_seconds(devices, self._costs.stage(start, stop))
+            self._seconds[key] = self._new_range_seconds(devices, start, stop)
         return self._seconds[key]
 
-    def _new_range_seconds(self, devices: tuple[int, ...], parts: PartCosts) -> float:
+    def _new_range_seconds(self, devices: tuple[int, ...], start: int, stop: int) -> float:
         stage = self._stage(devices)
         assert stage is not None, "build() refuses groups without ratios first"
-        if not self._fits(stage, parts):
+        if not self._fits(stage, start, stop):
             return math.inf
+        parts = self._costs.stage(start, stop)
         slowest = max(line(self._rows) for line in compute_lines(stage, parts, self._cluster))
         sums, returns = tensor_parallel_lines(stage, parts, self._cluster)
         return slowest + sums(self._rows) + returns(self._rows)
 
-    def _fits(self, stage: Stage, parts: PartCosts) -> bool:
+    def _fits(self, stage: Stage, start: int, stop: int) -> bool:
         """Tell whether one row fits, states spread thinnest; a finished plan is checked exactly."""
-        total, thinnest = sum(stage.ratios), len(self._cluster.devices)
-        for rank, ratio in zip(stage.devices, stage.ratios, strict=True):
-            parameters = parts.parameter_bytes_at(ratio / total)
-            fixed = sum(n for _, n in fixed_bytes(parameters, zero=self._rules.zero, num_replicas=thinnest))
-            if most_rows(self._rules.memory[rank], fixed, parts.activation_bytes_at(ratio / total), 1) < 1:
+        thinnest = len(self._cluster.devices)
+        for rank, piece in zip(stage.devices, self._pieces(stage, start, stop), strict=True):
+            if piece.most_rows(self._rules.memory[rank], 1, 1, self._rules.zero, thinnest) < 1:
                 return False
         return True

@@ -85,8 +85,8 @@ def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() 
     assert priced.tensor_parallel.fixed == pytest.approx(2 * 2 * FAST_LINK.latency_seconds)
     assert priced.tensor_parallel.per_row == pytest.approx(2 * 500 / 1e10)
     held = [dict(d.bytes) for d in predict(Plan((Pipeline((stage,)),)), costs, cluster).devices]
-    assert [d["parameters"] for d in held] == [block.parameter_bytes] * 2
-    assert held[0]["optimizer"] == math.ceil(3 * block.parameter_bytes / 2)
+    assert [d["copies"] for d in held] == [block.parameter_bytes] * 2
+    assert [d["optimizer"] for d in held] == [block.parameter_bytes] * 2  # two moments of a half
     kept = block.activation_bytes - 1000
     assert [d["activations"] for d in held] == [math.ceil(16 * (1000 + share * kept)) for share in (0.75, 0.25)]
     synced = [dict(d.seconds)["gradient_sync"] for d in predict(Plan((Pipeline((stage,)),)), costs, cluster).devices]

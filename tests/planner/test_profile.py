@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,3 +160,10 @@ def test_costs_of_prepared_models_are_those_of_groups_too(name: str) -> None:
     costs = program_costs(program.graph, cut=program.tensor_cut).whole
     assert 0 <= costs.split_flops <= costs.flops
     assert (costs.split_flops > 0) == (costs.num_reductions > 0)
+
+
+def test_what_parts_hold_is_found_out_only_where_it_is_asked_for() -> None:
+    found, quick = program_costs(stack()), program_costs(stack(), memory=False)
+    assert quick.memory is None
+    assert found.memory is not None
+    assert replace(found, memory=None) == quick

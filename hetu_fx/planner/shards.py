@@ -1,0 +1,186 @@
+"""What each device of a plan is given to hold: its part of its stage, and its part of what replicas share.
+
+A parameter that several stages read (a tied one) counts with the first of them, and the sum of its gradients too: where
+it is large, the first stage of a pipeline is charged too much and the last too little.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetu_fx.planner.memory import Shard, Terms, in_flight, instants, most_rows, peak
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where the states of what a device reads are kept.
+
+    Attributes:
+        zero: 1 keeps every element of the states once, 0 wherever it is read.
+        num_copies: how many devices read the same part of what a stage splits, near enough where pipelines differ.
+        split: the device's share of the states of split parameters, of the devices with the same shard.
+        whole: its share of the states of those that the whole group reads, of all that read them.
+        tied: its share of the states of those that other stages of its pipeline read too.
+    """
+
+    zero: int
+    num_copies: int
+    split: float = 1.0
+    whole: float = 1.0
+    tied: float = 1.0
+
+    @classmethod
+    def even(cls, zero: int, num_copies: int, group: int) -> Homes:
+        """Return states that are spread evenly over all that read them, tied ones as if nobody else did."""
+        return cls(zero, num_copies, 1 / num_copies, 1 / num_copies / group, 1 / num_copies / group)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The blocks [start, stop) of a program, with `share` of what a group of `group` devices splits.
+
+    `costs` are those for the way in which the group shares work.
+    """
+
+    costs: ProgramCosts
+    start: int
+    stop: int
+    share: float = 1.0
+    group: int = 1
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Return the bytes of parameters that the piece reads."""
+        return self.costs.stage(self.start, self.stop).parameter_bytes_at(self.share)
+
+    def shard(self, homes: Homes) -> Shard:
+        """Return what its device holds."""
+        shared = self.costs.shared(self.start, self.stop)
+        tied = sum(one.at(self.share) for one in shared)
+        tied_split = self.share * sum(one.split_bytes for one in shared)
+        split = self.costs.stage(self.start, self.stop).split_parameter_bytes * self.share - tied_split
+        common = self.parameter_bytes - split - tied
+        copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
+        owned = split * homes.split + common * homes.whole + tied * homes.tied
+        return Shard(
+            parameters=self.parameter_bytes,
+            owned=owned if homes.zero else self.parameter_bytes,
+            copied=copied if homes.zero else 0.0,
+            synced=copied if homes.zero or homes.num_copies > 1 else tied,
+            footprint=self.costs.footprint(self.start, self.stop, self.share),
+            handed=self.costs.boundary(self.start) + self.costs.boundary(self.stop),
+        )
+
+    def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
+        """Return the most rows of a micro-batch that a device can hold, if states are spread evenly over readers."""
+        key = limit, num_in_flight, micro_batches, zero, num_replicas, self._place
+        known = self.costs.known_limits
+        if key not in known:
+            shard = self.shard(Homes.even(zero, num_replicas, self.group))
+            known[key] = most_rows(limit, instants(shard, num_in_flight, micro_batches))
+        return known[key]
+
+    def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:
+        """Return what its device holds at its peak, by term."""
+        key = rows, num_in_flight, micro_batches, homes, self._place
+        known = self.costs.known_peaks
+        if key not in known:
+            known[key] = peak(instants(self.shard(homes), num_in_flight, micro_batches), rows)
+        return known[key]
+
+    @property
+    def _place(self) -> tuple[int, int, float, int]:
+        return self.start, self.stop, self.share, self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept."""
+
+    rank: int
+    pipeline: int
+    stage: int
+    piece: Piece
+    homes: Homes
+
+
+def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Terms]:
+    """Return the bytes of every device of a plan, by term, at its peak.
+
+    States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
+    """
+    found: dict[int, Terms] = {}
+    rows = pipeline_rows(costs.rows, plan)
+    for place in _places(plan, costs, speeds):
+        pipeline = plan.pipelines[place.pipeline]
+        count = max(1, min(pipeline.micro_batches, rows[place.pipeline]))
+        kept = in_flight(plan.schedule, place.stage, len(pipeline.stages), count)
+        found[place.rank] = place.piece.peak(-(-rows[place.pipeline] // count), kept, count, place.homes)
+    return found
+
+
+def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Shard]:
+    """Return what every device of a plan is given to hold; states are spread by `speeds`."""
+    return {place.rank: place.piece.shard(place.homes) for place in _places(plan, costs, speeds)}
+
+
+def _places(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[Place]:
+    asked = costs.under(plan)
+    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+    readers = _readers(plan, stops, speeds)
+    for number, index, stage in plan.stages:
+        start, stop = stops[number][index : index + 2]
+        alike, everyone = readers[start]
+        tied = _tied_readers(plan, asked, stops, speeds) if asked.shared(start, stop) else everyone
+        mean, _ = _speeds(stage, speeds)
+        group = 1 if stage.shares_sequence else len(stage.devices)
+        for rank, ratio in zip(stage.devices, stage.ratios, strict=True):
+            own = speeds[rank]
+            shares = own / (alike - mean + own), own / everyone, own / tied
+            homes = Homes(plan.zero, len(plan.pipelines) * stage.context, *shares)
+            yield Place(
+                rank, number, index, Piece(asked.on(stage), start, stop, ratio / sum(stage.ratios), group), homes
+            )
+
+
+def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Return for every block with which a stage begins the mean speeds of those that hold it, and all their speeds.
+
+    A stage without blocks begins where the next one does, and counts as a holder of that block where it is the last.
+    """
+    found: dict[int, tuple[float, float]] = {}
+    for block in {start for own in stops for start in own[:-1]}:
+        holders = (
+            pipeline.stages[min(bisect_right(own, block), len(pipeline.stages)) - 1]
+            for pipeline, own in zip(plan.pipelines, stops, strict=True)
+        )
+        pairs = [_speeds(stage, speeds) for stage in holders]
+        found[block] = sum(mean for mean, _ in pairs), sum(total for _, total in pairs)
+    return found
+
+
+def _tied_readers(
+    plan: Plan, costs: ProgramCosts, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]
+) -> float:
+    """Return the speeds of the stages that read parameters which others read too; a group splits them, as a rule."""
+    return sum(
+        _speeds(stage, speeds)[0]
+        for number, index, stage in plan.stages
+        if len(plan.pipelines[number].stages) == 1 or costs.shared(*stops[number][index : index + 2])
+    )
+
+
+def _speeds(stage: Stage, speeds: Mapping[int, float]) -> tuple[float, float]:
+    """Return the mean speed of a stage's devices, and the total of those that read all; both the total in a ring."""
+    total = sum(speeds[rank] for rank in stage.devices)
+    return total / (1 if stage.shares_sequence else len(stage.devices)), total
+
+
+def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
+    """Return where each stage's blocks begin, and where the last one's end."""
+    blocks = pipeline.blocks(num_blocks)
+    return tuple(sum(blocks[:i]) for i in range(len(blocks) + 1))

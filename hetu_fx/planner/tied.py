@@ -1,0 +1,74 @@
+"""Parameters that several parts of a program read: counted once where one stage has all of them, else in each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetu_fx.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter that several parts read.
+
+    Attributes:
+        bytes: of the whole of it.
+        split_bytes: how many of them a tensor parallel group holds in shares.
+        readers: numbers of the parts that read it, in order; the costs of the first one count it.
+    """
+
+    bytes: float
+    split_bytes: float
+    readers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.split_bytes <= self.bytes:
+            raise PlanError(f"tied parameter: split_bytes is {self.split_bytes}; give 0 to {self.bytes}")
+        if len(self.readers) < 2 or list(self.readers) != sorted(set(self.readers)) or self.readers[0] < 0:
+            raise PlanError(f"tied parameter: readers are {list(self.readers)}; give two parts or more, in order")
+
+    def at(self, share: float) -> float:
+        """Return the bytes on a device that has `share` of what is split."""
+        return self.bytes - self.split_bytes * (1 - share)
+
+    def within(self, first: int, last: int) -> tuple[int, ...]:
+        """Return the readers from part `first` up to, without, `last`."""
+        return tuple(reader for reader in self.readers if first <= reader < last)
+
+    def is_extra(self, first: int, last: int) -> bool:
+        """Tell whether those parts read it, but its first reader, which counts it, is not among them."""
+        held = self.within(first, last)
+        return bool(held) and held[0] != self.readers[0]
+
+    def is_shared(self, first: int, last: int) -> bool:
+        """Tell whether those parts read it, and others too."""
+        return 0 < len(self.within(first, last)) < len(self.readers)
+
+
+def pending_of(tied: Sequence[Tied], first: int, count: int, share: float) -> list[float]:
+    """Return for each of `count` parts the bytes of gradients that wait for another reader's while it goes backward."""
+    spans = [(one.within(first, first + count), one.at(share)) for one in tied]
+    waiting = [(held[0] - first, held[-1] - first, size) for held, size in spans if held]
+    return [sum(size for start, stop, size in waiting if start <= part < stop) for part in range(count)]
+
+
+def gradients_of(parameters: Sequence[float], tied: Sequence[Tied], first: int, share: float) -> list[float]:
+    """Return the bytes of gradients that each part's backward makes, from those of the parameters that it counts.
+
+    The last reader of a parameter among the parts is the first to make its gradient.
+
+    Args:
+        parameters: bytes of each part on the device.
+        tied: those of the program.
+        first: number of the first part.
+        share: of what is split.
+    """
+    made = list(parameters)
+    for one in tied:
+        held = one.within(first, first + len(parameters))
+        if held:
+            made[held[-1] - first] += one.at(share)
+            if held[0] == one.readers[0]:
+                made[held[0] - first] -= one.at(share)
+    return made

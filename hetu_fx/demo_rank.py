@@ -203,7 +203,7 @@ class Rank:
         plans, costs = plan_variants(self.model, cluster, wanted)
         for plan in plans:
             self.screen.say(f"{plan.explain()}\n")
-        return plans, simulate(plans[0], costs[0], cluster) if costs else Timeline(())
+        return plans, simulate(plans[0], costs[0], cluster).timeline if costs else Timeline(())
 
     def _save(
         self, training: Training, shares: Mapping[str, Throughput], cluster: Cluster, predicted: Timeline

@@ -37,6 +37,7 @@ FORMAT = "hetu_fx.plan/1"
 
 Schedule = Literal["1f1b", "gpipe"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+_ON_PAPER = ("interleaved", "zero-bubble")  # hetu_fx.planner.schedules has them; a plan cannot
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Plan:
         object.__setattr__(self, "pipelines", tuple(replace(p, rows=share) for p, share in pairs))
         check_devices(self.devices, "a plan")
         if self.schedule not in SCHEDULES:
-            raise PlanError(f"unknown schedule {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
+            raise PlanError(_no_schedule(self.schedule))
         if self.zero not in (0, 1):
             raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
         object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
@@ -193,6 +194,12 @@ class Plan:
             return f"{self}\nno prediction: the plan was given, not made by the planner"
         rows = list(device_rows(self))
         return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), str(self.predicted)])
+
+
+def _no_schedule(name: str) -> str:
+    if name in _ON_PAPER:
+        return f"schedule {name!r} can be simulated, but not run; use {' or '.join(map(repr, SCHEDULES))}"
+    return f"unknown schedule {name!r}{nearest(name, SCHEDULES)}"
 
 
 def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:

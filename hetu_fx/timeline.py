@@ -1,7 +1,7 @@
 """Timelines: what each device did, or will do, and when.
 
 Measured steps and simulated ones are the same type, so they can be laid side by side. A timeline becomes a
-Chrome trace (chrome://tracing, Perfetto) or a picture.
+Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.timeline_html`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from hetu_fx.errors import EnvironmentProblem, StateError
 COLORS = {
     "forward": "#4c9be8",
     "backward": "#2f6f4f",
+    "input gradient": "#2f6f4f",
+    "weight gradient": "#7fb069",
     "send": "#e8b84c",
     "gather": "#c77dba",
     "gradients": "#d1605e",
@@ -26,9 +28,9 @@ COLORS = {
     "communication": "#f2d9a0",
     "group creation": "#8c6d46",
 }
-"""Colours of the picture by an event's kind; other kinds are drawn in `_OTHER`."""
+"""Colours of the picture by an event's kind; other kinds are drawn in `OTHER`."""
 
-_OTHER = "#b0b0b0"
+OTHER = "#b0b0b0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,28 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Counter:
+    """A number of a device (rank) over time: (seconds, value) in order, each value until the next."""
+
+    device: int
+    name: str
+    values: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        times = [seconds for seconds, _ in self.values]
+        if times != sorted(times) or not all(math.isfinite(number) for pair in self.values for number in pair):
+            raise StateError(
+                f"counter {self.name!r} of device {self.device} has values that are not finite or in order"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """Events in order of device and start. Events of one device may touch, nest or overlap."""
 
     events: tuple[Event, ...]
     name: str = "hetu_fx"
+    counters: tuple[Counter, ...] = ()
 
     def __post_init__(self) -> None:
         order = sorted(self.events, key=lambda e: (e.device, e.start_seconds, -e.end_seconds, e.name))
@@ -70,7 +89,9 @@ class Timeline:
     @classmethod
     def merged(cls, timelines: Iterable[Timeline], name: str = "hetu_fx") -> Timeline:
         """Return the events of several timelines (of one clock) as one."""
-        return cls(tuple(event for timeline in timelines for event in timeline.events), name)
+        timelines = tuple(timelines)
+        events = tuple(event for timeline in timelines for event in timeline.events)
+        return cls(events, name, tuple(counter for timeline in timelines for counter in timeline.counters))
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -83,6 +104,11 @@ class Timeline:
         if not self.events:
             return 0.0
         return max(e.end_seconds for e in self.events) - min(e.start_seconds for e in self.events)
+
+    @property
+    def start_seconds(self) -> float:
+        """Return when the first event starts."""
+        return min((event.start_seconds for event in self.events), default=0.0)
 
     def of(self, device: int) -> tuple[Event, ...]:
         """Return the events of one device, by start."""
@@ -102,12 +128,13 @@ class Timeline:
 
     def to_chrome(self) -> dict[str, Any]:
         """Return a Chrome trace: one process, one thread per device, times in microseconds from the start."""
-        start = min((event.start_seconds for event in self.events), default=0.0)
+        start = self.start_seconds
         names = [_thread_name(device) for device in self.devices]
+        values = [value for counter in self.counters for value in _chrome_values(counter, start)]
         return {
             "displayTimeUnit": "ms",
             "otherData": {"name": self.name},
-            "traceEvents": [*names, *(_chrome_event(event, start) for event in self.events)],
+            "traceEvents": [*names, *values, *(_chrome_event(event, start) for event in self.events)],
         }
 
     def write_chrome(self, path: str | os.PathLike[str]) -> None:
@@ -139,6 +166,14 @@ def _chrome_event(event: Event, start: float) -> dict[str, Any]:
     }
 
 
+def _chrome_values(counter: Counter, start: float) -> list[dict[str, Any]]:
+    name = f"{counter.name} of device {counter.device}"
+    return [
+        {"ph": "C", "pid": 0, "name": name, "ts": (seconds - start) * 1e6, "args": {counter.name: value}}
+        for seconds, value in counter.values
+    ]
+
+
 def _draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure  # no pyplot: its global state and window system are not wanted
@@ -150,15 +185,15 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     devices = timeline.devices
     figure = Figure(figsize=(12, 1.2 + 0.5 * len(devices)), layout="constrained")
     axes = figure.add_subplot()
-    start = min((event.start_seconds for event in timeline.events), default=0.0)
+    start = timeline.start_seconds
     for event in timeline.events:
-        left, color = (event.start_seconds - start) * 1e3, COLORS.get(event.kind, _OTHER)
+        left, color = (event.start_seconds - start) * 1e3, COLORS.get(event.kind, OTHER)
         axes.barh(event.device, event.seconds * 1e3, left=left, height=0.8, color=color, edgecolor="white")
     axes.set_yticks(devices, [f"device {device}" for device in devices])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(timeline.name)
-    _add_legend(axes, {event.kind: COLORS.get(event.kind, _OTHER) for event in timeline.events})
+    _add_legend(axes, {event.kind: COLORS.get(event.kind, OTHER) for event in timeline.events})
     figure.savefig(os.fspath(path), format="png", dpi=120)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.errors import EnvironmentProblem, StateError
-from hetu_fx.timeline import Event, Timeline
+from hetu_fx.timeline import Counter, Event, Timeline
 
 
 def example() -> Timeline:
@@ -68,3 +68,19 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'hetu-fx\[ui\]'"):
         example().write_png(tmp_path / "step.png")
+
+
+def test_counters_stand_in_the_chrome_trace_and_are_merged() -> None:
+    counter = Counter(1, "memory", ((0.001, 5.0), (0.002, 7.0)))
+    timeline = Timeline.merged([example(), Timeline((), counters=(counter,))], "step")
+    found = [e for e in timeline.to_chrome()["traceEvents"] if e["ph"] == "C"]
+    assert [(e["name"], e["ts"], e["args"]) for e in found] == [
+        ("memory of device 1", pytest.approx(0), {"memory": 5.0}),
+        ("memory of device 1", pytest.approx(1000), {"memory": 7.0}),
+    ]
+
+
+@pytest.mark.parametrize("values", [((2.0, 1.0), (1.0, 1.0)), ((0.0, float("nan")),)])
+def test_a_counter_has_finite_values_in_order(values: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(StateError, match="counter 'memory' of device 2"):
+        Counter(2, "memory", values)

@@ -1,141 +1,172 @@
-"""Run a plan on paper: when each device would do what.
+"""Run a plan on paper: when each device and link would do what, and what each device would hold.
 
-A discrete-event simulation in the order that the runtime keeps (`hetu_fx.schedule`): a forward waits for
-the stage before it, a backward for the stage after it and for its own forward, a device for what it did
-before. Then all replicas wait for each other, sync gradients and update. Times are those of the cost model,
-so the difference to `predict` is its formula for pipelines, which charges every micro-batch the largest
-one's time.
+Discrete events over compute and links (`planner.events`) in the order that the runtime keeps: parameters are gathered,
+pipelines run their schedules, gradients travel in buckets beside the last backward, each device updates what it owns.
+Times are those of the cost model; what it leaves out is found here: waiting, overlap, links that several messages
+share, and micro-batches and pipelines that differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property, reduce
 
-from hetu_fx.planner.cost import FORWARD_AND_BACKWARD, StageCosts, places_of, stage_costs
+from hetu_fx.comm_ops.buckets import BUCKETS_AT_ONCE
+from hetu_fx.planner.cost import Line, places_of, sync_seconds
+from hetu_fx.planner.events import play
+from hetu_fx.planner.jobs import Jobs, ring_traffic
+from hetu_fx.planner.lanes import Lane
+from hetu_fx.planner.memory import MOMENTS, Shard
+from hetu_fx.planner.pipeline_jobs import Held, PipelineJobs
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.plans import Pipeline, Plan, Schedule, split_rows
-from hetu_fx.schedule import Action, Phase, actions
-from hetu_fx.timeline import Event, Timeline
+from hetu_fx.planner.schedules import PaperSchedule
+from hetu_fx.planner.shards import shards_of
+from hetu_fx.planner.simulation import Simulation, simulation
+from hetu_fx.planner.sync import Bucket, buckets
+from hetu_fx.plans import Plan, Stage, split_rows
 from hetu_fx.topology import Cluster
 
 
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of one stage for each micro-batch: forward, backward, and sending their results on."""
+def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster, *, schedule: PaperSchedule | None = None) -> Simulation:
+    """Return what one step would be.
 
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    to_next: tuple[float, ...]
-    to_previous: tuple[float, ...]
+    Args:
+        plan: of the step.
+        costs: of the program.
+        cluster: the devices, with the rates at which they work now.
+        schedule: instead of the plan's, one of those that only a simulation can run, perhaps.
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One thing that a stage does: an action, or sending its result."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-    start_seconds: float
-    end_seconds: float
-
-
-def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Timeline:
-    """Return the timeline of one step: gather, pipelines, gradient sync, optimizer.
-
-    Raises `PlanError` for a plan that does not fit the program.
+    Raises:
+        PlanError: a plan that does not fit the program, or a schedule that does not fit the plan.
     """
-    ends = {place.rank: place.end_terms(plan, cluster) for place in places_of(plan, costs, cluster)}
-    gather = max(gather for _, gather, _ in ends.values())
-    events = [Event(rank, "gather", 0.0, g, "gather") for rank, (_, g, _) in ends.items() if g]
-    for pipeline, rows in zip(plan.pipelines, split_rows(costs.rows, plan), strict=True):
-        events += _pipeline_events(pipeline, rows, plan.schedule, costs.under(plan), cluster, gather)
-    done = max((event.end_seconds for event in events), default=0.0)
-    synced = done + max(sync for sync, _, _ in ends.values())
-    for rank, (sync, _, update) in ends.items():
-        events += [Event(rank, "gradients", done, done + sync, "gradients")] if sync else []
-        events.append(Event(rank, "optimizer", synced, synced + update, "optimizer"))
-    return Timeline(tuple(events), f"simulated step: {plan.name or plan.summary()}")
+    return _Step(plan, costs, cluster, schedule or plan.schedule).simulation()
 
 
-def _pipeline_events(
-    pipeline: Pipeline,
-    rows: Sequence[int],
-    schedule: Schedule,
-    costs: ProgramCosts,
-    cluster: Cluster,
-    start: float,
-) -> Iterator[Event]:
-    micro_rows = [count for count in rows if count]
-    times = [stage_times(stage, micro_rows) for stage in stage_costs(pipeline, costs, cluster)]
-    for span in run_pipeline(times, schedule):
-        for rank in pipeline.stages[span.stage].devices:
-            name = f"{span.kind} {span.micro_batch}"
-            yield Event(rank, name, start + span.start_seconds, start + span.end_seconds, span.kind)
+class _Step:
+    """The jobs of a step."""
 
+    def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster, schedule: PaperSchedule) -> None:
+        self.plan, self.cluster, self.schedule = plan, cluster, schedule
+        self.costs = costs.under(plan)
+        self.jobs = Jobs(cluster)
+        self.lanes = [Lane.of(pipeline, schedule, self.costs, cluster) for pipeline in plan.pipelines]
+        self.buckets = buckets(costs, [lane.stops for lane in self.lanes])
+        speeds = {rank: cluster.device(rank).speed for rank in plan.devices}
+        self.shards: dict[int, Shard] = shards_of(plan, costs, speeds)
 
-def stage_times(costs: StageCosts, micro_rows: Sequence[int]) -> StageTimes:
-    """Return the times of a stage for micro-batches of so many rows."""
-    compute = costs.slowest_compute
-    forward = [compute(n) / FORWARD_AND_BACKWARD + costs.sums(n) for n in micro_rows]
-    both = [compute(n) + costs.tensor_parallel(n) for n in micro_rows]
-    return StageTimes(
-        forward=tuple(forward),
-        backward=tuple(whole - part for whole, part in zip(both, forward, strict=True)),
-        to_next=tuple(costs.to_next(n) for n in micro_rows),
-        to_previous=tuple(costs.to_previous(n) for n in micro_rows),
-    )
+    def simulation(self) -> Simulation:
+        """Add all jobs, play them and sum up."""
+        gathered = self._gather()
+        rows = split_rows(self.costs.rows, self.plan)
+        pipelines = []
+        for number, lane in enumerate(self.lanes):
+            own = [count for count in rows[number] if count]
+            pipelines.append(PipelineJobs(self.jobs, lane, number, own, self.buckets, gathered))
+            pipelines[-1].run(self.schedule)
+        self._end(pipelines, gathered)
+        lasting = {rank: (1 + MOMENTS) * shard.owned + shard.copied for rank, shard in self.shards.items()}
+        times = play([job.activity for job in self.jobs.all])
+        name = f"simulated step: {self.plan.name or self.plan.summary()}"
+        groups = [pipeline.devices for pipeline in self.plan.pipelines]
+        return simulation(name, self.jobs.all, times, lasting, groups)
 
+    def _gather(self) -> dict[int, list[int]]:
+        """Add the gathers of parameters, a few buckets at once; return by device those that it waits for."""
+        found: list[int] = []
+        waits: dict[int, list[int]] = {}
+        for bucket in reversed(self.buckets if self.plan.zero else ()):
+            if not self._travels(bucket):
+                continue
+            after = found[-BUCKETS_AT_ONCE:][:1] if len(found) >= BUCKETS_AT_ONCE else []
+            found.append(self._travel("gather", bucket, after, 1))
+            for rank in self._members(bucket):
+                waits.setdefault(rank, []).append(found[-1])
+        return waits
 
-def run_pipeline(stages: Sequence[StageTimes], schedule: Schedule) -> list[Span]:
-    """Return what the stages of one pipeline do, in order of being decided; the first starts at 0."""
-    run = _Run(stages, schedule)
-    while run.advance():
-        pass
-    return run.spans
+    def _end(self, pipelines: Sequence[PipelineJobs], gathered: dict[int, list[int]]) -> None:
+        """Add gradient synchronisation, each bucket as soon as all that hold it have made it, and the updates."""
+        waits: dict[int, list[int]] = {rank: list(jobs) for rank, jobs in gathered.items()}
+        for pipeline in pipelines:
+            for stage, jobs in pipeline.last.items():
+                for rank in pipeline.lane.pipeline.stages[stage].devices:
+                    waits.setdefault(rank, []).extend(jobs)
+        for number, bucket in enumerate(self.buckets):
+            if not self._travels(bucket):
+                continue
+            made = [p.made.get((part, number)) for p, part in zip(pipelines, bucket.holders, strict=True)]
+            idle = [job for rank in self._members(bucket) for job in gathered.get(rank, ())]
+            job = self._travel("gradients", bucket, [*(job for job in made if job is not None), *idle], 0)
+            for rank in self._members(bucket):
+                waits[rank].append(job)
+        idle_ranks = {rank for p in pipelines if not p.rows for rank in p.lane.pipeline.devices}
+        for place in places_of(self.plan, self.costs, self.cluster):
+            seconds = {place.rank: place.end_terms(self.plan, self.cluster)[2]}
+            start, end = self._update_memory(place.rank, place.rank not in idle_ranks)
+            self.jobs.compute("optimizer", "optimizer", seconds, waits.get(place.rank, ()), start, end)
 
+    def _update_memory(self, rank: int, has_gradients: bool) -> tuple[Held, Held]:
+        """Return what a device holds more from the start of its update, and from its end, without gradients."""
+        shard = self.shards[rank]
+        needed = shard.owned + shard.update_bytes
+        made = shard.parameters if has_gradients else 0.0
+        travelled = shard.messages if rank in self._travellers else 0.0
+        return {rank: needed - made - travelled}, {rank: -needed}
 
-class _Run:
-    """The state of a simulation: what each stage has left, when it is free, and what has arrived when."""
+    @cached_property
+    def _travellers(self) -> frozenset[int]:
+        """Return the devices whose gradients travel."""
+        return frozenset(rank for bucket in self.buckets if self._travels(bucket) for rank in self._members(bucket))
 
-    def __init__(self, stages: Sequence[StageTimes], schedule: Schedule) -> None:
-        count, micro_batches = len(stages), len(stages[0].forward)
-        self._stages, self._last = stages, count - 1
-        self._left = [list(actions(schedule, stage, count, micro_batches)) for stage in range(count)]
-        self._free = [0.0] * count
-        self._arrived = {(0, Phase.FORWARD, m): 0.0 for m in range(micro_batches)}
-        self.spans: list[Span] = []
+    def _travels(self, bucket: Bucket) -> bool:
+        """Tell whether several devices hold the same of a bucket's parameters."""
+        groups = self._groups(bucket)
+        return len(groups) > 1 or groups[0].shares_sequence
 
-    def advance(self) -> bool:
-        """Let every stage do what it can; tell whether any did something."""
-        before = len(self.spans)
-        for stage, left in enumerate(self._left):
-            while left and (stage, left[0].phase, left[0].micro_batch) in self._arrived:
-                self._do(stage, left.pop(0))
-        return len(self.spans) > before
+    def _groups(self, bucket: Bucket) -> list[Stage]:
+        return [lane.parts.stages[part] for lane, part in zip(self.lanes, bucket.holders, strict=True)]
 
-    def _do(self, stage: int, action: Action) -> None:
-        times, m = self._stages[stage], action.micro_batch
-        if action.phase is Phase.FORWARD:
-            self._span(stage, action, times.forward[m])
-            receiver, seconds = stage + 1, times.to_next[m]
-        else:
-            self._span(stage, action, times.backward[m])
-            receiver, seconds = stage - 1, times.to_previous[m]
-        if action.phase is Phase.FORWARD and stage == self._last:
-            self._arrived[stage, Phase.BACKWARD, m] = self._free[stage]
-        elif 0 <= receiver <= self._last:
-            self._send(stage, receiver, action, seconds)
+    def _members(self, bucket: Bucket) -> list[int]:
+        return [rank for group in self._groups(bucket) for rank in group.devices]
 
-    def _send(self, stage: int, receiver: int, action: Action, seconds: float) -> None:
-        start = self._free[stage]
-        self._free[stage] = self._arrived[receiver, action.phase, action.micro_batch] = start + seconds
-        if seconds:
-            self.spans.append(Span(stage, "send", action.micro_batch, start, self._free[stage]))
+    def _held(self, bucket: Bucket, group: Stage) -> dict[int, float]:
+        """Return the bytes of a bucket's parameters by device of a group."""
+        parts, total = self.costs.on(group).stage(bucket.start, bucket.stop), sum(group.ratios)
+        pairs = zip(group.devices, group.ratios, strict=True)
+        return {rank: parts.parameter_bytes_at(ratio / total) for rank, ratio in pairs}
 
-    def _span(self, stage: int, action: Action, seconds: float) -> None:
-        arrived = self._arrived[stage, action.phase, action.micro_batch]
-        start = max(self._free[stage], arrived)
-        self._free[stage] = start + seconds
-        self.spans.append(Span(stage, action.phase.value, action.micro_batch, start, start + seconds))
+    def _travel(self, kind: str, bucket: Bucket, after: Sequence[int], term: int) -> int:
+        """Add a bucket's way to or from home; `term` picks its seconds from those of `sync_seconds`."""
+        line = reduce(Line.upper, self._travel_lines(bucket, term))
+        traffic = ring_traffic(*self._rings(bucket), 1 if self.plan.zero else 2)
+        name = f"{kind} {bucket.start}-{bucket.stop}"
+        start, end = self._travel_memory(kind, bucket)
+        return self.jobs.transfer(kind, name, line, traffic, after, self._members(bucket), start, end)
+
+    def _travel_lines(self, bucket: Bucket, term: int) -> Iterator[Line]:
+        """Yield latency and seconds of a bucket's way from or to each device, with one of each other group."""
+        groups = self._groups(bucket)
+        for number, group in enumerate(groups):
+            others = [other.devices[0] for i, other in enumerate(groups) if i != number]
+            for rank, size in self._held(bucket, group).items():
+                beside = [other for other in group.devices if group.shares_sequence and other != rank]
+                ranks = (rank, *beside, *others)
+                empty, full = (sync_seconds(n, ranks, self.cluster, self.plan.zero)[term] for n in (0.0, size))
+                yield Line(empty, full - empty)
+
+    def _rings(self, bucket: Bucket) -> tuple[list[list[int]], float]:
+        """Return the rings that a bucket goes around, and the bytes of each: one of all where some share a sequence."""
+        groups, whole = self._groups(bucket), self.costs.stage(bucket.start, bucket.stop).parameter_bytes
+        if any(group.shares_sequence for group in groups):
+            return [self._members(bucket)], whole
+        largest = max(len(group.devices) for group in groups)
+        return [[group.devices[i % len(group.devices)] for group in groups] for i in range(largest)], whole / largest
+
+    def _travel_memory(self, kind: str, bucket: Bucket) -> tuple[Held, Held]:
+        """Return what devices hold more: gathered copies and messages until they are there, gradients' to the end."""
+        start = Held()
+        for group in self._groups(bucket):
+            for rank, size in self._held(bucket, group).items():
+                shard = self.shards[rank]
+                whole = 2 * shard.copied if kind == "gather" else shard.messages
+                start[rank] = whole * size / shard.parameters if shard.parameters else 0.0
+        return start, {rank: -count for rank, count in start.items()} if kind == "gather" else {}

@@ -1,0 +1,184 @@
+"""Play activities on shared resources: who runs when, if each gets its fair part of what it uses.
+
+An activity starts when those it waits for have ended. Alone it takes `seconds`, in which it uses a share of each of
+its resources (a device's compute, one direction of a link). Where shares add up to more than a resource has, all that
+use it are slowed until none gets a smaller part of its own full speed than it must (dominant resource fairness,
+Ghodsi et al., NSDI 2011).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hetu_fx.errors import StateError
+
+Resource = tuple[str, int]
+"""What is shared, and of which device or node: ("compute", 3), ("out of node", 0)."""
+
+_FULL = 1e-9  # what is left of a resource when it counts as used up
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Work on resources.
+
+    Attributes:
+        seconds: how long it takes when nothing else wants its resources.
+        uses: the share of each resource that it takes then, above 0 up to 1.
+        after: numbers of the activities that it waits for.
+        latency_seconds: what it takes before that, using nothing.
+    """
+
+    seconds: float
+    uses: Mapping[Resource, float] = field(default_factory=dict)
+    after: tuple[int, ...] = ()
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        times = (self.seconds, self.latency_seconds)
+        if not all(math.isfinite(value) and value >= 0 for value in times):
+            raise StateError(f"an activity takes {times} seconds; give finite numbers from 0")
+        wrong = {resource: share for resource, share in self.uses.items() if not 0 < share <= 1}
+        if wrong:
+            raise StateError(f"an activity uses {wrong}; give shares above 0, up to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When an activity started (its latency included) and ended, in seconds."""
+
+    start: float
+    end: float
+
+
+def play(activities: Sequence[Activity]) -> tuple[Times, ...]:
+    """Return when each activity runs, from second 0. Raises `StateError` where some wait for each other."""
+    run = _Run(activities)
+    run.play()
+    waiting = [number for number, times in enumerate(run.times) if times is None]
+    if waiting:
+        raise StateError(f"activities {waiting[:8]} wait for each other: an order of work that cannot be kept")
+    return tuple(times for times in run.times if times is not None)
+
+
+def fair_rates(uses: Mapping[int, Mapping[Resource, float]]) -> dict[int, float]:
+    """Return the part of its full speed that each activity gets, all raised alike until a resource is used up."""
+    left: dict[Resource, float] = dict.fromkeys((r for shares in uses.values() for r in shares), 1.0)
+    rates: dict[int, float] = {}
+    level, rising = 0.0, dict(uses)
+    while rising:
+        load: dict[Resource, float] = dict.fromkeys(left, 0.0)
+        for shares in rising.values():
+            for resource, share in shares.items():
+                load[resource] += share
+        step = min((left[r] / load[r] for r in left if load[r]), default=1.0)
+        level = min(1.0, level + step)
+        left = {resource: left[resource] - step * load[resource] for resource in left}
+        full = {resource for resource in left if left[resource] < _FULL}
+        stopped = [a for a, shares in rising.items() if level == 1.0 or not full.isdisjoint(shares)]
+        for activity in stopped:
+            rates[activity] = level
+            del rising[activity]
+    return rates
+
+
+@dataclass(slots=True)
+class _Running:
+    """An activity that uses its resources: seconds of full speed still to do at a time, and its rate since."""
+
+    left: float
+    since: float
+    rate: float = 0.0
+    version: int = 0
+
+    @property
+    def end(self) -> float:
+        return self.since + self.left / self.rate
+
+    def change(self, rate: float, now: float) -> None:
+        self.left = max(0.0, self.left - (now - self.since) * self.rate)
+        self.since, self.rate, self.version = now, rate, self.version + 1
+
+
+class _Run:
+    """The state of a play. Events are (seconds, activity, version): its latency is over (-1), or it is done."""
+
+    def __init__(self, activities: Sequence[Activity]) -> None:
+        self._activities = activities
+        self._missing = [len(set(activity.after)) for activity in activities]
+        self._followers: list[list[int]] = [[] for _ in activities]
+        for number, activity in enumerate(activities):
+            for other in set(activity.after):
+                self._followers[other].append(number)
+        self._starts = [0.0] * len(activities)
+        self._running: dict[int, _Running] = {}
+        self._users: dict[Resource, set[int]] = {}
+        self._events: list[tuple[float, int, int]] = []
+        self.times: list[Times | None] = [None] * len(activities)
+
+    def play(self) -> None:
+        for number, missing in enumerate(self._missing):
+            if not missing:
+                self._begin(number, 0.0)
+        while self._events:
+            now = self._events[0][0]
+            touched: set[Resource] = set()
+            while self._events and self._events[0][0] == now:
+                _, number, version = heapq.heappop(self._events)
+                touched.update(self._handle(number, version, now))
+            self._share(touched, now)
+
+    def _begin(self, number: int, now: float) -> None:
+        self._starts[number] = now
+        heapq.heappush(self._events, (now + self._activities[number].latency_seconds, number, -1))
+
+    def _handle(self, number: int, version: int, now: float) -> Iterable[Resource]:
+        """Let an activity start on its resources, or end; return the resources whose users change."""
+        activity = self._activities[number]
+        if version == -1:
+            self._running[number] = _Running(activity.seconds, now)
+            for resource in activity.uses:
+                self._users.setdefault(resource, set()).add(number)
+            if not activity.uses or not activity.seconds:
+                self._set_rate(number, 1.0, now)
+            return activity.uses
+        if number not in self._running or self._running[number].version != version:
+            return ()  # it has been given another speed since
+        self._end(number, now)
+        return activity.uses
+
+    def _end(self, number: int, now: float) -> None:
+        del self._running[number]
+        for resource in self._activities[number].uses:
+            self._users[resource].discard(number)
+        self.times[number] = Times(self._starts[number], now)
+        for follower in self._followers[number]:
+            self._missing[follower] -= 1
+            if not self._missing[follower]:
+                self._begin(follower, now)
+
+    def _share(self, touched: Iterable[Resource], now: float) -> None:
+        """Work out the rates of all activities that have to do with these resources, through others or not."""
+        group: set[int] = set()
+        queue = deque(touched)
+        seen = set(queue)
+        while queue:
+            for number in self._users.get(queue.popleft(), ()):
+                if number not in group:
+                    group.add(number)
+                    fresh = self._activities[number].uses.keys() - seen
+                    seen |= fresh
+                    queue.extend(fresh)
+        rates = fair_rates({number: self._activities[number].uses for number in sorted(group)})
+        for number, rate in rates.items():
+            self._set_rate(number, rate, now)
+
+    def _set_rate(self, number: int, rate: float, now: float) -> None:
+        running = self._running[number]
+        if running.rate != rate:
+            running.change(rate, now)
+            heapq.heappush(self._events, (running.end, number, running.version))

@@ -1,0 +1,111 @@
+"""One pipeline on paper: its parts, how long each takes for a micro-batch, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.cost import FORWARD_AND_BACKWARD, Line, StageCosts, compute_lines, stage_costs
+from hetu_fx.planner.footprint import StageFootprint
+from hetu_fx.planner.jobs import Traffic, ring_traffic
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.schedules import PaperSchedule, Work, num_chunks
+from hetu_fx.planner.shards import stops_of
+from hetu_fx.plans import Pipeline
+from hetu_fx.topology import Cluster
+
+_COMPUTE = {
+    Work.FORWARD: 1 / FORWARD_AND_BACKWARD,
+    Work.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
+    Work.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+    Work.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+}
+"""The part of a micro-batch's compute; a product's backward is one product for each operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A pipeline whose stages' blocks are dealt out in chunks, and its costs.
+
+    Part k of `parts` is chunk k // p of stage k % p, of p stages; `stops` says where the blocks of each begin.
+    """
+
+    pipeline: Pipeline
+    parts: Pipeline
+    stops: tuple[int, ...]
+    costs: tuple[StageCosts, ...]
+    program: ProgramCosts
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, schedule: PaperSchedule, program: ProgramCosts, cluster: Cluster) -> Lane:
+        """Return a pipeline in the chunks of a schedule. Raises `PlanError` where it does not fit the program."""
+        parts = _dealt(pipeline, num_chunks(schedule), program.num_blocks)
+        stops = stops_of(parts, program.num_blocks)
+        return cls(pipeline, parts, stops, stage_costs(parts, program, cluster), program, cluster)
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages, p."""
+        return len(self.pipeline.stages)
+
+    def compute(self, part: int, work: Work, rows: int) -> dict[int, float]:
+        """Return the seconds that each device of a part computes."""
+        pairs = zip(self.parts.stages[part].devices, self.costs[part].compute, strict=True)
+        return {rank: _COMPUTE[work] * line(rows) for rank, line in pairs}
+
+    def reductions(self, part: int, work: Work, rows: int) -> Line:
+        """Return latency and seconds of the sums (gathers, in a ring) that a part's devices make of `rows` rows.
+
+        Those of the backward are of gradients of inputs.
+        """
+        costs = self.costs[part]
+        match work:
+            case Work.FORWARD:
+                line = costs.sums
+            case Work.WEIGHT_GRADIENT:
+                line = Line()
+            case _:
+                line = costs.returns
+        return Line(line.fixed, line.per_row * rows)
+
+    def reduction_traffic(self, part: int, work: Work, rows: int) -> Traffic:
+        """Return what goes around for them: twice for a sum, once where the sequence is shared."""
+        costs = self.costs[part]
+        size = costs.parts.reduced_bytes if work is Work.FORWARD else costs.parts.returned_bytes
+        return ring_traffic([costs.stage.devices], size * rows, 1 if costs.stage.shares_sequence else 2)
+
+    def handed_bytes(self, part: int, rows: int) -> float:
+        """Return the bytes that a part gets from the one before it for `rows` rows; none at the ends."""
+        return self.program.boundary(self.stops[part]) * rows
+
+    def footprint(self, part: int, position: int) -> StageFootprint:
+        """Return what a device of a part holds of micro-batches."""
+        program = self.program.on(self.costs[part].stage)
+        return program.footprint(self.stops[part], self.stops[part + 1], self.costs[part].share(position))
+
+    def weights(self, part: int, blocks: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Return how a part's compute falls on ranges [start, stop) of its blocks, in proportion."""
+        stage = self.parts.stages[part]
+        program = self.program.on(stage)
+        ranges = [compute_lines(stage, program.stage(start, stop), self.cluster) for start, stop in blocks]
+        weights = [max(line.per_row for line in lines) for lines in ranges]
+        total = sum(weights)
+        return tuple(weight / total if total else 1 / len(weights) for weight in weights)
+
+
+def _dealt(pipeline: Pipeline, chunks: int, num_blocks: int) -> Pipeline:
+    """Return the pipeline with every stage's blocks dealt out in chunks, round by round over the stages."""
+    if chunks == 1:
+        return pipeline
+    given = pipeline.blocks(num_blocks)
+    if min(given) < chunks:
+        raise PlanError(f"{pipeline} has {list(given)} blocks, fewer than {chunks} chunks per stage; use fewer chunks")
+    small = [divmod(blocks, chunks) for blocks in given]
+    stages = tuple(
+        replace(stage, blocks=size + (chunk < more))
+        for chunk in range(chunks)
+        for stage, (size, more) in zip(pipeline.stages, small, strict=True)
+    )
+    return replace(pipeline, stages=stages)

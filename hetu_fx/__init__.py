@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans import Pipeline as Pipeline
     from hetu_fx.plans import Plan as Plan
     from hetu_fx.plans import Stage as Stage
+    from hetu_fx.simulating import simulate as simulate
     from hetu_fx.topology import Cluster as Cluster
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "plan": "hetu_fx.planning",
     "profile": "hetu_fx.planning",
     "register_rule": "hetu_fx.deduction.registry",
+    "simulate": "hetu_fx.simulating",
 }
 
 __all__ = [*sorted(_HOMES)]

@@ -1,0 +1,175 @@
+"""The planner's memory model against the real peak of every process.
+
+Measured is what torch's own allocator has handed out and not got back, to the byte: its profiler reports every
+allocation of the process, from before the model is made, and the most during one training step counts. Resident memory
+would not do: the C library keeps freed memory, Python and libraries take more than these models, and pages that nobody
+has touched do not count. Predicted is what the planner knows before anything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.contest import train_step
+from benchmarks.models import Size, batch, gpt2, llama
+from benchmarks.report import Bar, Row, finish, parser
+from hetu_fx.emulate import EmulateSpec, run
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.shards import device_bytes
+from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.programs import Programs
+
+RANKS = 4
+STEP = "the step that is measured"
+BAR = 0.10
+
+
+def pipeline(*stages: tuple[int, ...], micro_batches: int = 1, rows: int = 1) -> Pipeline:
+    """Make a pipeline of stages of these devices."""
+    return Pipeline(tuple(Stage(devices) for devices in stages), rows=rows, micro_batches=micro_batches)
+
+
+PLANS = {
+    "one device": Plan.single(),
+    "2 replicas": Plan.data_parallel((0, 1)),
+    "2 replicas, zero 0": replace(Plan.data_parallel((0, 1)), zero=0),
+    "2 replicas, rows 3:1": Plan.data_parallel((0, 1), (3, 1)),
+    "2 replicas, 4 micro-batches": Plan((pipeline((0,), micro_batches=4), pipeline((1,), micro_batches=4))),
+    "tensor parallel 2": Plan.tensor_parallel((0, 1)),
+    "2 stages, 1F1B": Plan((pipeline((0,), (1,), micro_batches=4),)),
+    "2 stages, GPipe": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="gpipe"),
+    "2 stages x tensor parallel 2": Plan((pipeline((0, 1), (2, 3), micro_batches=4),)),
+    "2 replicas x 2 stages": Plan((pipeline((0,), (1,), micro_batches=2), pipeline((2,), (3,), micro_batches=2))),
+    "unequal replicas": Plan((pipeline((0, 1), (2,), micro_batches=2, rows=3), pipeline((3,)))),
+}
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
+    "llama": (lambda: llama(Size(width=128, layers=4, rows=16, tokens=64)), batch(16, 64)),
+    "gpt2": (lambda: gpt2(128, 4), batch(16, 64)),
+    "llama, wide": (lambda: llama(Size(width=256, layers=2, rows=4, tokens=16)), batch(4, 16)),
+}
+QUICK = ("one device", "2 replicas", "2 stages x tensor parallel 2")
+
+
+def main() -> int:
+    """Measure in processes, and judge."""
+    made = parser("memory_model", "Predicted and measured peak memory of every process.")
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.worker is not None:
+        return work(options.worker, quick=options.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.memory_model", "--worker", str(result)]
+        spec = EmulateSpec(speeds=(1.0,) * RANKS)
+        status = run(spec, command + ["--quick"] * options.quick, timeout_seconds=2400, limit="affinity")
+        if status != 0:
+            return status
+        return judge(json.loads(result.read_text()))
+
+
+def judge(rows: list[dict[str, object]]) -> int:
+    """Turn the rows into bars."""
+    off = [abs(float(str(row["predicted / measured"])) - 1) for row in rows]
+    bars = [
+        Bar("largest error of a peak", max(off), BAR, at_least=False),
+        Bar("median error of a peak", statistics.median(off), BAR, at_least=False),
+    ]
+    return finish("memory_model", bars, rows)
+
+
+def work(result: Path, *, quick: bool) -> int:
+    """Be one rank."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    rows = [line for model, plans in cases(quick).items() for line in lines_of(model, plans)]
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def cases(quick: bool) -> Mapping[str, Iterable[str]]:
+    """Give the plans by model."""
+    return {"llama": QUICK} if quick else dict.fromkeys(MODELS, PLANS)
+
+
+def lines_of(model: str, plans: Iterable[str]) -> list[Row]:
+    """Make a model's lines; collective."""
+    costs = costs_of(model)
+    return [line for plan in plans for line in compare(model, plan, costs)]
+
+
+def compare(model_name: str, plan_name: str, costs: ProgramCosts) -> list[Row]:
+    """Measure a case on all ranks; collective."""
+    make, whole = MODELS[model_name]
+    plan = PLANS[plan_name]
+    if dist.get_rank() == 0:
+        print(f"{model_name}, {plan_name}", file=sys.stderr, flush=True)
+    peaks: list[int] = [0] * RANKS
+    dist.all_gather_object(peaks, measured_peak(make, whole, plan))
+    predicted = device_bytes(plan, costs, dict.fromkeys(range(RANKS), 1.0))
+    return [row(model_name, plan_name, rank, peaks[rank], dict(predicted[rank])) for rank in plan.devices]
+
+
+def row(model: str, plan: str, rank: int, peak: int, predicted: Mapping[str, int]) -> Row:
+    """Make a line of the table."""
+    total = sum(predicted.values())
+    head = {"model": model, "plan": plan, "rank": rank, "predicted MB": total / 1e6, "measured MB": peak / 1e6}
+    return head | {"predicted / measured": total / peak} | {term: count / 1e6 for term, count in predicted.items()}
+
+
+def costs_of(model_name: str) -> ProgramCosts:
+    """Return what the planner knows of a model."""
+    make, whole = MODELS[model_name]
+    return GraphExecution(Programs(make(), None), whole, None).costs(len(whole["input_ids"]))
+
+
+def measured_peak(make: Callable[[], nn.Module], whole: dict[str, Tensor], plan: Plan) -> int:
+    """Return the most bytes that this process's allocator has out during a step; collective."""
+    import hetu_fx
+
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        plain = make()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        model = hetu_fx.auto_parallelize(plain, whole, plan=plan, optimizer=optimizer, data="global")
+        step = train_step(model, optimizer, whole)
+        step()
+        step()
+        gc.collect()
+        with record_function(STEP):
+            step()
+    return most_allocated(recorded)
+
+
+def most_allocated(recorded: profile) -> int:
+    """Return the most bytes that were out at once after the mark."""
+    assert recorded.profiler is not None
+    assert recorded.profiler.kineto_results is not None
+    events = recorded.profiler.kineto_results.events()
+    start = next(event.start_ns() for event in events if event.name() == STEP)
+    memory: list[Any] = [event for event in events if event.name() == "[memory]"]
+    changes: list[tuple[int, int]] = sorted((event.start_ns(), event.nbytes()) for event in memory)
+    out = accumulate(size for _, size in changes)
+    return max(total for (when, _), total in zip(changes, out, strict=True) if when >= start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Simulated step times against measured ones: twenty plans on four unequal emulated devices.
+
+The devices are measured first, as the planner does it, by products of matrices; then by a step of the model itself on
+each, all at once and without communication, which is what a profile tells. The simulation with the second is judged,
+the one with the first stands beside it. Models are made while all devices are equally fast, and timed while they are
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from scipy.stats import kendalltau
+
+from benchmarks.contest import adamw, barrier, slowest, timed, train_step
+from benchmarks.models import Size, batch, llama, num_parameters
+from benchmarks.report import Bar, Row, finish, parser
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.emulate import EmulateSpec, change_speed, current_speeds, run
+from hetu_fx.planner.cost import predict, stage_costs
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.simulate import simulate
+from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.switching.agreement import from_first
+from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.programs import Programs
+from hetu_fx.topology import Cluster
+
+SPEEDS = (0.8, 0.4, 0.2, 0.2)
+EQUAL = (0.4,) * len(SPEEDS)
+SIZE = Size(width=256, layers=4, rows=16, tokens=64)
+PROFILE_ROWS, PROFILE_ROUNDS = 4, 5
+MEASURE_SECONDS = 2.0  # how long devices are measured: several periods of a quota
+ERROR_BAR, RANKING_BAR = 0.10, 0.80
+TIME_LIMIT_SECONDS = 3000
+
+
+def pipeline(*stages: Stage, micro_batches: int = 1, rows: int = 1) -> Pipeline:
+    """Make a pipeline."""
+    return Pipeline(stages, rows=rows, micro_batches=micro_batches)
+
+
+def stage(*devices: int, blocks: int | None = None, ratios: tuple[int, ...] = ()) -> Stage:
+    """Make a stage."""
+    return Stage(devices, ratios, blocks)
+
+
+def alone(device: int, rows: int) -> Pipeline:
+    """Make a replica of one device."""
+    return pipeline(stage(device), rows=rows)
+
+
+TWO = pipeline(stage(0, blocks=3), stage(1, blocks=1), micro_batches=4)
+PLANS: Mapping[str, Plan] = {
+    "device 0": Plan.single(0),
+    "device 1": Plan.single(1),
+    "2 replicas, even": Plan.data_parallel((0, 1)),
+    "2 replicas, 2:1": Plan.data_parallel((0, 1), (2, 1)),
+    "2 replicas, 2:1, 4 micro-batches": Plan(
+        tuple(pipeline(stage(device), micro_batches=4, rows=rows) for device, rows in ((0, 2), (1, 1)))
+    ),
+    "4 replicas, even": Plan.data_parallel((0, 1, 2, 3)),
+    "4 replicas, 4:2:1:1": Plan.data_parallel((0, 1, 2, 3), (4, 2, 1, 1)),
+    "4 replicas, 4:2:1:1, zero 0": replace(Plan.data_parallel((0, 1, 2, 3), (4, 2, 1, 1)), zero=0),
+    "group 0,1, even": Plan.tensor_parallel((0, 1)),
+    "group 0,1, 3:1": Plan.tensor_parallel((0, 1), (3, 1)),
+    "group 2,3": Plan.tensor_parallel((2, 3)),
+    "stages 0,1, even": Plan((pipeline(stage(0), stage(1), micro_batches=4),)),
+    "stages 0,1, 3:1": Plan((TWO,)),
+    "stages 0,1, 3:1, GPipe": Plan((TWO,), schedule="gpipe"),
+    "stages 0,1, 3:1, 8 micro-batches": Plan((replace(TWO, micro_batches=8),)),
+    "stages 0,1, 3:1, 2 micro-batches": Plan((replace(TWO, micro_batches=2),)),
+    "stages 0,1,2,3": Plan((pipeline(stage(0), stage(1), stage(2), stage(3), micro_batches=8),)),
+    "stage 0 and group 2,3": Plan((pipeline(stage(0, blocks=3), stage(2, 3, blocks=1), micro_batches=4),)),
+    "pipelines 0,2 and 1,3": Plan(
+        (
+            pipeline(stage(0, blocks=3), stage(2, blocks=1), micro_batches=4, rows=5),
+            pipeline(stage(1, blocks=3), stage(3, blocks=1), micro_batches=4, rows=3),
+        )
+    ),
+    "devices 0, 1 and group 2,3": Plan((alone(0, 4), alone(1, 2), pipeline(stage(2, 3), rows=2))),
+}
+QUICK = ("device 0", "4 replicas, 4:2:1:1", "group 0,1, 3:1", "stages 0,1, 3:1", "pipelines 0,2 and 1,3")
+
+
+def main() -> int:
+    """Measure in processes, and judge."""
+    made = parser("simulator", "Simulated and measured step times of many plans on unequal emulated devices.")
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = made.parse_args()
+    if options.worker is not None:
+        return work(options.worker, quick=options.quick)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.simulator", "--worker", str(result)]
+        command += ["--quick"] * options.quick
+        status = run(EmulateSpec(speeds=EQUAL), command, timeout_seconds=TIME_LIMIT_SECONDS, limit="cgroups")
+        if status != 0:
+            return status
+        return judge(json.loads(result.read_text()))
+
+
+def judge(result: Mapping[str, list[dict[str, float]]]) -> int:
+    """Turn the rows into bars."""
+    rows = result["rows"]
+    measured = [row["measured seconds"] for row in rows]
+    simulated = [row["simulated seconds"] for row in rows]
+    error = statistics.median(abs(ratio_of(row) - 1) for row in rows)
+    ranking = float(kendalltau(simulated, measured).statistic)
+    bars = [
+        Bar("median error of a step's time", error, ERROR_BAR, at_least=False),
+        Bar("Kendall's tau of the ranking", 0.0 if math.isnan(ranking) else ranking, RANKING_BAR, at_least=True),
+    ]
+    return finish("simulator", bars, rows, speeds=SPEEDS, size=str(SIZE), **result["about"])  # type: ignore[arg-type]
+
+
+def ratio_of(row: Mapping[str, float]) -> float:
+    """Return the simulated time over the measured one."""
+    return row["simulated seconds"] / row["measured seconds"]
+
+
+def work(result: Path, *, quick: bool) -> int:
+    """Be one rank."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    table, whole = GroupTable(), batch(SIZE.rows, SIZE.tokens)
+    execution = GraphExecution(Programs(llama(SIZE), None), whole, None)
+    costs = from_first(table, execution.costs(SIZE.rows))
+    set_speeds(SPEEDS)
+    cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
+    profiled = with_own_speeds(cluster, costs)
+    say(f"by products of matrices\n{cluster}\nby the model\n{profiled}")
+    rows: list[Row] = []
+    for name in QUICK if quick else PLANS:
+        seconds = measured_seconds(PLANS[name], rounds=3 if quick else 7)
+        paper = {"measured seconds": seconds, **on_paper(PLANS[name], costs, profiled, cluster)}
+        rows.append({"plan": name, **paper, "simulated / measured": ratio_of(paper)})
+        say(f"{name}: measured {seconds:.3f} s, simulated {paper['simulated seconds']:.3f} s")
+    if dist.get_rank() == 0:
+        about = {"parameters": num_parameters(llama(SIZE)), "cluster": cluster.to_json()}
+        result.write_text(json.dumps({"rows": rows, "about": about}))
+    barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def on_paper(plan: Plan, costs: ProgramCosts, profiled: Cluster, unprofiled: Cluster) -> dict[str, float]:
+    """Return the seconds of a plan: simulated, by the closed formula, and simulated with speeds of matrix products."""
+    return {
+        "simulated seconds": simulate(plan, costs, profiled).seconds,
+        "formula": predict(plan, costs, profiled).seconds,
+        "unprofiled": simulate(plan, costs, unprofiled).seconds,
+    }
+
+
+def with_own_speeds(cluster: Cluster, costs: ProgramCosts) -> Cluster:
+    """Return the cluster with the speeds at which its devices run this model, all at once; collective."""
+    model, rank = llama(SIZE), dist.get_rank()
+    small = batch(PROFILE_ROWS, SIZE.tokens)
+
+    def compute() -> None:
+        model.zero_grad()
+        model(**small).loss.backward()
+
+    compute()
+    seconds = statistics.median(timed(compute) for _ in range(PROFILE_ROUNDS))
+    (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], costs, cluster)
+    factor = stage_cost.slowest_compute(PROFILE_ROWS) / seconds
+    factors: list[float] = [1.0] * len(SPEEDS)
+    dist.all_gather_object(factors, factor)
+    pairs = zip(cluster.devices, factors, strict=True)
+    return replace(
+        cluster, devices=tuple(replace(d, flops_per_second=d.flops_per_second * times) for d, times in pairs)
+    )
+
+
+def measured_seconds(plan: Plan, *, rounds: int) -> float:
+    """Return the median time of a step until the last rank is done; collective."""
+    import hetu_fx
+
+    set_speeds(EQUAL)
+    whole, plain = batch(SIZE.rows, SIZE.tokens), llama(SIZE)
+    optimizer = adamw(plain)
+    model = hetu_fx.auto_parallelize(plain, whole, plan=plan, optimizer=optimizer, data="global")
+    step = train_step(model, optimizer, whole)
+    step()
+    set_speeds(SPEEDS)
+    step()
+    return statistics.median(slowest(timed(step)) for _ in range(rounds))
+
+
+def set_speeds(speeds: tuple[float, ...]) -> None:
+    """Give every device its speed; collective. Those that become slower go first, so that all fit the cores."""
+    barrier()
+    if dist.get_rank() == 0:
+        before = current_speeds()
+        for rank in sorted(range(len(speeds)), key=lambda rank: speeds[rank] - before[rank]):
+            change_speed(rank, speeds[rank])
+    barrier()
+
+
+def say(text: str) -> None:
+    """Tell how far it is."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -53,6 +53,8 @@ PLANS = {
     "2 replicas, rows 3:1": Plan.data_parallel((0, 1), (3, 1)),
     "2 replicas, 4 micro-batches": Plan((pipeline((0,), micro_batches=4), pipeline((1,), micro_batches=4))),
     "tensor parallel 2": Plan.tensor_parallel((0, 1)),
+    "tensor parallel 2, sequence shared": replace(Plan.tensor_parallel((0, 1)), sequence_parallel=True),
+    "context parallel 2": Plan.context_parallel((0, 1)),
     "2 stages, 1F1B": Plan((pipeline((0,), (1,), micro_batches=4),)),
     "2 stages, GPipe": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="gpipe"),
     "2 stages x tensor parallel 2": Plan((pipeline((0, 1), (2, 3), micro_batches=4),)),

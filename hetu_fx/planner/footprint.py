@@ -46,6 +46,17 @@ class Amount:
         """Return what a context parallel group holds: shares of all that grows with rows, but what it gathers."""
         return Amount(self.fixed, self.per_row, 0.0, max(0.0, self.per_row - gathered))
 
+    @classmethod
+    def combined(cls, amounts: Sequence[Amount], weights: Sequence[float]) -> Amount:
+        """Return the weighted sum of what grows with rows, and the weighted mean of the rest."""
+
+        def of(name: str, total: float) -> float:
+            pairs = zip(amounts, weights, strict=True)
+            return float(sum(getattr(amount, name) * weight for amount, weight in pairs) / total)
+
+        fixed = {name: of(name, sum(weights)) for name in ("fixed", "split_fixed", "sequence_fixed")}
+        return cls(**fixed, **{name: of(name, 1.0) for name in ("per_row", "split_per_row", "sequence_per_row")})
+
     def line(self, share: float) -> tuple[float, float]:
         """Return (bytes, bytes per row) on a device that has `share` of what is split."""
         rest = 1 - share
@@ -70,6 +81,12 @@ class PartMemory:
         """Return what it is for a tensor parallel group that shares the sequence."""
         return PartMemory(*(amount.in_sequence for amount in _AMOUNTS(self)))
 
+    @classmethod
+    def combined(cls, parts: Sequence[PartMemory], weights: Sequence[float]) -> PartMemory:
+        """Return the weighted sum of what parts hold."""
+        columns = zip(*(_AMOUNTS(part) for part in parts), strict=True)
+        return cls(*(Amount.combined(column, weights) for column in columns))
+
     def by_sequence(self, gathered: float) -> PartMemory:
         """Return what it is for a context parallel group, which gathers so many bytes per row."""
         return PartMemory(*(amount.by_sequence(gathered) for amount in _AMOUNTS(self)))
@@ -89,6 +106,13 @@ class ProgramMemory:
     def in_sequence(self) -> ProgramMemory:
         """Return what it is for tensor parallel groups that share the sequence."""
         return ProgramMemory(tuple(part.in_sequence for part in self.parts), self.everywhere.in_sequence)
+
+    @classmethod
+    def combined(cls, programs: Sequence[ProgramMemory], weights: Sequence[float]) -> ProgramMemory:
+        """Return the weighted sum of what programs of the same parts hold, for rows of other lengths."""
+        parts = zip(*(program.parts for program in programs), strict=True)
+        everywhere = Amount.combined([program.everywhere for program in programs], weights)
+        return cls(tuple(PartMemory.combined(one, weights) for one in parts), everywhere)
 
     def by_sequence(self, gathered: Sequence[float]) -> ProgramMemory:
         """Return what it is for context parallel groups, which gather so many bytes per row of each part."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hetu_fx.errors import ProfileError
+from hetu_fx.planner.footprint import ProgramMemory
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 
 ENOUGH = 3
@@ -52,7 +53,14 @@ def _combined(programs: Sequence[ProgramCosts], weights: Sequence[float]) -> Pro
         blocks=tuple(_part(parts, weights) for parts in blocks),
         after=_part([program.after for program in programs], weights),
         boundary_bytes=tuple(_sum(sizes, weights) for sizes in edges),
+        memory=_memory(programs, weights),
     )
+
+
+def _memory(programs: Sequence[ProgramCosts], weights: Sequence[float]) -> ProgramMemory | None:
+    """Return what parts hold; None where that is not known of all lengths."""
+    known = [program.memory for program in programs if program.memory is not None]
+    return ProgramMemory.combined(known, weights) if len(known) == len(programs) else None
 
 
 def _part(parts: Sequence[PartCosts], weights: Sequence[float]) -> PartCosts:

@@ -141,10 +141,13 @@ class ProgramCosts:
             )
         if self.rows < 1 or self.units < 1:
             raise PlanError(f"program costs: rows {self.rows}, units {self.units}; give 1 or more of each")
-        held = {len(self.parts)} if self.memory is None else {len(self.parts), len(self.memory.parts)}
-        last = max((reader for one in self.tied for reader in one.readers), default=0)
-        if len(held) > 1 or last >= len(self.parts):
-            raise PlanError(f"program costs: memory and tied parameters of {held | {last + 1}} parts; give {max(held)}")
+        count, last = len(self.parts), max((one.readers[-1] for one in self.tied), default=0)
+        if self.memory is not None and len(self.memory.parts) != count:
+            raise PlanError(
+                f"program costs: memory has {len(self.memory.parts)} parts, the program {count}; give as many"
+            )
+        if last >= count:
+            raise PlanError(f"program costs: part {last} reads a tied parameter, but parts are 0 to {count - 1}")
 
     @property
     def parts(self) -> tuple[PartCosts, ...]:

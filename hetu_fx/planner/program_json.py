@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from itertools import chain, groupby
 from typing import Any, get_type_hints
 
 from hetu_fx.checks import check_not_negative
 from hetu_fx.documents import Fields, located
 from hetu_fx.errors import ProfileError
+from hetu_fx.planner.memory_json import memory_json, read_memory, read_tied, tied_json
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.repeated import read_repeated, repeated_json
 
-PROGRAM_KEYS = ("rows", "units", "before", "blocks", "after", "boundary_bytes")
+PROGRAM_KEYS = ("rows", "units", "before", "blocks", "after", "boundary_bytes", "tied", "memory")
 
 _PART_KEYS = tuple(f.name for f in fields(PartCosts))
 _WHOLE = tuple(name for name, kind in get_type_hints(PartCosts).items() if kind is int)
@@ -21,42 +22,32 @@ _WHOLE = tuple(name for name, kind in get_type_hints(PartCosts).items() if kind 
 def program_json(costs: ProgramCosts) -> dict[str, Any]:
     """Return the JSON object of a program's costs, defaults left out."""
     result: dict[str, Any] = {"rows": costs.rows, "units": costs.units, "before": _part_json(costs.before)}
-    result["blocks"] = [{"count": len(list(same))} | _part_json(part) for part, same in groupby(costs.blocks)]
+    result["blocks"] = repeated_json(costs.blocks, _part_json)
     result["after"] = _part_json(costs.after)
-    edges = [{"count": len(list(same)), "bytes": size} for size, same in groupby(costs.boundary_bytes)]
-    return result | {"boundary_bytes": edges}
+    result["boundary_bytes"] = repeated_json(costs.boundary_bytes, lambda size: {"bytes": size})
+    result |= {"tied": [tied_json(one) for one in costs.tied]} if costs.tied else {}
+    return result if costs.memory is None else result | {"memory": memory_json(costs.memory)}
 
 
 def read_program(view: Fields) -> ProgramCosts:
     """Read a program's costs from an object whose keys have been checked; raise `ProfileError` with the place."""
     where = view.where
-    edges = view.objects("boundary_bytes", ())
+    edges, memory = view.objects("boundary_bytes", ()), view.mapping("memory", None)
     parts: dict[str, Any] = {
         "rows": view.integer("rows"),
         "units": view.integer("units", 1),
         "before": _read_part(view.mapping("before", {}), f"{where}.before"),
-        "blocks": _repeated(view.objects("blocks", ()), f"{where}.blocks", _PART_KEYS, _part_of),
+        "blocks": read_repeated(view.objects("blocks", ()), f"{where}.blocks", _PART_KEYS, _part_of),
         "after": _read_part(view.mapping("after", {}), f"{where}.after"),
-        "boundary_bytes": _repeated(edges, f"{where}.boundary_bytes", ("bytes",), _edge_of),
+        "boundary_bytes": read_repeated(edges, f"{where}.boundary_bytes", ("bytes",), _edge_of),
+        "tied": tuple(read_tied(one, f"{where}.tied[{i}]") for i, one in enumerate(view.objects("tied", ()))),
+        "memory": None if memory is None else read_memory(memory, f"{where}.memory"),
     }
     return located(ProgramCosts, parts, where)
 
 
 def _part_json(part: PartCosts) -> dict[str, Any]:
     return {name: getattr(part, name) for name in _PART_KEYS if getattr(part, name)}
-
-
-def _repeated(values: Sequence[Any], where: str, keys: Sequence[str], read: Any) -> tuple[Any, ...]:
-    """Read a list of objects that each stand for `count` equal things in a row."""
-    return tuple(chain.from_iterable(_run(v, f"{where}[{i}]", keys, read) for i, v in enumerate(values)))
-
-
-def _run(value: Mapping[str, Any], where: str, keys: Sequence[str], read: Any) -> tuple[Any, ...]:
-    view = Fields(value, where, ProfileError, ("count", *keys))
-    count: int = view.integer("count", 1)
-    if count < 1:
-        raise ProfileError(f"{where}: count is {count}; give how many of these stand in a row, from 1")
-    return (read(view),) * count
 
 
 def _read_part(value: Mapping[str, Any], where: str) -> PartCosts:

@@ -6,8 +6,10 @@ import pytest
 
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.measured import BlockTime, Slowdown
+from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from tests.model_zoo import captured
 from tests.planner.examples import transformer
 
 COSTS = transformer(layers=4)
@@ -33,6 +35,25 @@ def test_a_written_profile_reads_back_equal(tmp_path: Path) -> None:
     for profile in (FULL, Profile(COSTS), Profile(ProgramCosts(3, PartCosts(flops=1.5), (), PartCosts()))):
         profile.write(tmp_path / "profile.json")
         assert Profile.read(tmp_path / "profile.json") == profile
+
+
+def test_what_the_memory_model_needs_reads_back_equal(tmp_path: Path) -> None:
+    costs = program_costs(captured("gpt2")[1])
+    assert costs.memory is not None
+    assert costs.tied
+    Profile(costs).write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json").costs == costs
+
+
+def test_memory_of_other_parts_than_the_program_has_is_refused() -> None:
+    with pytest.raises(ProfileError, match="memory has 2 parts, the program 4"):
+        small({"memory": {"parts": [{"count": 2, "kept": {"per_row": 8}}]}})
+    with pytest.raises(ProfileError, match="part 4 reads a tied parameter, but parts are 0 to 3"):
+        small({"tied": [{"bytes": 8, "readers": [1, 4]}]})
+    with pytest.raises(ProfileError, match=r"tied\[0\].*readers are \[1\]; give two parts or more"):
+        small({"tied": [{"bytes": 8, "readers": [1]}]})
+    with pytest.raises(ProfileError, match=r"memory.parts\[0\].kept.*'rows'"):
+        small({"memory": {"parts": [{"count": 4, "kept": {"rows": 8}}]}})
 
 
 def test_what_repeats_is_written_once() -> None:

@@ -1,6 +1,8 @@
 """Which variant runs a batch: a pure function of what every rank knows, so all ranks choose alike.
 
-The function can be replaced (`model.hetu.policy`); `choose` is the one that there is. A variant fits a batch whose longest sequence is at most its `max_length`. Of those that fit, the one that is
+The function can be replaced (`model.hetu.policy`); `choose` is the one that there is.
+
+A variant fits a batch whose longest sequence is at most its `max_length`. Of those that fit, the one that is
 expected to be fastest runs it. A variant expects a straggling rate of each of its devices; where a device is
 slower by now, the variant is slower by as much as its worst device, for everybody waits for that one.
 """

@@ -1,16 +1,15 @@
-"""Ops that act on the pieces of home tensors: point-wise, foreach and fused kernels, copies, factories."""
+"""Ops that act on the pieces of home tensors: point-wise ones, copies, factories; list kernels are in home_lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hetu_fx.errors import StateError
-from hetu_fx.switching.exchange import reduce_world
+from hetu_fx.switching.home_cut import cut_like
 from hetu_fx.switching.home_layout import HomeLayout, home_layout
+from hetu_fx.switching.home_lists import run_lists, unscale
 from hetu_fx.switching.home_tensor import Handler, HomeTensor, gather_whole, mark_written, wrap
 from hetu_fx.switching.home_whole import run_whole
 
@@ -23,7 +22,7 @@ def find_local(func: Any) -> Handler | None:
     """Recognise point-wise ops by their tag, and list kernels by their name."""
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
-        return _lists
+        return run_lists
     if torch.Tag.pointwise in func.tags or name in _POINTWISE_WITHOUT_TAG:
         return _in_place(func) if name.endswith("_") else _pointwise(func)
     return None
@@ -130,111 +129,6 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return target
 
 
-def cut_like(tensor: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
-    """Give the part of a tensor, home or plain, that stands beside the piece of `layout`.
-
-    Scalars stay; what broadcasts is expanded first; a home tensor of another layout is gathered.
-    """
-    if type(tensor) is HomeTensor:
-        if tensor.home_layout is layout or same_layout(tensor.home_layout, layout):
-            return tensor.local
-        tensor = gather_whole([tensor])[0]
-    if not tensor.dim():
-        return tensor
-    return layout.take(tensor.expand(layout.shape))
-
-
-def same_layout(first: HomeLayout, second: HomeLayout) -> bool:
-    return first.annotation == second.annotation and first.shape == second.shape
-
-
-def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a list kernel (foreach, fused) on the pieces, position by position.
-
-    A position whose written tensor is plain runs whole: its home operands are gathered.
-    """
-    lists = {name: value for name, value in _named(func, args, kwargs).items() if _is_list(value)}
-    written = {arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write}
-    layouts = _common_layouts(lists)
-    if layouts is not None:
-        results = func(*map(_locals, args), **{k: _locals(v) for k, v in kwargs.items()})
-    else:
-        layouts = [_layout_at(i, lists, written) for i in range(len(args[0]))]
-        cut_args = [_cut_list(arg, layouts) if _is_list(arg) else arg for arg in args]
-        results = func(*cut_args, **{k: _cut_list(v, layouts) if _is_list(v) else v for k, v in kwargs.items()})
-    mark_written([t for name in written & lists.keys() for t in lists[name] if type(t) is HomeTensor])
-    if results is None:
-        return None
-    return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]
-
-
-def _common_layouts(lists: dict[str, Any]) -> Sequence[HomeLayout | None] | None:
-    """Give the layouts by position if all lists are of home tensors that agree in them, as in every optimizer.
-
-    Asked first because it is cheap: a step makes ten such calls over all parameters.
-    """
-    found = [[tensor.home_layout for tensor in tensors] for tensors in lists.values() if _all_home(tensors)]
-    return found[0] if len(found) == len(lists) and all(other == found[0] for other in found) else None
-
-
-def _all_home(tensors: Sequence[Any]) -> bool:
-    return all(type(tensor) is HomeTensor for tensor in tensors)
-
-
-def _locals(value: Any) -> Any:
-    return [tensor.local for tensor in value] if _is_list(value) else value
-
-
-def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**{arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value)
-
-
-def _layout_at(position: int, lists: dict[str, Any], written: set[str]) -> HomeLayout | None:
-    """Give the layout that a position runs in (None: whole), by what is written there."""
-    layout = None
-    plain_written = False
-    for name, tensors in lists.items():
-        tensor = tensors[position]
-        if type(tensor) is HomeTensor:
-            if layout is None:
-                layout = tensor.home_layout
-            elif name in written and not same_layout(tensor.home_layout, layout):
-                raise StateError(
-                    f"one kernel writes home tensors of two layouts, {layout.annotation} and "
-                    f"{tensor.home_layout.annotation}; bring the state to the layout of its parameter"
-                )
-        elif name in written and tensor.dim():
-            plain_written = True
-    return None if plain_written else layout
-
-
-def _cut_list(values: Sequence[Any], layouts: Sequence[HomeLayout | None]) -> list[Any]:
-    return [_cut_item(value, layout) for value, layout in zip(values, layouts, strict=True)]
-
-
-def _cut_item(value: Any, layout: HomeLayout | None) -> Any:
-    if type(value) is HomeTensor:
-        if layout is None:
-            return gather_whole([value])[0]
-        return value.local if value.home_layout is layout else cut_like(value, layout)
-    if layout is None or not value.dim():
-        return value
-    return cut_like(value, layout)
-
-
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients; found_inf is that of all ranks, so that all skip the same steps."""
-    gradients, found_inf = args[0], args[1]
-    # The versions of gradients are nobody's business, so this write is not counted.
-    func([g.local if type(g) is HomeTensor else g for g in gradients], found_inf, *args[2:], **kwargs)
-    world = next(g.home_layout.world for g in gradients if type(g) is HomeTensor)
-    reduce_world(found_inf, world, dist.ReduceOp.MAX)
-
-
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
     return wrap(args[0].local, args[0].home_layout)
 
@@ -314,5 +208,5 @@ LOCAL_OPS: dict[Any, Handler] = {
     aten.new_full.default: _new,
     aten.new_empty_strided.default: _new_strided,
     aten.copy_.default: _copy,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
 }

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.switching.exchange import reduce_world
-from hetu_fx.switching.home_local import cut_like
+from hetu_fx.switching.home_cut import cut_like
 from hetu_fx.switching.home_tensor import Handler, HomeTensor
 from hetu_fx.switching.home_whole import run_whole
 from hetu_fx.switching.pending import Pending

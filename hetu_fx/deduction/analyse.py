@@ -9,7 +9,6 @@ nodes.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ import torch
 from torch import fx
 
 from hetu_fx.deduction.apart import taken_apart
-from hetu_fx.deduction.call import Call, call_of
 from hetu_fx.deduction.factors import (
     ClassDim,
     ClassDims,
@@ -29,21 +27,14 @@ from hetu_fx.deduction.factors import (
     SizeArg,
 )
 from hetu_fx.deduction.partition import Partition
-from hetu_fx.deduction.registry import rule_for
-from hetu_fx.deduction.row_order import Routing, find_routing
 from hetu_fx.deduction.rule import Factoring, names_in
-from hetu_fx.deduction.rules.build import opaque
 from hetu_fx.deduction.rules.zeros import NONE, VANISHING
 from hetu_fx.deduction.size import Size, size_of
-from hetu_fx.errors import RuleError
+from hetu_fx.deduction.steps import Ops, Step, factor_ops
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 
 FactorDims = tuple[tuple[int, ...], ...]
-
-
-class UnknownOpWarning(UserWarning):
-    """An op has no rule (or one that does not fit): it runs on whole tensors, correct but slow."""
 
 
 def analyse(graph: Graph) -> FactorMap:
@@ -51,64 +42,11 @@ def analyse(graph: Graph) -> FactorMap:
 
     An op without a rule keeps everything whole, with an UnknownOpWarning that names it and the user's line.
     """
-    ops = _factor_ops(graph)
+    ops = factor_ops(graph)
     analysis = _Analysis(graph)
     for node in graph.graph.nodes:
         analysis.visit(node, ops.steps.get(node))
     return _Extraction(graph, analysis, ops).factor_map()
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """An op node with its call and the factors of it."""
-
-    call: Call
-    factoring: Factoring
-    known: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Ops:
-    steps: Mapping[fx.Node, _Step]
-    routing: Routing
-
-
-def _factor_ops(graph: Graph) -> _Ops:
-    told: set[str] = set()
-    steps: dict[fx.Node, _Step] = {}
-    for node in graph.graph.nodes:
-        if _is_tensor_op(node):
-            steps[node] = _step(call_of(node), node, told)
-    routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()})
-    for node, call in routing.calls.items():
-        steps[node] = _step(call, node, told)
-    return _Ops(steps, routing)
-
-
-def _is_tensor_op(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    reads = any(meta.has_tensor(source) for source in node.all_input_nodes)
-    return meta.has_tensor(node) or (reads and "sym_" not in str(node.target))
-
-
-def _step(call: Call, node: fx.Node, told: set[str]) -> _Step:
-    rule = rule_for(node.target)
-    problem = "has no rule"
-    if rule is not None:
-        try:
-            return _Step(call, rule.factor(call), known=True)
-        except RuleError as error:
-            problem = f"has a rule that does not fit: {error}"
-    if call.op not in told:
-        told.add(call.op)
-        warnings.warn(
-            f"op {call.op} {problem}; it runs on whole tensors, correct but slow ({call.where}); "
-            "tell how its dims relate with hetu_fx.register_rule",
-            UnknownOpWarning,
-            stacklevel=4,
-        )
-    return _Step(call, opaque(call), known=False)
 
 
 @dataclass(slots=True)
@@ -131,7 +69,7 @@ class _Analysis:
         self._rows = None if graph.batch_symbol is None else Size(1, ((str(graph.batch_symbol), 1),))
         self._batch: int | None = None
 
-    def visit(self, node: fx.Node, step: _Step | None) -> None:
+    def visit(self, node: fx.Node, step: Step | None) -> None:
         """Take one node into account; its inputs have been visited."""
         if step is not None:
             self._bind(node, step)
@@ -157,7 +95,7 @@ class _Analysis:
         before = [item for item in items[: index % len(items)] if isinstance(item, torch.Tensor)]
         return self.dims[source][len(before)]
 
-    def _bind(self, node: fx.Node, step: _Step) -> None:
+    def _bind(self, node: fx.Node, step: Step) -> None:
         sizes = _sizes(step)
         factors = {name: self.partition.new(size) for name, size in sizes.items()}
         bound = _Bound(factors, [])
@@ -176,7 +114,7 @@ class _Analysis:
                 bound.misfits.extend((*conflict.left, *conflict.right))
 
 
-def _sizes(step: _Step) -> dict[str, Size]:
+def _sizes(step: Step) -> dict[str, Size]:
     sizes: dict[str, Size] = {}
     call, factoring = step.call, step.factoring
     shapes = [*(operand.shape for operand in call.operands), *call.results]
@@ -190,7 +128,7 @@ def _sizes(step: _Step) -> dict[str, Size]:
 class _Extraction:
     """Turns the finished partition into classes: numbers them, and reads off what each op does to them."""
 
-    def __init__(self, graph: Graph, analysis: _Analysis, ops: _Ops) -> None:
+    def __init__(self, graph: Graph, analysis: _Analysis, ops: Ops) -> None:
         self._graph, self._analysis, self._ops = graph, analysis, ops
         self._classes: dict[int, FactorClass] = {}
 
@@ -230,10 +168,10 @@ class _Extraction:
         factors = self._analysis.bound[node].factors
         return frozenset(cls for name in names for cls in self._classes_of((factors[name],)))
 
-    def _pinned(self, node: fx.Node, step: _Step) -> frozenset[FactorClass]:
+    def _pinned(self, node: fx.Node, step: Step) -> frozenset[FactorClass]:
         return self._named(node, step.factoring.pinned) if step.factoring.pinned else frozenset()
 
-    def _op(self, node: fx.Node, step: _Step, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
+    def _op(self, node: fx.Node, step: Step, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
         factoring = step.factoring
         whole = self._whole(node, step)
         results = frozenset(cls for tensor in dims[node] for dim in tensor for cls in dim)
@@ -265,7 +203,7 @@ class _Extraction:
         factors = self._analysis.bound[node].factors
         return self._classes_of(factors[name] for name in names)
 
-    def _whole(self, node: fx.Node, step: _Step) -> frozenset[FactorClass]:
+    def _whole(self, node: fx.Node, step: Step) -> frozenset[FactorClass]:
         """Return the classes that the rule keeps whole, that misfit, or that play two parts in the op.
 
         So do those of a sharded factor that the graph refines: a part of one is no range of indices.

@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.affine import Affine, AtMostZero
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.graph import drop_dead_nodes
-from hetu_fx.graph.positions import Affine, AtMostZero, Known, positional_values
+from hetu_fx.graph.position_call import Known
+from hetu_fx.graph.positions import positional_values
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.deduction.analyse import UnknownOpWarning, analyse
+from hetu_fx.deduction.analyse import analyse
 from hetu_fx.deduction.call import Call
 from hetu_fx.deduction.factors import FactorMap, OpFactors
 from hetu_fx.deduction.registry import register_rule, rule_for, unregister_rule
 from hetu_fx.deduction.rule import Factoring
+from hetu_fx.deduction.steps import UnknownOpWarning
 from hetu_fx.errors import RuleError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph

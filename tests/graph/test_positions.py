@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetu_fx.graph.positions import FALSE, TRUE, Affine, AtMostZero, Positional, positional_values
+from hetu_fx.graph.affine import FALSE, TRUE, Affine, AtMostZero, Positional
+from hetu_fx.graph.positions import positional_values
 
 SIZES = (4, 7)
 

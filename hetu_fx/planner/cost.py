@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
-from hetu_fx.planner.memory import Terms, in_flight
+from hetu_fx.planner.memory import Terms
 from hetu_fx.planner.program import PartCosts, ProgramCosts
-from hetu_fx.planner.shards import device_bytes, stops_of
+from hetu_fx.planner.shards import device_bytes, stops_of, tied_holders
+from hetu_fx.planner.tied import Tied
 from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
@@ -174,14 +175,17 @@ def optimizer_seconds(num_bytes: float, device: Device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and time."""
+    """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and time.
+
+    `tied` are the parameters that other stages read too, each with a device of every one of those.
+    """
 
     rank: int
     costs: StageCosts
     position: int
     rows: int
     micro_batches: int
-    num_in_flight: int
+    tied: tuple[tuple[Tied, tuple[int, ...]], ...] = ()
 
     @property
     def share(self) -> float:
@@ -203,11 +207,14 @@ class Place:
         return len(plan.pipelines) * self.costs.stage.context
 
     def end_terms(self, plan: Plan, cluster: Cluster) -> tuple[float, float, float]:
-        """Return (gradient sync, gather, optimizer) seconds, with one device of each other pipeline."""
+        """Return (gradient sync, gather, optimizer) seconds, with one device of each other pipeline and tied stage."""
         peers = [p.devices[0] for p in plan.pipelines if self.rank not in p.devices]
         beside = [rank for rank in self.costs.stage.devices if self.costs.stage.shares_sequence and rank != self.rank]
-        sync, gather = sync_seconds(self.parameter_bytes, (self.rank, *beside, *peers), cluster, plan.zero)
+        travels = [(self.parameter_bytes, (self.rank, *beside, *peers))]
+        travels += [(one.at(self.share), (self.rank, *others)) for one, others in self.tied]
+        ends = [sync_seconds(size, ranks, cluster, plan.zero) for size, ranks in travels]
         owned = self.parameter_bytes / (self.num_copies(plan) if plan.zero else 1)
+        sync, gather = (math.fsum(column) for column in zip(*ends, strict=True))
         return sync, gather, optimizer_seconds(owned, cluster.device(self.rank))
 
 
@@ -236,10 +243,16 @@ def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Pla
     for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
         stages = stage_costs(pipeline, costs.under(plan), cluster)
         count = max(1, min(pipeline.micro_batches, rows))
+        stops = stops_of(pipeline, costs.num_blocks)
         for index, stage in enumerate(stages):
-            kept = in_flight(plan.schedule, index, len(stages), count)
+            holders = tied_holders(costs.under(plan).on(stage.stage), stops)
+            tied = tuple((one, _others(pipeline, held, index)) for one, held in holders if index in held)
             for position, rank in enumerate(stage.stage.devices):
-                yield Place(rank, stage, position, rows, count, kept)
+                yield Place(rank, stage, position, rows, count, tied)
+
+
+def _others(pipeline: Pipeline, held: Sequence[int], index: int) -> tuple[int, ...]:
+    return tuple(pipeline.stages[stage].devices[0] for stage in held if stage != index)
 
 
 def _device_cost(place: Place, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:

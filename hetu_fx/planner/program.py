@@ -203,22 +203,27 @@ class ProgramCosts:
     def stage(self, start: int, stop: int) -> PartCosts:
         """Return the costs of the blocks [start, stop), with what stands before and after them all."""
         if (start, stop) not in self._stages:
-            first, last = self._numbers(start, stop)
+            first, last = self.numbers(start, stop)
             extra = [
                 PartCosts(parameter_bytes=one.bytes, split_parameter_bytes=one.split_bytes)
                 for one in self.tied
                 if one.is_extra(first, last)
             ]
-            self._stages[start, stop] = reduce(add, (*self.parts[first:last], *extra), PartCosts())
+            self._stages[start, stop] = reduce(add, extra, self.between(start, stop))
         return self._stages[start, stop]
 
-    def _numbers(self, start: int, stop: int) -> tuple[int, int]:
+    def between(self, start: int, stop: int) -> PartCosts:
+        """Return the same with a parameter that several parts read counted for the first of all only."""
+        first, last = self.numbers(start, stop)
+        return reduce(add, self.parts[first:last], PartCosts())
+
+    def numbers(self, start: int, stop: int) -> tuple[int, int]:
         """Return the numbers of the parts of a stage with the blocks [start, stop): the first, and after the last."""
         return (0 if start == 0 else start + 1), (stop + 2 if stop == self.num_blocks else stop + 1)
 
     def shared(self, start: int, stop: int) -> tuple[Tied, ...]:
         """Return the parameters that a stage with the blocks [start, stop) reads, and other stages too."""
-        first, last = self._numbers(start, stop)
+        first, last = self.numbers(start, stop)
         return tuple(one for one in self.tied if one.is_shared(first, last))
 
     @cached_property
@@ -233,7 +238,7 @@ class ProgramCosts:
     def footprint(self, start: int, stop: int, share: float) -> StageFootprint:
         """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches."""
         if (start, stop, share) not in self._footprints:
-            first, last = self._numbers(start, stop)
+            first, last = self.numbers(start, stop)
             memory = self.memory or _assumed(self.parts)
             fixed, per_row = memory.everywhere.line(share)
             before = fixed, per_row + self.boundary(start)

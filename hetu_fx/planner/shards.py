@@ -9,9 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hetu_fx.planner.memory import Shard, Terms, in_flight, instants, most_rows, peak
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.tied import Tied
 from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
 
 
@@ -184,3 +186,10 @@ def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
     """Return where each stage's blocks begin, and where the last one's end."""
     blocks = pipeline.blocks(num_blocks)
     return tuple(sum(blocks[:i]) for i in range(len(blocks) + 1))
+
+
+def tied_holders(costs: ProgramCosts, stops: Sequence[int]) -> tuple[tuple[Tied, tuple[int, ...]], ...]:
+    """Return each parameter that several stages of a pipeline read, with their numbers; `stops` are of `stops_of`."""
+    parts = [costs.numbers(*pair) for pair in pairwise(stops)]
+    found = [(one, tuple(i for i, part in enumerate(parts) if one.within(*part))) for one in costs.tied]
+    return tuple((one, held) for one, held in found if len(held) > 1)

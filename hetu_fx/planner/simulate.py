@@ -8,7 +8,7 @@ share, and micro-batches and pipelines that differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 
 from hetu_fx.comm_ops.buckets import BUCKETS_AT_ONCE
@@ -20,7 +20,7 @@ from hetu_fx.planner.memory import MOMENTS, Shard
 from hetu_fx.planner.pipeline_jobs import Held, PipelineJobs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.schedules import PaperSchedule
-from hetu_fx.planner.shards import shards_of
+from hetu_fx.planner.shards import shards_of, tied_holders
 from hetu_fx.planner.simulation import Simulation, simulation
 from hetu_fx.planner.sync import Bucket, buckets
 from hetu_fx.plans import Plan, Stage, split_rows
@@ -81,6 +81,9 @@ class _Step:
             found.append(self._travel("gather", bucket, after, 1))
             for rank in self._members(bucket):
                 waits.setdefault(rank, []).append(found[-1])
+        for job, ranks in self._tied("gather", {}) if self.plan.zero else ():
+            for rank in ranks:
+                waits.setdefault(rank, []).append(job)
         return waits
 
     def _end(self, pipelines: Sequence[PipelineJobs], gathered: dict[int, list[int]]) -> None:
@@ -98,11 +101,36 @@ class _Step:
             job = self._travel("gradients", bucket, [*(job for job in made if job is not None), *idle], 0)
             for rank in self._members(bucket):
                 waits[rank].append(job)
+        for job, ranks in self._tied("gradients", waits):
+            for rank in ranks:
+                waits[rank].append(job)
         idle_ranks = {rank for p in pipelines if not p.rows for rank in p.lane.pipeline.devices}
         for place in places_of(self.plan, self.costs, self.cluster):
             seconds = {place.rank: place.end_terms(self.plan, self.cluster)[2]}
             start, end = self._update_memory(place.rank, place.rank not in idle_ranks)
             self.jobs.compute("optimizer", "optimizer", seconds, waits.get(place.rank, ()), start, end)
+
+    def _tied(self, kind: str, waits: Mapping[int, Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+        """Add the ways of parameters that several stages read, between one device of each; return those with devices.
+
+        Their memory counts with that of the buckets.
+        """
+        found = []
+        for lane in self.lanes:
+            for one, held in tied_holders(self.costs, lane.stops):
+                stages = [lane.parts.stages[part] for part in held]
+                ring = tuple(dict.fromkeys(stage.devices[0] for stage in stages))
+                ranks = tuple(dict.fromkeys(rank for stage in stages for rank in stage.devices))
+                if len(ring) > 1:
+                    after = sorted({job for rank in ranks for job in waits.get(rank, ())})
+                    found.append((self._tied_job(kind, one.bytes, ring, after, ranks), ranks))
+        return found
+
+    def _tied_job(self, kind: str, size: float, ring: Sequence[int], after: Sequence[int], ranks: Sequence[int]) -> int:
+        term = 1 if kind == "gather" else 0
+        empty, full = (sync_seconds(n, ring, self.cluster, self.plan.zero)[term] for n in (0.0, size))
+        traffic = ring_traffic([ring], size, 1 if self.plan.zero else 2)
+        return self.jobs.transfer(kind, f"{kind} tied", Line(empty, full - empty), traffic, after, ranks)
 
     def _update_memory(self, rank: int, has_gradients: bool) -> tuple[Held, Held]:
         """Return what a device holds more from the start of its update, and from its end, without gradients."""
@@ -130,7 +158,7 @@ class _Step:
 
     def _held(self, bucket: Bucket, group: Stage) -> dict[int, float]:
         """Return the bytes of a bucket's parameters by device of a group."""
-        parts, total = self.costs.on(group).stage(bucket.start, bucket.stop), sum(group.ratios)
+        parts, total = self.costs.on(group).between(bucket.start, bucket.stop), sum(group.ratios)
         pairs = zip(group.devices, group.ratios, strict=True)
         return {rank: parts.parameter_bytes_at(ratio / total) for rank, ratio in pairs}
 
@@ -155,7 +183,7 @@ class _Step:
 
     def _rings(self, bucket: Bucket) -> tuple[list[list[int]], float]:
         """Return the rings that a bucket goes around, and the bytes of each: one of all where some share a sequence."""
-        groups, whole = self._groups(bucket), self.costs.stage(bucket.start, bucket.stop).parameter_bytes
+        groups, whole = self._groups(bucket), self.costs.between(bucket.start, bucket.stop).parameter_bytes
         if any(group.shares_sequence for group in groups):
             return [self._members(bucket)], whole
         largest = max(len(group.devices) for group in groups)

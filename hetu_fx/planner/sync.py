@@ -44,7 +44,7 @@ def _holders(block: int, stops: Sequence[Sequence[int]]) -> Holders:
 def _cut(costs: ProgramCosts, holders: Sequence[Holders]) -> Iterator[Bucket]:
     stop, filled = costs.num_blocks, 0.0
     for block in reversed(range(costs.num_blocks)):
-        size = costs.stage(block, block + 1).parameter_bytes
+        size = costs.between(block, block + 1).parameter_bytes
         if block + 1 < stop and (holders[block] != holders[stop - 1] or filled + size > BUCKET_BYTES):
             yield Bucket(block + 1, stop, holders[stop - 1])
             stop, filled = block + 1, 0.0

@@ -11,6 +11,7 @@ from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.schedules import Interleaved, PaperSchedule, ZeroBubble
 from hetu_fx.planner.simulate import simulate
 from hetu_fx.planner.simulation import Simulation
+from hetu_fx.planner.tied import Tied
 from hetu_fx.plans import Pipeline, Plan, Schedule, Stage
 from hetu_fx.timeline import Event
 from hetu_fx.topology import Cluster, Link
@@ -127,6 +128,29 @@ def test_bytes_of_gradients_and_parameters_go_around_the_ring_once_each() -> Non
     assert step.link_bytes == pytest.approx({(0, 1): 2 * each, (1, 2): 2 * each, (2, 0): 2 * each})
 
 
+def test_devices_that_share_the_sequence_gather_in_every_block_and_send_all_gradients_home() -> None:
+    costs = transformer()
+    shared = replace(costs, blocks=tuple(replace(block, gathered_bytes=1e4, num_gathers=2) for block in costs.blocks))
+    step = simulate(Plan.context_parallel((0, 1)), shared, paper(1, 1))
+    around = 4 * 16 * 1e4 / 2  # in each of the blocks, for all rows, a half from each device
+    assert step.link_bytes == pytest.approx(dict.fromkeys([(0, 1), (1, 0)], 2 * around + costs.whole.parameter_bytes))
+    assert {e.kind for e in step.timeline.events} >= {"gather", "communication", "gradients"}
+
+
+def test_tied_parameters_travel_once_between_replicas_and_between_the_stages_that_read_them() -> None:
+    costs = transformer()
+    table = costs.before.parameter_bytes
+    tied = replace(costs, after=replace(costs.after, parameter_bytes=0.0), tied=(Tied(table, 0.0, (0, 5)),))
+    replicas = simulate(Plan.data_parallel((0, 1)), tied, paper(1, 1)).link_bytes
+    assert replicas[0, 1] == pytest.approx(tied.whole.parameter_bytes)
+    plan = Plan((pipeline(0, 1, micro_batches=4),))
+    together, apart = (simulate(plan, one, paper(1, 1)) for one in (tied, costs))
+    for link in ((0, 1), (1, 0)):
+        assert together.link_bytes[link] - apart.link_bytes[link] == pytest.approx(table)
+    ends = [dict(device.seconds) for device in predict(plan, tied, paper(1, 1)).devices]
+    assert all(seconds["gradient_sync"] > 0 < seconds["gather"] for seconds in ends)
+
+
 def test_replicas_that_share_a_slow_link_between_nodes_wait_for_it() -> None:
     block = PartCosts(flops=1.0, split_flops=1.0, parameter_bytes=1e7, split_parameter_bytes=1e7)
     costs = ProgramCosts(4, PartCosts(), (block,), PartCosts(), units=4)
@@ -150,6 +174,10 @@ PLANS = {
     "1f1b": Plan((pipeline(0, 1, micro_batches=8),)),
     "gpipe": Plan((pipeline(0, 1, micro_batches=8),), schedule="gpipe"),
     "unequal": Plan((pipeline(0, 1, micro_batches=4, rows=3), Pipeline((Stage((2, 3)),)))),
+    "sequence": replace(Plan.tensor_parallel((0, 1), (3, 1)), sequence_parallel=True),
+    "ring": Plan.context_parallel((0, 1), (3, 1)),
+    "ring without zero": replace(Plan.context_parallel((0, 1), (3, 1)), zero=0),
+    "ring beside one": Plan((Pipeline((Stage((0, 1), context=2),)), Pipeline((Stage((2,)),)))),
 }
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans import Pipeline as Pipeline
     from hetu_fx.plans import Plan as Plan
     from hetu_fx.plans import Stage as Stage
+    from hetu_fx.profiling import Measuring as Measuring
     from hetu_fx.simulating import simulate as simulate
     from hetu_fx.topology import Cluster as Cluster
 
@@ -28,6 +29,7 @@ _HOMES = {
     "Cluster": "hetu_fx.topology",
     "Handle": "hetu_fx.api",
     "HetuFxError": "hetu_fx.errors",
+    "Measuring": "hetu_fx.profiling",
     "Pipeline": "hetu_fx.plans",
     "Plan": "hetu_fx.plans",
     "Profile": "hetu_fx.planner.profile_file",

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hetu_fx.cli_log import add_log, call_log
+from hetu_fx.cli_measure import add_measure, call_measure
 from hetu_fx.cli_plan import add_plan, call_plan
 from hetu_fx.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate_spec import parse_memory, parse_rate, parse_speeds
@@ -116,6 +117,7 @@ def add_nothing(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", add_emulate, call_emulate),
+    "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
     "demo": Command("train a model on four unequal emulated devices, and compare", add_demo, call_demo),
     "log": Command("say what the log of a run holds: variants, times, changes", add_log, call_log),

@@ -95,6 +95,7 @@ def _problem(options: argparse.Namespace) -> Problem:
     if options.cluster is None or options.profile is None:
         missing = "cluster" if options.cluster is None else "profile"
         raise PlanError(f"a plan is made for a cluster and a profile; give --{missing} FILE too")
+    from hetu_fx.planner.fit import calibrated
     from hetu_fx.planner.profile_file import Profile
     from hetu_fx.planner.search.problem import Problem
     from hetu_fx.planner.space import PlanOptions
@@ -103,7 +104,8 @@ def _problem(options: argparse.Namespace) -> Problem:
     if options.rows is not None:
         profile = profile.with_rows(options.rows)
     plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows)
-    return Problem(profile, Cluster.read(options.cluster), plan_options, tell=_Progress().tell)
+    cluster = calibrated(Cluster.read(options.cluster), profile)
+    return Problem(profile, cluster, plan_options, tell=_Progress().tell)
 
 
 def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:

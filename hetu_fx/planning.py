@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.measure_ranks import exchange_of
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
-from hetu_fx.switching.agreement import from_first
+from hetu_fx.profiling import Measuring, joined, with_times
+from hetu_fx.switching.agreement import from_first, together
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.programs import Batch, Programs
 from hetu_fx.topology import Cluster
@@ -62,8 +64,9 @@ def profile(
     *,
     more: Sequence[Batch] = (),
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    measured: Measuring | None = None,
 ) -> Profile:
-    """Return what a training step of `model` costs, counted from its captured graph; nothing is run or changed.
+    """Return what a training step of `model` costs, counted from its captured graph; nothing is changed.
 
     Write it with `Profile.write` and plan from the file: `hetu-fx plan --profile p.json --cluster c.json`.
 
@@ -72,11 +75,41 @@ def profile(
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         more: batches with rows of other lengths, for searches that plan by length; each is captured.
         loss_fn: as for `auto_parallelize`.
+        measured: also run the model's blocks on the devices of `measured.cluster`, which are those of this job's
+            processes (collective): the model is where this process computes. Left out, nothing is run.
 
     Raises:
         CaptureError: the model cannot be captured.
-        ProfileError: two batches have rows of one length.
+        ProfileError: two batches have rows of one length, or blocks cannot be measured.
     """
-    whole, *others = (GraphExecution(Programs(model, loss_fn), one, None).profile() for one in (batch, *more))
+    if measured is None:
+        return _counted(model, (batch, *more), loss_fn)[0]
+    table, asked = GroupTable(), measured
+    own = together(table, lambda: _measured(model, (batch, *more), loss_fn, asked, table.rank))
+    found = exchange_of(table)(own)
+    return joined([profile for profile in found if profile is not None])
+
+
+def _counted(
+    model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., torch.Tensor] | None
+) -> tuple[Profile, GraphExecution]:
+    """Return the profile from the graphs of all batches, and the first of these."""
+    executions = [GraphExecution(Programs(model, loss_fn), one, None) for one in batches]
+    whole, *others = (execution.profile() for execution in executions)
     lengths = tuple((other.tokens_per_row, other.costs) for other in others)
-    return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows)
+    return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows), executions[0]
+
+
+def _measured(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    measuring: Measuring,
+    rank: int,
+) -> Profile | None:
+    """Return the profile with the times of this rank's kind of device; None where another rank measures it."""
+    if not measuring.measures(rank):
+        return None
+    counted, execution = _counted(model, batches, loss_fn)
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return with_times(counted, execution.program, rank, measuring, place)

@@ -1,0 +1,1 @@
+"""HeteroAuto: pipelines over unlike kinds of chips; `search` is where to start."""

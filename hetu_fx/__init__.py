@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hetu_fx.plans import Plan as Plan
     from hetu_fx.plans import Stage as Stage
     from hetu_fx.profiling import Measuring as Measuring
+    from hetu_fx.sequences import TokenBudgetSampler as TokenBudgetSampler
     from hetu_fx.simulating import simulate as simulate
     from hetu_fx.topology import Cluster as Cluster
 
@@ -34,6 +35,7 @@ _HOMES = {
     "Plan": "hetu_fx.plans",
     "Profile": "hetu_fx.planner.profile_file",
     "Stage": "hetu_fx.plans",
+    "TokenBudgetSampler": "hetu_fx.sequences",
     "auto_parallelize": "hetu_fx.api",
     "plan": "hetu_fx.planning",
     "profile": "hetu_fx.planning",

@@ -42,7 +42,7 @@ FLOORS = (
     "comm_ops",
     "environment graph plans pipeline prediction explanation schedule timeline timeline_html emulate emulate_*",
     "annotations",
-    "topology devices measure measure_* chips",
+    "topology devices measure measure_* chips sequences packed_rows",
     "checks",
     "documents",
     "errors",

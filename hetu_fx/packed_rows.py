@@ -1,0 +1,94 @@
+"""Several sequences in one row: positions that restart, and no loss where one sequence would predict another.
+
+A model whose attention masks follow from position ids keeps the sequences of a row apart, and its loss and gradients
+are those of each sequence alone, weighted by their tokens. The models of transformers are such where no mask is given
+and no cache is kept; with a cache, which is their default, they attend over the whole row and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hetu_fx.errors import BatchError
+
+IGNORED = -100
+"""The label that transformers' and torch's cross entropy leave out."""
+
+
+def rows_by_room(lengths: Sequence[int], room: int) -> tuple[tuple[int, ...], ...]:
+    """Return which sequences share a row of at most `room` tokens: longest first, each where the least room is left.
+
+    Args:
+        lengths: tokens of the sequences.
+        room: tokens of a row.
+
+    Returns:
+        For each row the positions in `lengths`, in order; rows in the order of their first sequence.
+    """
+    if lengths and max(lengths) > room:
+        raise BatchError(f"a sequence of {max(lengths)} tokens does not fit a row of {room}; cut it, or widen the rows")
+    rows: list[list[int]] = []
+    left: list[int] = []
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fitting = [row for row in range(len(rows)) if left[row] >= lengths[position]]
+        row = min(fitting, key=lambda row: (left[row], row), default=len(rows))
+        if row == len(rows):
+            rows.append([])
+            left.append(room)
+        rows[row].append(position)
+        left[row] -= lengths[position]
+    return tuple(sorted(tuple(sorted(row)) for row in rows))
+
+
+def packed(
+    sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], *, multiple: int = 1, padding: int = 0
+) -> dict[str, Any]:
+    """Return the batch of a causal language model whose rows hold these sequences one after another.
+
+    Args:
+        sequences: token ids, each of shape (tokens,).
+        rows: for each row the positions of its sequences, each exactly once.
+        multiple: rows are padded to a multiple of so many tokens.
+        padding: the token that fills a row; nothing is learnt from it.
+
+    Returns:
+        `input_ids`, `position_ids` and `labels`, each int64 of shape (rows, tokens of the longest row), and
+        `use_cache`, which is False. Positions count from 0 in every sequence. The first label of a sequence is ignored: nothing
+        before it is its own.
+
+    Raises:
+        BatchError: a sequence stands in no row or in several, or is not of one dim.
+    """
+    _check(sequences, rows)
+    width = max(sum(len(sequences[i]) for i in row) for row in rows)
+    width += -width % multiple
+    filled = [_row([sequences[i] for i in row], width, padding) for row in rows]
+    tensors = {name: torch.stack([row[name] for row in filled]) for name in ("input_ids", "position_ids", "labels")}
+    return {**tensors, "use_cache": False}
+
+
+def _check(sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> None:
+    placed = sorted(position for row in rows for position in row)
+    if placed != list(range(len(sequences))) or not rows or not all(rows):
+        raise BatchError(
+            f"the rows hold sequences {placed} of the {len(sequences)} given; every one belongs in one row, and a row "
+            f"holds one or more"
+        )
+    odd = [i for i, sequence in enumerate(sequences) if sequence.dim() != 1 or not len(sequence)]
+    if odd:
+        raise BatchError(f"sequences {odd} are not token ids of shape (tokens,) with a token or more; pass each as one")
+
+
+def _row(parts: Sequence[torch.Tensor], width: int, padding: int) -> dict[str, torch.Tensor]:
+    filler = torch.full((width - sum(map(len, parts)),), padding, dtype=torch.int64)
+    pieces = [*parts, filler]
+    ignored = torch.tensor([IGNORED])
+    labels = [torch.cat((ignored, part[1:])) for part in parts]
+    return {
+        "input_ids": torch.cat(pieces),
+        "position_ids": torch.cat([torch.arange(len(piece)) for piece in pieces]),
+        "labels": torch.cat([*labels, torch.full_like(filler, IGNORED)]),
+    }

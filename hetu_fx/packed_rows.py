@@ -56,8 +56,8 @@ def packed(
 
     Returns:
         `input_ids`, `position_ids` and `labels`, each int64 of shape (rows, tokens of the longest row), and
-        `use_cache`, which is False. Positions count from 0 in every sequence. The first label of a sequence is ignored: nothing
-        before it is its own.
+        `use_cache`, which is False. Positions count from 0 in every sequence. The first label of a sequence is
+        ignored: nothing before it is its own.
 
     Raises:
         BatchError: a sequence stands in no row or in several, or is not of one dim.

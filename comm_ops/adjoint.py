@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops import COMM_OPS, FUSED_OPS
 from hetu_fx.comm_ops.resolution import Call
 
 
@@ -32,7 +32,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def adjoint_calls(call: Call) -> tuple[Call, ...]:
-    """Give the calls that take the gradient of the call's result to that of its input; none: it passes as it is."""
+    """Give the calls that take the gradient of the call's result to that of its input; none: it passes as it is.
+
+    Of an op that computes too, only the name of the one that its backward runs is told.
+    """
+    if call.op in FUSED_OPS:
+        name = FUSED_OPS[call.op].backward_op
+        return () if name is None else (Call(name, ()),)
     with torch.no_grad(), _Recorder() as recorder:
         COMM_OPS[call.op].adjoint(torch.empty(0), *call.args)
     return tuple(recorder.calls)

@@ -49,6 +49,11 @@ def bound(choice: str, one: Callable[[float], float], other: Callable[[float], f
     return crossover(one, other) if choice == "auto" else None
 
 
+def always_flat(args: Sequence[Any], topology: Topology, choice: str) -> Form:
+    """Choose the form of an op that knows one way only."""
+    return FLAT
+
+
 def form_of_sums(args: Sequence[Any], topology: Topology, choice: str) -> Form:
     """Choose the form of an all-reduce over args[0]."""
     return _two_level(args[0], topology, choice, all_reduce_cost, two_level_all_reduce_cost)

@@ -59,6 +59,12 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> flo
     return hops * (latency + num_bytes / len(ranks) / slowest)
 
 
+def there_and_back_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
+    """Price a turn of `num_bytes` in all around a ring, and one of as many that goes on until each is home again."""
+    hops = len(ranks) - 1
+    return ring_cost(num_bytes, ranks, topology) * (2 * hops + 1) / hops if hops else 0.0
+
+
 def all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-reduce of `num_bytes` on every rank: two turns around the ring."""
     return 2 * ring_cost(num_bytes, ranks, topology)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops import OPS
 from hetu_fx.comm_ops.choose_form import CHOICES
 from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.comm_ops.form import FLAT, Form
@@ -40,4 +40,4 @@ class Lowering:
 
     def form(self, op: str, *args: object) -> Form:
         """Choose the form of an op with these arguments, which start with its ranks or its change."""
-        return FLAT if self.topology is None else COMM_OPS[op].form(args, self.topology, self.choice)
+        return FLAT if self.topology is None else OPS[op].form(args, self.topology, self.choice)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops import OPS
 from hetu_fx.comm_ops.adjoint import adjoint_calls
 from hetu_fx.comm_ops.cost import EQUAL_LINKS
 from hetu_fx.comm_ops.resolution import Call
@@ -56,17 +56,21 @@ def traffic_by_block(device: DeviceGraph, block_paths: Sequence[str]) -> dict[in
 
 def communications(device: DeviceGraph) -> Iterator[fx.Node]:
     """Yield the nodes of a device graph that call communication ops, those that send nothing included."""
-    targets = {record.overload for record in COMM_OPS.values()}
+    targets = {record.overload for record in OPS.values()}
     return (node for node in device.graph.nodes if node.op == "call_function" and node.target in targets)
 
 
 def comm_call(node: fx.Node) -> Call:
-    """Return the call that a communication node makes; sizes that only the run tells are the example batch's."""
-    return Call(overload(node)._opname, tuple(fx.node.map_arg(node.args[1:], meta.value)))
+    """Return the call that a communication node makes; sizes that only the run tells are the example batch's.
+
+    A call is told without its tensors.
+    """
+    name = overload(node)._opname
+    return Call(name, tuple(fx.node.map_arg(node.args[OPS[name].tensors :], meta.value)))
 
 
 def _sending(calls: Sequence[Call]) -> tuple[str, ...]:
-    return tuple(call.op for call in calls if COMM_OPS[call.op].cost(1.0, (0, 1), EQUAL_LINKS) > 0)
+    return tuple(call.op for call in calls if OPS[call.op].cost(1.0, (0, 1), EQUAL_LINKS) > 0)
 
 
 def _text(counts: Mapping[str, int]) -> str:

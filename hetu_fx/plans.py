@@ -38,6 +38,8 @@ FORMAT = "hetu_fx.plan/1"
 Schedule = Literal["1f1b", "gpipe"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 _ON_PAPER = ("interleaved", "zero-bubble")  # hetu_fx.planner.schedules has them; a plan cannot
+Attention = Literal["auto", "gathered", "ring"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Plan:
     kept without common factor. `split` names what tensor parallel groups split before what they would choose:
     pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
     `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
-    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2).
+    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2). `attention` says
+    how context parallel stages attend: to keys and values that are gathered, or that go round in a ring (Liu et al.,
+    Ring Attention with Blockwise Transformers) wherever they can; "auto" is by cost.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -61,6 +65,7 @@ class Plan:
     predicted: Prediction | None = field(default=None, compare=False)
     split: tuple[tuple[str, int], ...] = ()
     sequence_parallel: bool = False
+    attention: Attention = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
@@ -79,6 +84,13 @@ class Plan:
             raise PlanError(f"split is {dict(self.split)}; give a dim from 0 for each pattern of parameter names")
         if type(self.sequence_parallel) is not bool:
             raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}; give true or false")
+        if self.attention not in ATTENTIONS:
+            raise PlanError(f"unknown attention {self.attention!r}{nearest(self.attention, ATTENTIONS)}")
+        if self.attention != "auto" and not any(stage.shares_sequence for *_, stage in self.stages):
+            raise PlanError(
+                f"attention is {self.attention!r}, but no stage shares the sequence; give a stage a context, or leave "
+                f"attention out"
+            )
         if self.max_length is not None and self.max_length < 1:
             raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
         limits = [pipeline.max_length for pipeline in self.pipelines if pipeline.max_length is not None]
@@ -160,6 +172,8 @@ class Plan:
             result["split"] = dict(self.split)
         if self.sequence_parallel:
             result["sequence_parallel"] = True
+        if self.attention != "auto":
+            result["attention"] = self.attention
         return result if self.predicted is None else result | {"predicted": self.predicted.to_json()}
 
     @classmethod
@@ -185,6 +199,7 @@ class Plan:
         rows = [stage_row(self.pipelines[i], i, j, stage) for i, j, stage in self.stages]
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
+        shared += "" if self.attention == "auto" else f", {self.attention} attention"
         title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
         return f"{title}\n{table_text(header, rows)}"
 
@@ -232,9 +247,14 @@ def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
     return replace(pipeline, stages=tuple(replace(stage, blocks=count) for stage, count in pairs))
 
 
+_KEYS = (
+    *("format", "name", "pipelines", "schedule", "zero", "max_length"),
+    *("split", "sequence_parallel", "attention", "predicted"),
+)
+
+
 def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
-    keys = ("format", "name", "pipelines", "schedule", "zero", "max_length", "split", "sequence_parallel", "predicted")
-    fields = Fields(value, where, PlanError, keys, LATER)
+    fields = Fields(value, where, PlanError, _KEYS, LATER)
     fields.format("format", FORMAT)
     pipelines = fields.objects("pipelines")
     predicted = fields.mapping("predicted", None)
@@ -246,6 +266,7 @@ def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
         "max_length": fields.integer("max_length", None),
         "split": tuple(fields.mapping("split", {}).items()),
         "sequence_parallel": fields.flag("sequence_parallel", False),
+        "attention": fields.text("attention", "auto"),
         "predicted": None if predicted is None else read_prediction(predicted, f"{where}: predicted"),
     }
     return located(Plan, parts, where)

@@ -32,6 +32,7 @@ from hetu_fx.transforms.prices import bytes_of
 from hetu_fx.transforms.specialize import Specialize
 from hetu_fx.transforms.stages import StageLayout
 from hetu_fx.transforms.states import Summed
+from hetu_fx.transforms.work import travelling_work
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +107,15 @@ class GraphVariant(Variant):
         key = (id(program), wants_values)
         if key not in self._stages:
             with self.first_use.making():
-                sizes = from_first(self.table, bytes_of(program.graph))  # ranks may have examples of other sizes
+                own = bytes_of(program.graph), travelling_work(program.graph, program.factors)
+                sizes = from_first(self.table, own)  # ranks may have examples of other sizes
                 self._stages[key] = together(self.table, lambda: self._make(program, wants_values, sizes))
         return self._stages[key]
 
-    def _make(self, program: Program, wants_values: bool, num_bytes: tuple[float, ...]) -> StagePlan:
-        deduce = Deduce(self.table.topology, num_bytes)
+    def _make(
+        self, program: Program, wants_values: bool, sizes: tuple[tuple[float, ...], tuple[float, ...]]
+    ) -> StagePlan:
+        deduce = Deduce(self.table.topology, *sizes)
         deduced = deduce_program(program, self.plan, wants_values=wants_values, deduce=deduce)
         device = Specialize(self.table.rank)(deduced)
         if device is not None:

@@ -100,7 +100,7 @@ def test_a_stage_shares_the_sequence_between_all_its_devices_or_none() -> None:
     ("changes", "message"),
     [
         ({"pipeline": []}, r"plan: unknown key 'pipeline' \(did you mean 'pipelines'\?\)"),
-        ({"zzz": 1}, r"unknown key 'zzz' \(known: format, max_length, name, "),
+        ({"zzz": 1}, r"unknown key 'zzz' \(known: attention, format, max_length, name, "),
         (
             {"format": "hetu_fx.plan/2"},
             r"format is 'hetu_fx.plan/2', but this version reads 'hetu_fx.plan/1'",

@@ -2,9 +2,9 @@
 
 Every op on activations runs on its device's part of the tokens. An op in which the sequence plays two parts is cut in
 the first (see `hetu_fx.deduction.apart`): attention computes the part's queries against all keys and values, which are
-gathered once per layer; in the backward their gradients are reduced and scattered (Liu et al., Ring Attention with
-Blockwise Transformers, has the idea; Llama 3's training, Dubey et al., The Llama 3 Herd of Models, section 3.3.2,
-gathers as here). The devices hold all parameters, and each has a summand of their gradients.
+gathered once per layer (Dubey et al., The Llama 3 Herd of Models, section 3.3.2); in the backward their gradients are
+reduced and scattered. Or they stay in parts that go round (see `hetu_fx.transforms.rings`). The devices hold all
+parameters, and each has a summand of their gradients.
 
 Nothing here knows what attention is: what is read whole by all its readers is put together where it is smallest, and
 what depends on inputs alone (positions, masks, labels) is computed for a part where that is all that is read.
@@ -37,23 +37,34 @@ from hetu_fx.transforms.sequence import (
 from hetu_fx.transforms.stages import AnnotatedGraph, stage_nodes
 
 
-def context_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outside: frozenset[fx.Node]) -> SequenceCut:
+def context_cut(
+    annotated: AnnotatedGraph,
+    excluded: frozenset[fx.Node],
+    outside: frozenset[fx.Node],
+    rings: frozenset[fx.Node] = frozenset(),
+) -> SequenceCut:
     """Return what the devices of context parallel stages compute a part of, without the ops that are `excluded`.
 
-    Values read `outside` are joined.
+    Values read `outside` are joined; what `rings` read whole goes round in parts.
     """
-    walk = _Walk(annotated, excluded, outside)
+    walk = _Walk(annotated, excluded, outside, rings)
     for node in reversed(annotated.graph.graph.nodes):
         if node in walk.computed and not is_item(node):
             walk.visit(node)
-    return SequenceCut(walk.ops, walk.joined, is_asked=True)
+    return SequenceCut(walk.ops, walk.joined, is_asked=True, rings=rings & walk.ops.keys())
 
 
 class _Walk:
     """Goes from the last op to the first: what readers take in parts is known when their operands are visited."""
 
-    def __init__(self, annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outside: frozenset[fx.Node]) -> None:
-        self.annotated, self.factors, self.joined = annotated, annotated.factors, outside
+    def __init__(
+        self,
+        annotated: AnnotatedGraph,
+        excluded: frozenset[fx.Node],
+        outside: frozenset[fx.Node],
+        rings: frozenset[fx.Node],
+    ) -> None:
+        self.annotated, self.factors, self.joined, self.rings = annotated, annotated.factors, outside, rings
         self.activations = activations(annotated)
         needed = (stage_nodes(annotated, layout).needed for layout in annotated.context_layouts)
         self.computed = frozenset(n for nodes in needed for n in nodes if self.factors.is_op(n)) - excluded
@@ -76,7 +87,15 @@ class _Walk:
             if is_item(user):
                 yield from self._readers(user)
             else:
-                yield user, frozenset(c for c in self.ops.get(user, NOTHING) if self._reads_part(user, node, c))
+                yield user, self._parts_read(user, node)
+
+    def _parts_read(self, reader: fx.Node, node: fx.Node) -> Classes:
+        """Return the classes in whose parts an op reads a value: its own, or that in whose parts the value travels."""
+        op, cut = self.factors.op(reader), self.ops.get(reader, NOTHING)
+        read = frozenset(c for c in cut if self._reads_part(reader, node, c))
+        if not cut or reader not in self.rings:
+            return read
+        return read.union(c for i, c in op.travelling.items() if op.operands[i].node is node)
 
     def _reads_part(self, reader: fx.Node, node: fx.Node, factor: FactorClass) -> bool:
         return any(factor in o.classes for o in _read(self.factors.op(reader).cut_at(factor)) if o.node is node)

@@ -6,19 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from torch import fx
+
 from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.deduction.factors import FactorClass
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
+from hetu_fx.topology import Cluster
 from hetu_fx.transforms.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.context import check_shared, context_cut
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.outside import read_outside
 from hetu_fx.transforms.prices import TYPICAL_LINKS, Prices, bytes_of
+from hetu_fx.transforms.rings import Rings
 from hetu_fx.transforms.sequence import UNCUT, SequenceCut, sequence_cut
 from hetu_fx.transforms.stages import AnnotatedGraph
 from hetu_fx.transforms.states import Summed
+from hetu_fx.transforms.work import travelling_work
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +33,13 @@ class Deduce:
     Requires: an annotated graph.
     Ensures: every op has a decision on each axis, every value a state; sums over the batch stay open to the end. The
     tensor axis has the layouts that cost least by `topology`, for tensors of `num_bytes` bytes, in the order of the
-    graph's nodes (left out: typical links, and the sizes of the example batch). All ranks must give the same.
+    graph's nodes (left out: typical links, and the sizes of the example batch). What context parallel stages pass round
+    is chosen by `work` besides (`travelling_work` of the graph). All ranks must give the same.
     """
 
     topology: Topology | None = None
     num_bytes: Sequence[float] | None = None
+    work: Sequence[float] | None = None
     name: str = "deduce"
 
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
@@ -48,7 +55,10 @@ class Deduce:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
         whole = tensor(nothing, UNCUT)
-        context = tensor(nothing, context_cut(annotated, excluded, outside)) if annotated.context_layouts else whole
+        context = whole
+        if annotated.context_layouts:
+            rings = self._rings(annotated, prices, excluded)
+            context = tensor(nothing, context_cut(annotated, excluded, outside, rings))
         check_shared(annotated, context)
         return DeducedGraph(
             annotated,
@@ -57,6 +67,12 @@ class Deduce:
             tensor_whole=whole,
             context=context,
         )
+
+    def _rings(self, annotated: AnnotatedGraph, prices: Prices, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
+        work = travelling_work(annotated.graph, annotated.factors) if self.work is None else self.work
+        cluster = self.topology if isinstance(self.topology, Cluster) else None
+        by_node = dict(zip(annotated.graph.graph.nodes, work, strict=True))
+        return Rings(annotated, prices, cluster, by_node, excluded).found()
 
 
 def prices_of(

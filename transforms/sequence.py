@@ -61,11 +61,13 @@ class SequenceCut:
         ops: by op, the classes that it may run on a part of.
         joined: values that others than the stage's ops read: each device must have them whole.
         is_asked: the plan asks for the parts, to have less work, so that no op may run on the whole for a better price.
+        rings: ops of which operands travel in parts, where they run on a part.
     """
 
     ops: Mapping[fx.Node, Classes] = field(default_factory=dict)
     joined: frozenset[fx.Node] = frozenset()
     is_asked: bool = False
+    rings: frozenset[fx.Node] = frozenset()
 
     def of(self, node: fx.Node) -> Classes:
         """Return the classes that an op may run on a part of."""

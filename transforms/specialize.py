@@ -11,6 +11,7 @@ differs from what its reader needs; sums over the stage's devices are made where
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Split, cotangent
-from hetu_fx.comm_ops import COMM_OPS
+from hetu_fx.comm_ops import COMM_OPS, FUSED_OPS
 from hetu_fx.comm_ops.resolution import Resolution, resized
 from hetu_fx.comm_ops.resolve import resolve_edge
 from hetu_fx.deduction.factors import FactorClass
@@ -35,6 +36,7 @@ from hetu_fx.transforms.outside import is_size
 from hetu_fx.transforms.parts import Parts
 from hetu_fx.transforms.placed_forms import Placed, placed_form
 from hetu_fx.transforms.random_ops import CUT_AT, cut_of
+from hetu_fx.transforms.ring_forms import Circle, ring_form
 from hetu_fx.transforms.shard import Shard
 from hetu_fx.transforms.sharded_forms import form_of
 from hetu_fx.transforms.stages import StageLayout, stage_nodes
@@ -137,6 +139,8 @@ class _Builder:
         else:
             factor = None
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if factor is not None and self.tensor.decisions[node].travels:
+            return self._settled(node, ring_form(node)(self._circle(node, args, kwargs, factor)))
         if factor is not None and factor in factors.op(node).sharded:
             return self._settled(node, form_of(node).write(self._shard(node, args, kwargs, factor)))
         if factor is not None and factor in factors.op(node).cut_at(factor).placed:
@@ -192,6 +196,12 @@ class _Builder:
     def _place(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Placed:
         start, size = self.sizes.start(factor), self.sizes.part(factor)
         return Placed(node, args, kwargs, self.coordinate == 0, start, size, partial(self._emit, node))
+
+    def _circle(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], factor: FactorClass) -> Circle:
+        travelling = self.annotated.factors.op(node).travelling
+        parts = {position: self.sizes.parts(cls).sizes for position, cls in travelling.items()}
+        own = self.sizes.parts(factor).sizes
+        return Circle(node, args, kwargs, self.layout.devices, own, parts, partial(self._fused, node))
 
     def _settled(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the state that its readers share: summands are summed, what lies in parts joined."""
@@ -261,6 +271,13 @@ class _Builder:
     def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call that belongs to a node of the logical graph."""
         return self._traced(node, self.graph.call_function(target, args, kwargs))
+
+    def _fused(self, node: fx.Node, name: str, *args: Any) -> fx.Node:
+        """Add a call of an op that computes while it communicates, and return its first result."""
+        call = self._emit(node, FUSED_OPS[name].overload, *args)
+        if node in self.annotated.flow.differentiable:
+            self.differentiable.add(call)
+        return self._emit(node, operator.getitem, call, 0)
 
     def _on_batch(self, need: Need, states: States, value: fx.Node) -> fx.Node:
         """Sum over replicas what this op needs the sum of, or what its cotangent must be summed of."""

@@ -65,8 +65,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one op runs on one axis: the factor it computes a part of (None: whole), its needs and its result."""
+    """How one op runs on one axis: the factor it computes a part of (None: whole), its needs and its result.
+
+    With `travels`, operands that it reads whole are needed in parts, which go round the devices.
+    """
 
     factor: FactorClass | None
     needs: tuple[Need, ...]
     result: AxisState
+    travels: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -78,7 +78,10 @@ class Ways:
 
     def _in_sequence(self, node: fx.Node, op: OpFactors, states: States) -> list[Decision]:
         part = max(self.cut.of(node), key=lambda c: (_already_split(op, c, states), -c.id), default=None)
-        return [] if part is None else [self._split_on(node, op.cut_at(part), part, states)]
+        if part is None:
+            return []
+        way = self._split_on(node, op.cut_at(part), part, states)
+        return [_in_ring(op, way) if node in self.cut.rings else way]
 
     def _whole_way(self, op: OpFactors, states: States) -> Decision:
         return Decision(None, tuple(_need(op, i, WHOLE, states) for i in range(len(op.operands))), WHOLE)
@@ -195,6 +198,13 @@ def _split_need(op: OpFactors, position: int, factor: FactorClass, states: State
     if position in op.counted:  # counts of rows: each shard has its own where rows are cut, all of them elsewhere
         return Need(operand.node, SUMMED if factor.is_batch else WHOLE)
     return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
+
+
+def _in_ring(op: OpFactors, way: Decision) -> Decision:
+    """Return the way with the operands that may travel needed in parts."""
+    travelling = {position: SplitOn(factor) for position, factor in op.travelling.items()}
+    needs = (Need(need.node, travelling[i]) if i in travelling else need for i, need in enumerate(way.needs))
+    return replace(way, needs=tuple(needs), travels=True)
 
 
 def _check_averaged(node: fx.Node, op: OpFactors, factor: FactorClass) -> None:

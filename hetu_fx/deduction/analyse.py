@@ -191,6 +191,7 @@ class _Extraction:
             known=step.known,
             sharded=self._named(node, factoring.sharded) - whole,
             vanishing=VANISHING.get(step.call.op, NONE),
+            travelling=self._travelling(node, factoring),
         )
         return replace(op, apart=self._apart(node, op, factoring)) if whole & results else op
 
@@ -198,6 +199,11 @@ class _Extraction:
         bound = self._analysis.bound[node]
         parts = {name: self._in_order(node, (name,)) for name in bound.factors}
         return taken_apart(op, factoring, parts, frozenset(self._classes_of(bound.misfits)))
+
+    def _travelling(self, node: fx.Node, factoring: Factoring) -> Mapping[int, FactorClass]:
+        """Return the class of each operand that may travel, where its factor is not refined."""
+        given = {position: self._in_order(node, (name,)) for position, name in factoring.travelling.items()}
+        return {position: classes[0] for position, classes in given.items() if len(classes) == 1}
 
     def _in_order(self, node: fx.Node, names: Iterable[str]) -> ClassDim:
         factors = self._analysis.bound[node].factors

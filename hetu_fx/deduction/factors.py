@@ -95,6 +95,7 @@ class OpFactors:
         sharded: classes that the op looks across, and has a form of its own for where they are cut.
         vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
         placed: classes along which the op goes by position.
+        travelling: operands of which devices may have parts, which go round: the class of these.
         apart: classes of `whole` that may be cut where they come first: the op as it then is (see `apart`).
     """
 
@@ -113,6 +114,7 @@ class OpFactors:
     sharded: frozenset[FactorClass] = frozenset()
     vanishing: frozenset[int] = frozenset()
     placed: frozenset[FactorClass] = frozenset()
+    travelling: Mapping[int, FactorClass] = field(default_factory=dict)
     apart: Mapping[FactorClass, OpFactors] = field(default_factory=dict)
 
     @property

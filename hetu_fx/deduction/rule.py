@@ -49,6 +49,8 @@ class Factoring:
         pinned: factors that must not be cut anywhere in the graph.
         placed: factors along which the op goes by position. On a part of them it must be told where the part lies,
             as `hetu_fx.transforms.placed_forms` does; elsewhere they stay whole.
+        travelling: operands of which devices that have parts of the other factors may have parts of this one too,
+            which go round from device to device, as `hetu_fx.transforms.ring_forms` does: the factor by operand.
         random: whether the op draws random numbers.
     """
 
@@ -66,6 +68,7 @@ class Factoring:
     random: bool = False
     sharded: frozenset[str] = NOTHING
     placed: frozenset[str] = NOTHING
+    travelling: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def reduced(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ PLANS: Mapping[str, Plan] = {
         )
     ),
     "CP2 3:1": Plan.context_parallel((0, 1), (3, 1)),
+    "CP2 3:1 ring": replace(Plan.context_parallel((0, 1), (3, 1)), attention="ring"),
     "CP2>TP1 + 1": Plan(
         (
             _one(Stage((0, 1), (3, 1), context=2), Stage((2,)), rows=5, micro_batches=3),

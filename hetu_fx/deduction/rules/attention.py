@@ -30,7 +30,14 @@ def scaled_dot_product(call: Call) -> Factoring:
         linear=(frozenset({2}),),
         random=bool(call.arguments.get("dropout_p")),
         placed=frozenset(q if call.arguments.get("is_causal") else ()),
+        travelling=_travelling(operands[:3], leading, shared) if k else {},
     )
+
+
+def _travelling(operands: list[Dims], leading: list[Dim], shared: list[Dim]) -> dict[int, str]:
+    """Return the keys and values, where each device has whole rows and heads of them, with their factor."""
+    plain = [dims[:-2] for dims in operands] == [tuple(leading), tuple(shared), tuple(shared)]
+    return dict.fromkeys((1, 2), "k") if plain else {}
 
 
 def _group_heads(call: Call, leading: list[Dim], sizes: dict[str, Size]) -> list[Dim]:

@@ -138,7 +138,8 @@ def _pieces(query: Tensor, part: Part) -> Iterator[tuple[Tensor, Part, tuple[int
     size = max(1, _SCORES * total // max(1, query[..., 0].numel() * part.key.shape[-2]))
     for start in range(0, total, size):
         place = start, min(size, total - start)
-        mask = part.mask if part.mask is None or part.mask.shape[-2] == 1 else part.mask.narrow(-2, *place)
+        is_for_all = part.mask is None or part.mask.dim() < 2 or part.mask.shape[-2] == 1
+        mask = part.mask if is_for_all or part.mask is None else part.mask.narrow(-2, *place)
         offset = None if part.offset is None else part.offset + start
         yield query.narrow(-2, *place), replace(part, mask=mask, offset=offset), place
 

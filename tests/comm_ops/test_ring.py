@@ -71,19 +71,19 @@ def played(
     ring: Ring, given: Sequence[Tensor], mask: Tensor | None, gradient: Tensor, scale: float | None = None
 ) -> tuple[list[Tensor], Wires]:
     """Run every position forward and backward; return result, gradients of queries, keys and values, and the wires."""
-    split = [x.detach().split(sizes, 2) for x, sizes in zip(given, (ring.queries, ring.keys, ring.keys), strict=True)]
-    rows = gradient.split(ring.queries, 2)
+    split = [x.detach().split(sizes, -2) for x, sizes in zip(given, (ring.queries, ring.keys, ring.keys), strict=True)]
+    rows = gradient.split(ring.queries, -2)
     wires = Wires()
 
     def run(position: int) -> tuple[Any, ...]:
-        own = mask if mask is None or mask.shape[-2] == 1 else mask.split(ring.queries, -2)[position]
+        own = mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask.split(ring.queries, -2)[position]
         mine = Attention(ring, position, *(x[position] for x in split), own, scale)
         out, lse = mine.forward(wires.at(position))
         return out, *mine.backward(rows[position], out, lse, wires.at(position))
 
     with ThreadPoolExecutor(len(ring.keys)) as pool:
         found = list(pool.map(run, range(len(ring.keys))))
-    return [torch.cat(parts, 2) for parts in zip(*found, strict=True)], wires
+    return [torch.cat(parts, -2) for parts in zip(*found, strict=True)], wires
 
 
 def check(ring: Ring, heads: int, mask: Tensor | None, limit: float = 1e-12, scale: float | None = None) -> Wires:
@@ -125,6 +125,19 @@ def test_masks_are_cut_by_queries_and_read_by_keys(sizes: tuple[int, ...], kind:
 def test_keys_may_be_cut_elsewhere_than_queries(keys: tuple[int, ...]) -> None:
     check(Ring((2, 5, 2), keys, is_causal=True), 6, None)
     check(Ring((2, 5, 2), keys), 6, masks(9)["chosen"])
+
+
+def test_queries_need_no_heads_and_masks_no_rows() -> None:
+    ring, mask = Ring((4, 2, 3), (4, 2, 3)), torch.arange(9) % 3 > 0
+    torch.manual_seed(0)
+    given = [torch.randn(2, 9, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    expected = attention(*given, attn_mask=mask.unsqueeze(0))
+    gradient = torch.randn_like(expected)
+    for given_mask in (mask, mask.unsqueeze(0)):
+        found, _ = played(ring, given, given_mask, gradient)
+        wanted = [expected, *torch.autograd.grad(expected, given, gradient, retain_graph=True)]
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -30,7 +30,7 @@ def scaled_dot_product(call: Call) -> Factoring:
         linear=(frozenset({2}),),
         random=bool(call.arguments.get("dropout_p")),
         placed=frozenset(q if call.arguments.get("is_causal") else ()),
-        travelling=_travelling(operands[:3], leading, shared) if k else {},
+        travelling=_travelling(operands[:3], leading, shared) if k and leading else {},
     )
 
 

@@ -102,10 +102,17 @@ def _estimates(problem: Problem) -> Iterator[str]:
 
 
 def _simplest(found: Mapping[Plan, float]) -> Plan:
-    """Return the plan with the fewest stages and shards of those negligibly slower than the best."""
+    """Return the plan with the fewest stages and shards of those negligibly slower than the best.
+
+    Of equally fast ones that is one of few micro-batches, with states spread.
+    """
     limit = min(found.values()) * (1 + NEGLIGIBLE)
     near = [plan for plan, seconds in found.items() if seconds <= limit]
-    return min(near, key=lambda plan: (_num_seams(plan), plan.sequence_parallel, found[plan], plan.summary()))
+    return min(near, key=lambda plan: (_num_seams(plan), plan.sequence_parallel, found[plan], *_simplicity(plan)))
+
+
+def _simplicity(plan: Plan) -> tuple[int, int, str]:
+    return sum(pipeline.micro_batches for pipeline in plan.pipelines), -plan.zero, plan.summary()
 
 
 def _num_seams(plan: Plan) -> int:

@@ -35,7 +35,7 @@ class PlanOptions:
     max_length are put on the plan.
     """
 
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     schedule: Schedule = "1f1b"
     zero: int = 1
     memory_fraction: float = 0.9

@@ -123,10 +123,11 @@ class Mapped:
 def map_groups(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> Mapped:
     """Return a group of its kind for each place, with few crossings (1) and, among those, little moved (2).
 
-    The better of two descents: from the least moved, and from places in order of layers filled node by node.
+    The better of two descents: from places in order of layers filled node by node, and, where something is held, from
+    the least moved.
     """
-    starts = (_least_moved(places, groups, held), _node_by_node(places, groups, held))
-    found = [_Assignment(places, start, held).improved() for start in starts]
+    starts = (_least_moved, _node_by_node) if held else (_node_by_node,)
+    found = [_Assignment(places, start(places, groups, held), held).improved() for start in starts]
     return min(found, key=lambda mapped: (mapped.crossings, mapped.moved_layers))
 
 
@@ -184,25 +185,32 @@ class _Assignment:
         return is_better
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
-        pairs = itertools.combinations(range(len(self._places)), 2)
-        return ((i, j) for i, j in pairs if self._places[i].kind == self._places[j].kind)
+        """Yield the pairs of places that could gain by a swap: where nothing is held, traffic is all there is to it."""
+        places, held = self._places, self._held
+        for i, j in itertools.combinations(range(len(places)), 2):
+            one, other = places[i], places[j]
+            if one.kind == other.kind and (held or (one.start, one.stop) != (other.start, other.stop)):
+                yield i, j
 
     def _gain(self, i: int, j: int) -> tuple[int, float]:
         """Return the change of (1) and of (2) when two places swap their groups."""
+        change = 0 if self.groups[i].node == self.groups[j].node else self._new_crossings(i, j)
+        if change > 0 or not self._held:
+            return change, 0.0
         one, other = self.groups[i], self.groups[j]
-        change = 0
-        if one.node != other.node:
-            self._swap(i, j)
-            after = self._crossings(i, j)
-            self._swap(i, j)
-            change = after - self._crossings(i, j)
         before = _moved(one, self._places[i], self._held) + _moved(other, self._places[j], self._held)
         return change, _moved(other, self._places[i], self._held) + _moved(one, self._places[j], self._held) - before
 
-    def _crossings(self, i: int, j: int) -> int:
-        one, other = self._places[i], self._places[j]
-        layers = {*range(one.start, one.stop), *range(other.start, other.stop)}
-        return crossings([self._nodes[layer] for layer in layers])
+    def _new_crossings(self, i: int, j: int) -> int:
+        """Return by how much (1) grows when two places swap groups of two nodes: layers of both stay as they are."""
+        return self._exchanged(i, j) + self._exchanged(j, i)
+
+    def _exchanged(self, i: int, j: int) -> int:
+        """Return by how much (1) grows on the layers of place i alone when it gets the group of place j."""
+        gone, new, other = self.groups[i].node, self.groups[j].node, self._places[j]
+        layers = range(self._places[i].start, self._places[i].stop)
+        counts = [self._nodes[layer] for layer in layers if not other.start <= layer < other.stop]
+        return sum((new not in nodes) - (nodes[gone] == 1) for nodes in counts)
 
     def _swap(self, i: int, j: int) -> None:
         self.groups[i], self.groups[j] = self.groups[j], self.groups[i]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from hetu_fx.planner.contiguous import search
 from hetu_fx.planner.cost import predict
-from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.plans import Plan
 
@@ -16,19 +15,11 @@ MOST_SHARING = 16
 
 
 def _find(problem: Problem) -> Candidates:
-    """Return the plans found with their seconds; where none fits, with smaller micro-batches or a shared sequence."""
-    options = problem.options
-    found = _search(problem, problem.costs)
-    if not (options.sequence_parallel and options.tensor_parallel and problem.costs.has_sequence):
+    """Return the plans found with their seconds; where groups may share the sequence, also as they do."""
+    found = search(problem.costs, problem.cluster, problem.options, problem.tell)
+    if not (problem.options.sequence_parallel and problem.options.tensor_parallel and problem.costs.has_sequence):
         return found
-    if found:
-        return found | _sharing(found, problem)
-    found = _search(problem.thinner, problem.costs)
-    return found | _fitting(problem if found else problem.thinner)
-
-
-def _search(problem: Problem, costs: ProgramCosts) -> dict[Plan, float]:
-    return search(costs, problem.cluster, problem.options, problem.tell)
+    return found | (_sharing(found, problem) if found else _fitting(problem))
 
 
 def _sharing(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
@@ -40,7 +31,7 @@ def _sharing(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]
 
 def _fitting(problem: Problem) -> dict[Plan, float]:
     """Return the plans that fit memory as their groups share the sequence."""
-    found = _search(problem, problem.costs.in_sequence)
+    found = search(problem.costs.in_sequence, problem.cluster, problem.options, problem.tell)
     return {replace(plan, sequence_parallel=True): seconds for plan, seconds in found.items() if _has_groups(plan)}
 
 
@@ -49,8 +40,8 @@ def _has_groups(plan: Plan) -> bool:
 
 
 CONTIGUOUS = Search(
-    name="homogeneous+contiguous",
-    applies="always: equal devices, and unequal ones whose groups stand side by side in order of speed or node",
+    name="contiguous",
+    applies="few devices: groups, stages and pipelines of any size, side by side in order of speed or node",
     lacks=lambda problem: "",
     find=_find,
 )

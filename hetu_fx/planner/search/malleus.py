@@ -7,8 +7,9 @@ times, from alpha, or else from the cost model, in this order.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -21,10 +22,16 @@ from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.planner.memory import fixed_bytes
 from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.search.adapted import Adapter
+from hetu_fx.planner.search.classes import MOST_CLASSES, classes_of, estimated
+from hetu_fx.planner.search.homogeneous import Candidate, best_priced, candidates, finalists
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster
+
+MOST_ADAPTED = 8
+"""So many plans without stragglers, of each search for them, are mended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +46,26 @@ class Shape:
         return f"{self.pipelines} pipelines, groups up to {self.largest_group}, {self.micro_batches} micro-batches"
 
 
-def shapes(problem: Problem) -> Iterator[Shape]:
-    """Yield the shapes to try; few micro-batch counts where there are many devices."""
-    count, rows, given = len(problem.cluster.devices), problem.costs.rows, problem.options.micro_batches
-    counts = given if count <= EXHAUSTIVE_DEVICES else given[-1:]
+def shapes(problem: Problem, healthy: Sequence[Candidate]) -> Iterator[Shape]:
+    """Yield the shapes to try: those of the best plans without stragglers, which are given and which Malleus keeps.
+
+    In clusters up to `EXHAUSTIVE_DEVICES` devices all shapes are tried.
+    """
+    count, known = len(problem.cluster.devices), set(degrees(problem))
+    if count <= EXHAUSTIVE_DEVICES:
+        yield from _all_shapes(problem)
+        return
+    found = (Shape(c.degrees.pipelines, c.degrees.group, c.degrees.pipelines * c.micro_batches) for c in healthy)
+    in_node = (shape for shape in found if shape.largest_group in known)
+    within = (replace(shape, micro_batches=min(shape.micro_batches, problem.costs.rows)) for shape in in_node)
+    yield from itertools.islice(dict.fromkeys(within), max(1, 256 // count))
+
+
+def _all_shapes(problem: Problem) -> Iterator[Shape]:
+    count, rows = len(problem.cluster.devices), problem.costs.rows
     for degree in degrees(problem):
         for pipelines in replica_counts(min(count, rows)):
-            for micro_batches in sorted({min(rows, pipelines * m) for m in counts}):
+            for micro_batches in sorted({min(rows, pipelines * m) for m in problem.options.micro_batches}):
                 yield Shape(pipelines, degree, micro_batches)
 
 
@@ -117,7 +137,9 @@ def layer_memory(problem: Problem, shape: Shape, rows: int) -> LayerMemory | Non
 
 def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
-    tried = tuple(shapes(problem))
+    healthy = without_stragglers(problem)
+    even = sorted(candidates(healthy), key=lambda candidate: candidate.seconds)
+    tried = tuple(shapes(problem, even))
     for number, shape in enumerate(tried, 1):
         problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
         plan = _plan(problem, shape)
@@ -125,7 +147,24 @@ def _find(problem: Problem) -> Candidates:
             seconds = problem.price(candidate)
             if seconds is not None:
                 found[candidate] = seconds
-    return found
+    return found | _adapted(problem, healthy, even)
+
+
+def _adapted(problem: Problem, healthy: Problem, even: Sequence[Candidate]) -> dict[Plan, float]:
+    """Return what the best plans without stragglers become with them."""
+    adapter, few = Adapter(problem), len(classes_of(healthy)) <= MOST_CLASSES
+    uneven = sorted(estimated(healthy), key=lambda pair: pair[0])[:MOST_ADAPTED] if few else []
+    first = {candidate.arrangement: candidate for candidate in reversed(even)}
+    chosen = sorted(first.values(), key=lambda candidate: candidate.seconds)[:MOST_ADAPTED]
+    plans = dict.fromkeys([*(plan for _, plan in uneven), *(candidate.plan(healthy) for candidate in chosen)])
+    made = (adapter.adapted(plan) for plan in plans)
+    best = sorted((pair for pair in made if pair is not None), key=lambda pair: pair[0])
+    return best_priced(list(dict.fromkeys(plan for _, plan in best)), problem, finalists(len(problem.cluster.devices)))
+
+
+def without_stragglers(problem: Problem) -> Problem:
+    """Return the problem as it would be if no device straggled."""
+    return replace(problem, cluster=problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0)))
 
 
 def _plan(problem: Problem, shape: Shape) -> Plan | None:

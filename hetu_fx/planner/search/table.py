@@ -6,17 +6,30 @@ from collections.abc import Mapping
 
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.auto import Rule, always, auto, devices_differ, up_to
+from hetu_fx.planner.search.classes import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.every import every
+from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis import HYDRAULIS
 from hetu_fx.planner.search.malleus import MALLEUS
 from hetu_fx.planner.search.problem import Search
+from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
 
-_ONE_PLAN = (CONTIGUOUS, MALLEUS)  # these answer with one plan for sequences of any length
+AUTO = auto(
+    HYDRAULIS,
+    (
+        Rule(HOMOGENEOUS, always),
+        Rule(CLASSES, always),
+        Rule(CONTIGUOUS, up_to(EXHAUSTIVE_DEVICES)),
+        Rule(MALLEUS, devices_differ),
+    ),
+)
 
-SEARCHES: Mapping[str, Search] = {search.name: search for search in (*_ONE_PLAN, HYDRAULIS, every(_ONE_PLAN))}
+SEARCHES: Mapping[str, Search] = {
+    search.name: search for search in (AUTO, HOMOGENEOUS, CLASSES, CONTIGUOUS, MALLEUS, HYDRAULIS)
+}
 
-DEFAULT = CONTIGUOUS.name
+DEFAULT = AUTO.name
 
 
 def find_search(name: str) -> Search:

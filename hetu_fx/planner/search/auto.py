@@ -1,0 +1,73 @@
+"""Ask the searches that suit what differs, and let the one cost say whose plan is best.
+
+The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches. Where
+devices differ (in kind, rate or memory) those for unlike devices are asked too; where the sequences of a batch differ
+and one search plans by length, its plans are the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hetu_fx.planner.search.classes import classes_of
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.plans import Plan
+from hetu_fx.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A search, and what it is asked for."""
+
+    search: Search
+    suits: Callable[[Problem], bool]
+
+    def asks(self, problem: Problem) -> bool:
+        """Tell whether the search is asked: it suits and lacks nothing."""
+        return self.suits(problem) and not self.search.lacks(problem)
+
+
+def always(problem: Problem) -> bool:
+    """Suit any problem."""
+    return True
+
+
+def devices_differ(problem: Problem) -> bool:
+    """Tell whether there are devices of unlike kind, speed or memory."""
+    return len(classes_of(problem)) > 1
+
+
+def lengths_differ(problem: Problem) -> bool:
+    """Tell whether batches have sequences of several lengths."""
+    return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
+
+
+def up_to(most: int) -> Callable[[Problem], bool]:
+    """Return what suits clusters of up to so many devices."""
+    return lambda problem: len(problem.cluster.devices) <= most
+
+
+def auto(by_length: Search, rules: Sequence[Rule]) -> Search:
+    """Return the search that asks all of these that are asked, or, where lengths differ, the one that plans by them."""
+    lengths = Rule(by_length, lengths_differ)
+
+    def find(problem: Problem) -> Candidates:
+        if lengths.asks(problem):
+            return by_length.find(problem)
+        found: dict[Plan, float] = {}
+        for rule in rules:
+            found |= rule.search.find(problem) if rule.asks(problem) else {}
+        return found
+
+    def predict(plan: Plan, problem: Problem) -> Prediction:
+        asked = by_length if lengths.asks(problem) else rules[0].search
+        return asked.predict(plan, problem)
+
+    return Search(
+        name="auto",
+        applies="always, and unless another is named: asks those that suit what differs in devices and sequences",
+        lacks=lambda problem: "",
+        find=find,
+        predict=predict,
+    )

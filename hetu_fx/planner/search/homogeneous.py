@@ -1,0 +1,168 @@
+"""The best homogeneous plan: every number of pipelines x group size x stages x micro-batches x ZeRO stage.
+
+Pipelines are equal, stages as even as blocks can be, shards even, as Megatron-LM has them (Narayanan et al., Efficient
+Large-Scale Language Model Training on GPU Clusters, SC 2021). Groups stand side by side in the order of the nodes or of
+the speeds, either pipeline after pipeline or, as there, stage after stage. Of numbers of stages with the same largest
+stage the least is tried, besides those that leave no device over: the others are slower and hold as much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hetu_fx.planner.contiguous import replica_counts
+from hetu_fx.planner.replica import Family, Replica, Rules
+from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.space import Groups
+from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.topology import Cluster
+
+FEW_DEVICES = 64
+"""In clusters up to so many devices, plans that leave devices over are tried too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How devices are cut: pipelines side by side, stages of each, devices of a stage."""
+
+    pipelines: int
+    stages: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.pipelines} pipelines of {self.stages} stages of {self.group} devices"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Degrees on the first devices of an order, pipeline after pipeline or stage after stage."""
+
+    degrees: Degrees
+    order: tuple[int, ...]
+    by_stage: bool = False
+
+    def groups(self, pipeline: int) -> Groups:
+        """Return the stages of a pipeline."""
+        d = self.degrees
+        first, step = (pipeline, d.pipelines) if self.by_stage else (pipeline * d.stages, 1)
+        starts = ((first + stage * step) * d.group for stage in range(d.stages))
+        return tuple([self.order[start : start + d.group] for start in starts])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An arrangement, run in so many micro-batches, and the seconds that it is estimated to take."""
+
+    seconds: float
+    arrangement: Arrangement
+    micro_batches: int
+    zero: int
+
+    @property
+    def degrees(self) -> Degrees:
+        """Return how devices are cut."""
+        return self.arrangement.degrees
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan."""
+        options = problem.options
+        groups = (self.arrangement.groups(i) for i in range(self.degrees.pipelines))
+        pipelines = (Pipeline(tuple(map(Stage, found)), micro_batches=self.micro_batches) for found in groups)
+        plan = Plan(tuple(pipelines), options.schedule, self.zero, options.name, options.max_length)
+        return plan.with_blocks(problem.costs.num_blocks)
+
+
+def candidates(problem: Problem) -> Iterator[Candidate]:
+    """Yield every homogeneous plan that is estimated to fit."""
+    estimates, rules = Estimates(problem), [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+    for arrangement in arrangements(problem):
+        replicas = _replicas(arrangement, problem.costs.num_blocks, estimates)
+        firsts = [arrangement.groups(i)[0][0] for i in range(arrangement.degrees.pipelines)]
+        last = arrangement.groups(0)[-1][-1]
+        for given in rules:
+            end = estimates.ends(replicas, firsts, last, given.zero)
+            for count, seconds in _runs(replicas, arrangement.degrees, problem.costs.rows, given):
+                yield Candidate(seconds + end, arrangement, count, given.zero)
+
+
+def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:
+    """Return the pipelines that differ."""
+    blocks = Pipeline(tuple(map(Stage, arrangement.groups(0)))).blocks(num_blocks)
+    found = (estimates.replica(arrangement.groups(i), blocks) for i in range(arrangement.degrees.pipelines))
+    return list({id(replica): replica for replica in found}.values())
+
+
+def _runs(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Rules) -> Iterator[tuple[int, float]]:
+    """Yield (micro-batches, seconds of the slowest pipeline) of the ways to run them that fit memory."""
+    rows = math.ceil(total / degrees.pipelines)
+    limits = [dict(Family.of(replica, degrees.pipelines, rules).limits) for replica in replicas]
+    for count in sorted({min(count, rows) for count in rules.micro_batches}):
+        given = next(known for known in rules.micro_batches if min(known, rows) == count)
+        if all(math.ceil(rows / count) <= limit.get(given, 0) for limit in limits):
+            yield count, max(replica.seconds(rows, count) for replica in replicas)
+
+
+def arrangements(problem: Problem) -> Iterator[Arrangement]:
+    """Yield the arrangements to try."""
+    for degrees in all_degrees(problem):
+        for order in orders(problem.cluster):
+            yield Arrangement(degrees, order)
+            if min(degrees.pipelines, degrees.stages) > 1:
+                yield Arrangement(degrees, order, by_stage=True)
+
+
+def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Return the devices node by node, and from fast to slow if that is another order."""
+    by_node = sorted(cluster.devices, key=lambda device: (cluster.node_of(device.rank), device.rank))
+    by_speed = sorted(by_node, key=lambda device: -device.speed)
+    return tuple(dict.fromkeys(tuple(device.rank for device in order) for order in (by_node, by_speed)))
+
+
+def all_degrees(problem: Problem) -> Iterator[Degrees]:
+    """Yield the degrees to try."""
+    count, options, costs = len(problem.cluster.devices), problem.options, problem.costs
+    units = costs.units if options.tensor_parallel else 1
+    for group in (size for size in range(1, min(count, units) + 1) if units % size == 0):
+        for stages in stage_counts(count // group, costs.num_blocks if options.pipelines else 1):
+            most = min(costs.rows, count // (group * stages))
+            for pipelines in replica_counts(most) if count <= FEW_DEVICES else (most,):
+                yield Degrees(pipelines, stages, group)
+
+
+def stage_counts(groups: int, num_blocks: int) -> list[int]:
+    """Return the numbers of stages that differ in their largest stage, or leave no group over."""
+    most = max(1, min(groups, num_blocks))
+    least = {math.ceil(num_blocks / count): count for count in range(most, 0, -1)}
+    return sorted({*least.values(), *(count for count in range(1, most + 1) if groups % count == 0)})
+
+
+def finalists(num_devices: int) -> int:
+    """Return how many of the best plans by estimate are priced; the price of one grows faster than the devices."""
+    return max(2, min(64, 1024 // num_devices))
+
+
+def best_priced(found: Sequence[Plan], problem: Problem, most: int) -> dict[Plan, float]:
+    """Return the first so many plans that fit, with their seconds by the cost model."""
+    pairs = ((plan, problem.price(plan)) for plan in found[: 4 * most])
+    fitting = ((plan, seconds) for plan, seconds in pairs if seconds is not None)
+    return dict(itertools.islice(fitting, most))
+
+
+def _find(problem: Problem) -> Candidates:
+    problem.tell("homogeneous: pipelines x stages x devices of a stage x micro-batches")
+    found = sorted(candidates(problem), key=lambda candidate: candidate.seconds)
+    most = finalists(len(problem.cluster.devices))
+    plans = dict.fromkeys(candidate.plan(problem) for candidate in found[: 4 * most])
+    return best_priced(list(plans), problem, most)
+
+
+HOMOGENEOUS = Search(
+    name="homogeneous",
+    applies="always: equal pipelines of even stages and shards, all of them gone through",
+    lacks=lambda problem: "",
+    find=_find,
+)

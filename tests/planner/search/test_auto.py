@@ -1,0 +1,71 @@
+from dataclasses import replace
+
+import pytest
+
+from hetu_fx.planner.make_plan import make_plan, make_plans
+from hetu_fx.planner.profile_file import Profile
+from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.search.auto import Rule, always, auto
+from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
+from hetu_fx.planner.search.hydraulis import HYDRAULIS
+from hetu_fx.planner.search.malleus import MALLEUS
+from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.space import PlanOptions
+from hetu_fx.topology import Cluster, Link
+from tests.planner.examples import paper, transformer
+
+MODEL = Profile(transformer(layers=16, rows=64, length=512, width=512))
+NODES = "aaaabbbbccccdddd"
+SLOW = Link(1e9, 1e-5)
+CONVOLUTIONS = Profile(
+    ProgramCosts(64, PartCosts(flops=4e9, activation_bytes=1e7, parameter_bytes=1e8, num_ops=160), (), PartCosts()),
+    mixes_rows=True,
+)
+
+
+def of(*speeds: float) -> Cluster:
+    return paper(*speeds, nodes=NODES[: len(speeds)], inter=SLOW)
+
+
+@pytest.mark.parametrize("model", [MODEL, CONVOLUTIONS], ids=["transformer", "convolutions"])
+@pytest.mark.parametrize(
+    "cluster",
+    [of(*[1000] * 16), of(*[1000] * 8, *[400] * 8), of(*[1000] * 16).with_rates({0: 2.6, 5: 5.0}), of(4, 4, 2, 2)],
+    ids=["equal", "two kinds", "stragglers", "few"],
+)
+def test_it_is_never_worse_than_the_best_homogeneous_plan(model: Profile, cluster: Cluster) -> None:
+    problem = Problem(model, cluster, PlanOptions.of_program(mixes_rows=model.mixes_rows))
+    (best,) = make_plans(problem, "auto")
+    assert best.predicted is not None
+    # of plans that differ by less than the predictions are exact, the simplest is taken
+    assert best.predicted.seconds <= min(HOMOGENEOUS.find(problem).values()) * 1.01
+
+
+def test_unlike_devices_get_unlike_work() -> None:
+    plan = make_plan(MODEL, of(*[1000] * 8, *[400] * 8), search="auto")
+    even = make_plan(MODEL, of(*[1000] * 8, *[400] * 8), search="homogeneous")
+    assert plan.predicted is not None
+    assert even.predicted is not None
+    assert plan.predicted.seconds < 0.85 * even.predicted.seconds
+
+
+def test_searches_that_suit_or_lack_nothing_are_asked() -> None:
+    problem = Problem(MODEL, of(4, 4, 2, 2))
+    alone = HOMOGENEOUS.find(problem)
+    never, lacking = Rule(MALLEUS, lambda problem: False), Rule(replace(MALLEUS, lacks=lambda problem: "all"), always)
+    assert auto(HYDRAULIS, [Rule(HOMOGENEOUS, always), never, lacking]).find(problem) == alone
+    asked = auto(HYDRAULIS, [Rule(HOMOGENEOUS, always), Rule(MALLEUS, always)]).find(problem)
+    assert asked == {**alone, **MALLEUS.find(problem)}
+
+
+def test_where_lengths_differ_there_is_a_plan_for_each_longest_sequence() -> None:
+    def model(length: int) -> ProgramCosts:
+        return transformer(layers=8, rows=32, length=length, width=256, units=8)
+
+    others = ((256, model(256)), (8192, model(8192)))
+    profile = Profile(model(1024), 1024, other_lengths=others, sequences={128: 40.0, 512: 30.0, 8192: 1.0})
+    needed = 4 * profile.costs.whole.parameter_bytes + 0.7 * model(8192).whole.activation_bytes
+    problem = Problem(profile, paper(*[1000] * 8, nodes="aaaabbbb", memory_bytes=int(needed)))
+    plans = make_plans(problem, "auto")
+    assert plans == make_plans(problem, "hydraulis")
+    assert plans[-1].max_length == 8192

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hetu_fx.planner.heteroauto.cost import HeteroStage
 from hetu_fx.planner.heteroauto.problem import HeteroProblem, Kind, Layer
-from hetu_fx.planner.simulate import StageTimes, run_pipeline
+from hetu_fx.schedule import Action, Phase, actions
 from hetu_fx.topology import Link
 
 FREE = Link(1e15)
@@ -42,11 +42,22 @@ def problem(*kinds: Kind, layers: int = 6, micro_batches: int = 8) -> HeteroProb
 
 
 def simulated_seconds(stages: Sequence[HeteroStage], count: int) -> float:
-    """Return how long a pipeline takes for so many micro-batches, event by event, if handing over costs nothing."""
-    layers = [(stage.layers, stage.groups.layer) for stage in stages]
-    nothing = (0.0,) * count
-    times = [
-        StageTimes((n * x.forward_seconds,) * count, (n * x.backward_seconds,) * count, nothing, nothing)
-        for n, x in layers
-    ]
-    return max(span.end_seconds for span in run_pipeline(times, "1f1b"))
+    """Return how long 1F1B takes for so many micro-batches, action by action, if handing over costs nothing."""
+    left = [list(actions("1f1b", index, len(stages), count)) for index in range(len(stages))]
+    free = [0.0] * len(stages)
+    done: dict[tuple[int, Action], float] = {}
+    while any(left):
+        for index, waiting in enumerate(left):
+            while waiting and all(need in done for need in _needs(index, waiting[0], len(stages))):
+                action, layer = waiting.pop(0), stages[index].groups.layer
+                start = max(free[index], *(done[need] for need in _needs(index, action, len(stages))), 0.0)
+                is_forward = action.phase is Phase.FORWARD
+                seconds = layer.forward_seconds if is_forward else layer.backward_seconds
+                done[index, action] = free[index] = start + stages[index].layers * seconds
+    return max(free)
+
+
+def _needs(index: int, action: Action, num_stages: int) -> list[tuple[int, Action]]:
+    """Return what has to be done before: the stage in front forward, the stage behind backward."""
+    other = index - 1 if action.phase is Phase.FORWARD else index + 1
+    return [(other, action)] if 0 <= other < num_stages else []

@@ -148,7 +148,8 @@ class _ShapeOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, args: tuple[object, ...]) -> Tensor:
         ctx.shape = x.shape
-        return COMM_OPS[name].fake(x, *args).zero_()
+        result: Tensor = COMM_OPS[name].fake(x, *args).zero_()
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 
 from hetu_fx.planner.allocate import cut
-from hetu_fx.planner.memory import fixed_bytes, in_flight, most_rows
+from hetu_fx.planner.memory import in_flight
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Family, Rules
-from hetu_fx.planner.search.estimates import Estimates, StageEstimate
+from hetu_fx.planner.search.estimates import Estimates
 from hetu_fx.planner.space import Groups
 
 Blocks = tuple[int, ...]
@@ -55,7 +55,8 @@ class Balance:
         def seconds(index: int, start: int, stop: int) -> float:
             stage = self._estimates.stage(groups[index], start, stop)
             kept = in_flight(self._rules.schedule, index, len(groups), micro_batches)
-            return stage.seconds(micro_rows) if self._rows(stage, kept, num_replicas) >= micro_rows else math.inf
+            most = stage.piece.most_rows(stage.memory, kept, micro_batches, self._rules.zero, num_replicas)
+            return stage.seconds(micro_rows) if most >= micro_rows else math.inf
 
         count = self._costs.num_blocks
         if len(groups) == 1:
@@ -63,11 +64,6 @@ class Balance:
         if not self._costs.is_uniform:
             return cut(count, len(groups), seconds)
         return _dealt(count, len(groups), seconds)
-
-    def _rows(self, stage: StageEstimate, kept: int, num_replicas: int) -> int:
-        """Return the most rows of a micro-batch that a stage's devices hold."""
-        fixed = fixed_bytes(stage.parameter_bytes, zero=self._rules.zero, num_replicas=num_replicas)
-        return most_rows(stage.memory, sum(count for _, count in fixed), stage.activation_bytes, kept)
 
 
 def _dealt(total: int, num_stages: int, seconds: _Seconds) -> Blocks | None:

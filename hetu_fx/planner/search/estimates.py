@@ -23,6 +23,7 @@ from hetu_fx.planner.cost import (
 )
 from hetu_fx.planner.replica import Holding, Replica, Rules
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.shards import Piece
 from hetu_fx.planner.space import Groups
 from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster, Device
@@ -45,15 +46,14 @@ def rules_of(problem: Problem, zero: int) -> Rules:
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what a device holds.
+    """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what a device of it is given.
 
     `update_seconds` is the slowest device's optimizer step if it owned all that it holds.
     """
 
     seconds: Line
     memory: int
-    parameter_bytes: float
-    activation_bytes: float
+    piece: Piece
     update_seconds: float
 
 
@@ -119,16 +119,16 @@ class Estimates:
         return 1, 1 + stop - start
 
     def _new_stage(self, devices: tuple[int, ...], start: int, stop: int) -> StageEstimate:
-        stage, parts, share = Stage(devices), self._costs.stage(start, stop), 1 / len(devices)
+        stage, parts = Stage(devices), self._costs.stage(start, stop)
+        piece = Piece(self._costs, start, stop, 1 / len(devices), len(devices))
         around = self._around(devices)
         seconds = reduce(Line.upper, compute_lines(stage, parts, around))
-        parameters = parts.parameter_bytes_at(share)
+        held = piece.parameter_bytes
         return StageEstimate(
             seconds=sum(tensor_parallel_lines(stage, parts, around), seconds),
             memory=min(self._memory[rank] for rank in devices),
-            parameter_bytes=parameters,
-            activation_bytes=parts.activation_bytes_at(share),
-            update_seconds=max(optimizer_seconds(parameters, around.device(rank)) for rank in devices),
+            piece=piece,
+            update_seconds=max(optimizer_seconds(held, around.device(rank)) for rank in devices),
         )
 
     def _around(self, devices: Sequence[int]) -> Cluster:
@@ -146,7 +146,7 @@ class Estimates:
         lines = [stage.seconds for stage in stages]
         for i, edge in enumerate(edges):
             lines[i], lines[i + 1] = lines[i] + edge, lines[i + 1] + edge
-        held = [Holding(i, s.memory, s.parameter_bytes, s.activation_bytes) for i, s in enumerate(stages)]
+        held = [Holding(i, stage.memory, stage.piece) for i, stage in enumerate(stages)]
         pipeline = Pipeline(tuple(Stage(g, blocks=n) for g, n in zip(groups, blocks, strict=True)))
         return Replica(pipeline, tuple(lines), tuple(held), max(stage.update_seconds for stage in stages))
 

@@ -38,7 +38,7 @@ from hetu_fx.switching.programs import Programs
 from hetu_fx.topology import Cluster
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
-EQUAL = (0.5,) * len(SPEEDS)
+EQUAL = (0.45,) * len(SPEEDS)
 SIZE = Size(width=256, layers=4, rows=16, tokens=64)
 PROFILE_ROWS, PROFILE_ROUNDS = 4, 5
 MEASURE_SECONDS = 2.0  # how long devices are measured: several periods of a quota

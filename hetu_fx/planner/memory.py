@@ -120,16 +120,17 @@ def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int 
         "copies": (shard.copied, 0.0),
         "optimizer": (moments * shard.owned, 0.0),
     }
-    found = [*_ends(shard), *_passing(shard, num_in_flight, micro_batches)]
+    sent = micro_batches * shard.handed
+    found = [*_ends(shard, sent), *_passing(shard, num_in_flight, micro_batches)]
     return tuple(Instant(name, lasting | terms) for name, terms in found)
 
 
-def _ends(shard: Shard) -> list[tuple[str, dict[str, Line]]]:
-    """Return (2), (6) and (7)."""
+def _ends(shard: Shard, sent: float) -> list[tuple[str, dict[str, Line]]]:
+    """Return (2), (6) and (7); `sent` is what is held of messages to other stages in (6), per row."""
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
     return [
         ("gather", {"copies": (2 * shard.copied, 0.0), "messages": (travelling, 0.0)}),
-        ("synchronisation", {"gradients": (shard.parameters, 0.0), "messages": (shard.messages, 0.0)}),
+        ("synchronisation", {"gradients": (shard.parameters, 0.0), "messages": (shard.messages, sent)}),
         ("update", {"gradients": (shard.owned, 0.0), "update": (shard.update_bytes, 0.0)}),
     ]
 

@@ -24,9 +24,9 @@ class Homes:
     Attributes:
         zero: 1 keeps every element of the states once, 0 wherever it is read.
         num_copies: how many devices read the same part of what a stage splits, near enough where pipelines differ.
-        split: the device's share of the states of split parameters, of the devices with the same shard.
-        whole: its share of the states of those that the whole group reads, of all that read them.
-        tied: its share of the states of those that other stages of its pipeline read too.
+        split: the device's share of the states of its shards of split parameters.
+        whole: its share of the states of those that the whole group reads.
+        tied: its share of the states of the whole of those that other stages of its pipeline read too.
     """
 
     zero: int
@@ -37,7 +37,7 @@ class Homes:
 
     @classmethod
     def even(cls, zero: int, num_copies: int, group: int) -> Homes:
-        """Return states that are spread evenly over all that read them, tied ones as if nobody else did."""
+        """Return states that are spread evenly over all that read them, tied ones as if no other stage did."""
         return cls(zero, num_copies, 1 / num_copies, 1 / num_copies / group, 1 / num_copies / group)
 
 
@@ -67,7 +67,7 @@ class Piece:
         split = self.costs.stage(self.start, self.stop).split_parameter_bytes * self.share - tied_split
         common = self.parameter_bytes - split - tied
         copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
-        owned = split * homes.split + common * homes.whole + tied * homes.tied
+        owned = split * homes.split + common * homes.whole + sum(one.bytes for one in shared) * homes.tied
         return Shard(
             parameters=self.parameter_bytes,
             owned=owned if homes.zero else self.parameter_bytes,
@@ -133,53 +133,64 @@ def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> d
 def _places(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[Place]:
     asked = costs.under(plan)
     stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
-    readers = _readers(plan, stops, speeds)
+    readers, tied_speed = _readers(plan, stops, speeds), _tied_speed(plan, asked, stops, speeds)
     for number, index, stage in plan.stages:
         start, stop = stops[number][index : index + 2]
-        alike, everyone = readers[start]
-        tied = _tied_readers(plan, asked, stops, speeds) if asked.shared(start, stop) else everyone
-        mean, _ = _speeds(stage, speeds)
+        holders = readers[start]
+        tied = tied_speed if asked.shared(start, stop) else holders.speed
         group = 1 if stage.shares_sequence else len(stage.devices)
-        for rank, ratio in zip(stage.devices, stage.ratios, strict=True):
-            own = speeds[rank]
-            shares = own / (alike - mean + own), own / everyone, own / tied
-            homes = Homes(plan.zero, len(plan.pipelines) * stage.context, *shares)
-            yield Place(
-                rank, number, index, Piece(asked.on(stage), start, stop, ratio / sum(stage.ratios), group), homes
+        for position, rank in enumerate(stage.devices):
+            share, own = stage.ratios[position] / sum(stage.ratios), speeds[rank]
+            homes = Homes(
+                zero=plan.zero,
+                num_copies=len(plan.pipelines) * stage.context,
+                split=min(1.0, own / (holders.columns[position] if holders.columns else holders.speed * share)),
+                whole=own / holders.speed,
+                tied=own / tied,
             )
+            yield Place(rank, number, index, Piece(asked.on(stage), start, stop, share, group), homes)
 
 
-def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Return for every block with which a stage begins the mean speeds of those that hold it, and all their speeds.
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """Those that hold a block: the speed of all, and of those at each position of their groups if these split alike.
+
+    Then the holders of a shard own it together. Else all own parts of the whole, in proportion to their speeds.
+    """
+
+    speed: float
+    columns: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage], speeds: Mapping[int, float]) -> _Holders:
+        whole = _speed(stages, speeds)
+        if len({(stage.ratios, stage.context) for stage in stages}) > 1:
+            return cls(whole)
+        columns = zip(*(stage.devices for stage in stages), strict=True)
+        return cls(whole, tuple(sum(speeds[rank] for rank in column) for column in columns))
+
+
+def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> dict[int, _Holders]:
+    """Return for every block with which a stage begins those that hold it.
 
     A stage without blocks begins where the next one does, and counts as a holder of that block where it is the last.
     """
-    found: dict[int, tuple[float, float]] = {}
+    found: dict[int, _Holders] = {}
     for block in {start for own in stops for start in own[:-1]}:
-        holders = (
-            pipeline.stages[min(bisect_right(own, block), len(pipeline.stages)) - 1]
-            for pipeline, own in zip(plan.pipelines, stops, strict=True)
-        )
-        pairs = [_speeds(stage, speeds) for stage in holders]
-        found[block] = sum(mean for mean, _ in pairs), sum(total for _, total in pairs)
+        pairs = zip(plan.pipelines, stops, strict=True)
+        stages = [p.stages[min(bisect_right(own, block), len(p.stages)) - 1] for p, own in pairs]
+        found[block] = _Holders.of(stages, speeds)
     return found
 
 
-def _tied_readers(
-    plan: Plan, costs: ProgramCosts, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]
-) -> float:
-    """Return the speeds of the stages that read parameters which others read too; a group splits them, as a rule."""
-    return sum(
-        _speeds(stage, speeds)[0]
-        for number, index, stage in plan.stages
-        if len(plan.pipelines[number].stages) == 1 or costs.shared(*stops[number][index : index + 2])
-    )
+def _tied_speed(plan: Plan, costs: ProgramCosts, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> float:
+    """Return the speed of all that read parameters which several stages of a pipeline read."""
+    pairs = ((stage, len(plan.pipelines[i].stages) == 1, stops[i][j : j + 2]) for i, j, stage in plan.stages)
+    return _speed([stage for stage, is_alone, blocks in pairs if is_alone or costs.shared(*blocks)], speeds)
 
 
-def _speeds(stage: Stage, speeds: Mapping[int, float]) -> tuple[float, float]:
-    """Return the mean speed of a stage's devices, and the total of those that read all; both the total in a ring."""
-    total = sum(speeds[rank] for rank in stage.devices)
-    return total / (1 if stage.shares_sequence else len(stage.devices)), total
+def _speed(stages: Sequence[Stage], speeds: Mapping[int, float]) -> float:
+    return sum(speeds[rank] for stage in stages for rank in stage.devices)
 
 
 def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:

@@ -23,8 +23,18 @@ def test_unequal_pipelines_own_together_what_the_program_has() -> None:
     front = Pipeline((Stage((0, 1), (3, 1), 3), Stage((2,), blocks=1)), rows=3, micro_batches=2)
     shards = shards_of(Plan((front, Pipeline((Stage((3,)),)))), COSTS, EQUAL)
     assert shards[3].copied == COSTS.whole.parameter_bytes
-    # blocks of the pair are owned in thirds, as one device of the pair reads three quarters of what is split
+    # the device that reads a quarter of what the pair splits owns no more than that
     assert sum(shard.owned for shard in shards.values()) == pytest.approx(COSTS.whole.parameter_bytes, rel=0.1)
+    assert shards[0].owned > shards[1].owned
+
+
+def test_readers_that_split_alike_own_their_shards_together_and_others_parts_of_the_whole() -> None:
+    pair = Pipeline((Stage((0, 1), (3, 1)),))
+    alike = shards_of(Plan((pair, Pipeline((Stage((2, 3), (3, 1)),)))), COSTS, EQUAL)
+    split, whole = COSTS.whole.split_parameter_bytes, COSTS.whole.parameter_bytes
+    assert alike[0].owned == pytest.approx(split * 3 / 8 + (whole - split) / 4)
+    even = shards_of(Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),)))), COSTS, EQUAL)
+    assert [shard.owned for shard in even.values()] == pytest.approx([whole / 3] * 3)
 
 
 def test_a_group_alone_copies_only_what_it_does_not_split() -> None:

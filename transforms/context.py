@@ -71,7 +71,7 @@ class _Walk:
         self.ops: dict[fx.Node, Classes] = {}
 
     def visit(self, node: fx.Node) -> None:
-        able = _leading(self.factors.op(node), computable_on_part(node, self.annotated))
+        able = leading(self.factors.op(node), computable_on_part(node, self.annotated))
         readers = list(self._readers(node)) if able else []
         if node in self.activations:
             unwanted = able.difference(*(found for _, found in readers)) if self._grows(node) and readers else NOTHING
@@ -106,7 +106,7 @@ class _Walk:
         return source is not None and meta.numel(node) >= meta.numel(source)
 
 
-def _leading(op: OpFactors, able: Classes) -> Classes:
+def leading(op: OpFactors, able: Classes) -> Classes:
     """Return the class that comes first in the result, of several: queries are cut rather than keys of another text."""
     order = [c for dims in op.results for dim in dims for c in dim]
     found = sorted(able, key=lambda c: (order.index(c) if c in order else len(order), c.id))

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetu_fx.comm_ops import FUSED_OPS
-from hetu_fx.deduction.factors import FactorClass, OpFactors
+from hetu_fx.deduction.factors import OpFactors
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.topology import Cluster
-from hetu_fx.transforms.context import computable_on_part
+from hetu_fx.transforms.context import computable_on_part, leading
 from hetu_fx.transforms.linear_chains import linear_source
 from hetu_fx.transforms.prices import FLOPS_PER_SECOND, Prices
 from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout, stage_nodes
@@ -90,14 +90,13 @@ class Rings:
         op, sequence = self.annotated.factors.op(node), self.annotated.sequence
         if not op.travelling or not sequence.issuperset(op.travelling.values()):
             return False
-        factor = self._own(node, op)
         others = [o.node for i, o in enumerate(op.operands[1:], 1) if i not in op.travelling]
-        return factor is not None and self.annotated.flow.differentiable.isdisjoint(others)
+        return self._cuts_rows(node, op) and self.annotated.flow.differentiable.isdisjoint(others)
 
-    def _own(self, node: fx.Node, op: OpFactors) -> FactorClass | None:
-        """Return the class in whose parts the op runs, where it is a whole dim of its first operand."""
-        able = computable_on_part(node, self.annotated)
-        return next((dim[0] for dim in op.operands[0].dims if len(dim) == 1 and dim[0] in able), None)
+    def _cuts_rows(self, node: fx.Node, op: OpFactors) -> bool:
+        """Tell whether the op runs on parts of its first operand's rows, and not of a dim before those."""
+        factors = leading(op, computable_on_part(node, self.annotated))
+        return bool(factors) and op.operands[0].dims[-2] == tuple(factors)
 
     def _is_faster(self, node: fx.Node) -> bool:
         ring = max(self._ring_seconds(node, layout.devices) for layout in self.annotated.context_layouts)

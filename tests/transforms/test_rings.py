@@ -139,6 +139,27 @@ def test_keys_of_another_text_go_round_in_their_own_parts() -> None:
         assert any(line.startswith("ring_attention") for line in talk(devices[0]))
 
 
+class WithinPositions(nn.Module):
+    """Attends within each position of a sequence, over a dim of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.scaled_dot_product_attention(x, self.key(x), x)
+        return (self.out(x + y) ** 2).sum()
+
+
+def test_attention_that_needs_no_other_part_is_no_ring() -> None:
+    model, x = WithinPositions().double().train(), torch.randn(3, 7, 5, 8).double()
+    program = program_of(model, {"x": x})
+    devices = same_in_group(program, model, Plan.context_parallel((0, 1), (3, 1)), {"x": x}, limit=1e-10)
+    assert [line.split(" ", 1)[0] for line in talk(devices[0])] == ["local_slice", "all_reduce"]
+    with pytest.raises(PlanError, match="no attention that can pass"):
+        deduced(program, ring())
+
+
 @pytest.mark.parametrize("options", [{"dropout": 0.3}, {"trained_mask": True}])
 def test_attention_with_dropout_or_a_trained_mask_gathers(options: dict[str, Any]) -> None:
     program = program_of(TwoTexts(**options).double().train(), texts(7, 5))

@@ -38,6 +38,11 @@ def devices_differ(problem: Problem) -> bool:
     return len(classes_of(problem)) > 1
 
 
+def kinds_differ(problem: Problem) -> bool:
+    """Tell whether there are devices of several kinds."""
+    return len({device.kind for device in problem.cluster.devices}) > 1
+
+
 def lengths_differ(problem: Problem) -> bool:
     """Tell whether batches have sequences of several lengths."""
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1

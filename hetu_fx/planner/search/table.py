@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.auto import Rule, always, auto, devices_differ, up_to
+from hetu_fx.planner.search.auto import Rule, always, auto, devices_differ, kinds_differ, up_to
 from hetu_fx.planner.search.classes import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
+from hetu_fx.planner.search.heteroauto import HETEROAUTO
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis import HYDRAULIS
 from hetu_fx.planner.search.malleus import MALLEUS
@@ -22,11 +23,12 @@ AUTO = auto(
         Rule(CLASSES, always),
         Rule(CONTIGUOUS, up_to(EXHAUSTIVE_DEVICES)),
         Rule(MALLEUS, devices_differ),
+        Rule(HETEROAUTO, kinds_differ),
     ),
 )
 
 SEARCHES: Mapping[str, Search] = {
-    search.name: search for search in (AUTO, HOMOGENEOUS, CLASSES, CONTIGUOUS, MALLEUS, HYDRAULIS)
+    search.name: search for search in (AUTO, HOMOGENEOUS, CLASSES, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS)
 }
 
 DEFAULT = AUTO.name

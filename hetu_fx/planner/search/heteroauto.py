@@ -1,0 +1,234 @@
+"""The HeteroAuto search, as the table of searches knows it: its problems, from a profile and a cluster.
+
+HeteroAuto plans for micro-batches of one size; here several numbers of replicas and micro-batches are tried, and the
+cost model that all searches share says which plan is best. Seconds of a layer come from measured times if there are
+some of every kind, else from the cost model, so that kinds are compared by figures of one source. Recomputation is left
+out, as a plan cannot ask for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.contiguous import replica_counts
+from hetu_fx.planner.cost import FLOPS_PER_BYTE, FORWARD_AND_BACKWARD, optimizer_seconds
+from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
+from hetu_fx.planner.heteroauto.result import HeteroResult
+from hetu_fx.planner.heteroauto.search import search
+from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.search.malleus import degrees, layer_seconds
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
+from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.topology import Cluster, Device, Link
+
+MOST_KINDS = 6
+"""So many kinds of devices can be told apart: the search looks at every set of them."""
+
+MARGINS = (1.0, 0.85, 0.7)
+"""Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
+
+_FREEDOM = Freedom(recompute=False)
+_MEMORY_STEP = 1.1  # what is measured to be free differs a little from device to device
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Devices that differ in nothing but their nodes, and a little in memory."""
+
+    name: str
+    devices: tuple[Device, ...]
+
+    @property
+    def one(self) -> Device:
+        """Return one of them."""
+        return self.devices[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return what each of them has at least."""
+        return min(device.memory_bytes for device in self.devices)
+
+
+def kinds_of(cluster: Cluster) -> tuple[Alike, ...]:
+    """Return the devices by all that they have but rank and node, those of like memory together."""
+    found: dict[object, list[Device]] = {}
+    for device in cluster.devices:
+        size = round(math.log(device.memory_bytes, _MEMORY_STEP))
+        key = replace(device, rank=0, node="0", source="given", memory_bytes=1)
+        found.setdefault((key, size), []).append(device)
+    return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
+
+
+def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
+    """Return what HeteroAuto plans for, each replica having so many micro-batches, within a part of the memory."""
+    costs, rows = problem.costs, math.ceil(problem.costs.rows / (replicas * micro_batches))
+    block = _largest_block(problem)
+    known = _of_one_source(problem)
+    return HeteroProblem(
+        kinds=tuple(_kind(known, alike, rows, margin) for alike in kinds_of(problem.cluster)),
+        num_layers=costs.num_blocks,
+        num_micro_batches=replicas * micro_batches,
+        between=_link(problem.cluster, problem.cluster.devices),
+        boundary_bytes=rows * max(costs.boundary_bytes, default=0.0),
+        before=_edge(costs.before, block),
+        after=_edge(costs.after, block),
+        replicas=(replicas,),
+        schedule=problem.options.schedule,
+        zero=problem.options.zero,
+        freedom=_FREEDOM,
+    )
+
+
+def _of_one_source(problem: Problem) -> Problem:
+    """Return the problem without figures that not all kinds have: alpha says nothing of one kind over another."""
+    profile = replace(problem.profile, alpha=())
+    if not all(profile.block_times(device.kind) for device in problem.cluster.devices):
+        profile = replace(profile, times=())
+    return replace(problem, profile=profile)
+
+
+def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> Kind:
+    cluster = replace(problem.cluster, devices=alike.devices)
+    own = replace(problem, cluster=cluster)
+    seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
+    return Kind(
+        name=alike.name,
+        nodes=tuple(Counter(device.node for device in alike.devices).values()),
+        memory_bytes=margin * alike.memory_bytes * problem.options.memory_fraction,
+        layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
+        inside=problem.cluster.intra,
+        across=_link(problem.cluster, alike.devices),
+        update_seconds_per_byte=optimizer_seconds(1.0, alike.one),
+    )
+
+
+def _layer(problem: Problem, size: int, rows: int, seconds: float) -> Layer:
+    block, forward = _largest_block(problem), seconds / FORWARD_AND_BACKWARD
+    return Layer(
+        forward_seconds=forward,
+        backward_seconds=seconds - forward,
+        parameter_bytes=block.parameter_bytes_at(1 / size),
+        kept_bytes=rows * block.activation_bytes_at(1 / size),
+        input_bytes=rows * max(problem.costs.boundary_bytes, default=0.0),
+    )
+
+
+def _largest_block(problem: Problem) -> PartCosts:
+    return max(problem.costs.blocks, key=lambda block: block.parameter_bytes + block.activation_bytes)
+
+
+def _edge(part: PartCosts, block: PartCosts) -> Edge:
+    """Return what stands before or after the blocks, in blocks' worth."""
+    return Edge(
+        work=_share(_work(part), _work(block)),
+        parameters=_share(part.parameter_bytes, block.parameter_bytes),
+        kept=_share(part.activation_bytes, block.activation_bytes),
+    )
+
+
+def _work(part: PartCosts) -> float:
+    return part.flops + part.traffic_bytes * FLOPS_PER_BYTE
+
+
+def _share(amount: float, whole: float) -> float:
+    return amount / whole if whole else 0.0
+
+
+def _link(cluster: Cluster, devices: Sequence[Device]) -> Link:
+    """Return the slowest link that these devices have to use between them."""
+    return cluster.inter if len({device.node for device in devices}) > 1 else cluster.intra
+
+
+def shapes(problem: Problem) -> list[tuple[int, int]]:
+    """Return (replicas, micro-batches of each) to try; few micro-batch counts where there are many devices."""
+    count, rows, given = len(problem.cluster.devices), problem.costs.rows, problem.options.micro_batches
+    counts = given if count <= EXHAUSTIVE_DEVICES else given[-1:]
+    pairs = product(replica_counts(min(count, rows)), counts)
+    return sorted({(replicas, min(micro_batches, rows // replicas)) for replicas, micro_batches in pairs})
+
+
+def plans_of(problem: Problem, result: HeteroResult, micro_batches: int) -> Iterator[Plan]:
+    """Yield the plans that run a result: with replicas of a stage side by side, and with stages of a replica."""
+    options = problem.options
+    for by_replica in (False, True):
+        placed = _placed(problem.cluster, result, by_replica)
+        pipelines = tuple(
+            Pipeline(
+                tuple(Stage(placed[i, number], blocks=stage.layers) for i, stage in enumerate(result.stages)),
+                micro_batches=micro_batches,
+            )
+            for number in range(result.replicas)
+        )
+        yield Plan(pipelines, options.schedule, options.zero, options.name, options.max_length)
+
+
+def _placed(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Return the devices of each (stage, replica), larger groups first so that they leave no gaps in a node."""
+    free = {alike.name: _by_node(alike) for alike in kinds_of(cluster)}
+    places = list(product(range(len(result.stages)), range(result.replicas)))
+    degree = {place: result.stages[place[0]].groups.degree for place in places}
+    order = sorted(places, key=lambda place: (-degree[place], *(place[::-1] if by_replica else place)))
+    return {place: _taken(free[result.stages[place[0]].groups.kind.name], degree[place]) for place in order}
+
+
+def _by_node(alike: Alike) -> list[list[int]]:
+    nodes: dict[str, list[int]] = {}
+    for device in alike.devices:
+        nodes.setdefault(device.node, []).append(device.rank)
+    return list(nodes.values())
+
+
+def _taken(nodes: list[list[int]], size: int) -> tuple[int, ...]:
+    """Take a group from the first node that has room for it."""
+    node = next(ranks for ranks in nodes if len(ranks) >= size)
+    taken = tuple(node[:size])
+    del node[:size]
+    return taken
+
+
+def _find(problem: Problem) -> Candidates:
+    found: dict[Plan, float] = {}
+    tried = shapes(problem)
+    for number, shape in enumerate(tried, 1):
+        problem.tell(f"heteroauto: {number} of {len(tried)}: {shape[0]} replicas, {shape[1]} micro-batches each")
+        fitting = (_fitting(problem, *shape, margin) for margin in MARGINS)
+        found |= next(filter(None, fitting), {})
+    return found
+
+
+def _fitting(problem: Problem, replicas: int, micro_batches: int, margin: float) -> dict[Plan, float]:
+    """Return the plans found within a part of the memory, as far as they fit all of it."""
+    try:
+        result = search(hetero_problem(problem, replicas, micro_batches, margin))
+    except PlanError:
+        return {}  # other numbers may fit
+    priced = ((plan, problem.price(plan)) for plan in plans_of(problem, result, micro_batches))
+    return {plan: seconds for plan, seconds in priced if seconds is not None}
+
+
+def _lacks(problem: Problem) -> str:
+    kinds = kinds_of(problem.cluster)
+    if not problem.costs.num_blocks:
+        return "it places repeated blocks, but the program has none"
+    if not problem.options.pipelines:
+        return "it makes pipelines, which the program cannot be cut into"
+    if len(kinds) > MOST_KINDS:
+        return (
+            f"it tells up to {MOST_KINDS} kinds of devices apart, but these are of {len(kinds)} by kind, speed "
+            f"and memory; use search 'malleus'"
+        )
+    return ""
+
+
+HETEROAUTO = Search(
+    name="heteroauto",
+    applies="devices of several kinds: stages of each kind have layers and groups of their own",
+    lacks=_lacks,
+    find=_find,
+)

@@ -47,7 +47,8 @@ def measure_here(
     speed = matmul_flops_per_second(device, seconds)
     own = Measurement(_kind(device), node_name(), speed, memory_limits(device))
     found = settled(exchange(own))
-    links = measure_links(ranks, exchange, [measurement.node for measurement in found], device)
+    nodes, speeds = [m.node for m in found], [m.flops_per_second for m in found]
+    links = measure_links(ranks, exchange, nodes, speeds, device)
     return _with_meetings(found, links, ranks, exchange, device), links
 
 

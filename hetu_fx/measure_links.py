@@ -1,4 +1,7 @@
-"""Measure the links between ranks: a pair inside each node and between neighbouring nodes, in turn."""
+"""Measure the links between ranks: the slowest pair inside each node and between neighbouring nodes, in turn.
+
+Messages cost the processor time, so that a link is as fast as the devices at its ends.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ _LONE_LINK = (1e10, 0.0)  # no link to measure: what a lone device's moves would
 
 
 def measure_links(
-    table: RankTable, exchange: Exchange, nodes: Sequence[str], device: str
+    table: RankTable, exchange: Exchange, nodes: Sequence[str], speeds: Sequence[float], device: str
 ) -> dict[str, tuple[float, float]]:
     """Return (bytes per second, latency seconds) of the slowest link inside a node and between nodes; collective.
 
     They stand under "intra" and "inter"; where no two ranks stand on one node, or all do, the other's numbers
     stand for both.
     """
-    pairs = {"intra": intra_pairs(nodes), "inter": inter_pairs(nodes)}
+    pairs = {"intra": intra_pairs(nodes, speeds), "inter": inter_pairs(nodes, speeds)}
     found: dict[str, tuple[float, float]] = {}
     for name, list_of_pairs in pairs.items():
         results = [_time_pair(table, exchange, pair, device) for pair in list_of_pairs]
@@ -33,16 +36,20 @@ def measure_links(
     return {"intra": found.get("intra", known), "inter": found.get("inter", known)}
 
 
-def intra_pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the first two ranks of each node that has two."""
-    members = {node: [rank for rank, name in enumerate(nodes) if name == node] for node in nodes}
-    return [(ranks[0], ranks[1]) for ranks in members.values() if len(ranks) > 1]
+def intra_pairs(nodes: Sequence[str], speeds: Sequence[float]) -> list[tuple[int, int]]:
+    """Return the two slowest ranks of each node that has two."""
+    return [(ranks[0], ranks[1]) for ranks in _slowest_first(nodes, speeds) if len(ranks) > 1]
 
 
-def inter_pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the first ranks of neighbouring nodes."""
-    first = [nodes.index(node) for node in dict.fromkeys(nodes)]
-    return list(itertools.pairwise(first))
+def inter_pairs(nodes: Sequence[str], speeds: Sequence[float]) -> list[tuple[int, int]]:
+    """Return the slowest ranks of neighbouring nodes."""
+    return list(itertools.pairwise(ranks[0] for ranks in _slowest_first(nodes, speeds)))
+
+
+def _slowest_first(nodes: Sequence[str], speeds: Sequence[float]) -> list[list[int]]:
+    """Return the ranks of each node, slow ones first."""
+    members = [[rank for rank, name in enumerate(nodes) if name == node] for node in dict.fromkeys(nodes)]
+    return [sorted(ranks, key=lambda rank: speeds[rank]) for ranks in members]
 
 
 def _time_pair(table: RankTable, exchange: Exchange, pair: tuple[int, int], device: str) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from hetu_fx.planner.profile_file import Profile
     from hetu_fx.topology import Cluster
 
+_COLLECTIVES_HEADER = ("collective", "where", "ranks", "MB/s", "latency us")
 _HEADER = ("kind", "degree", "a s^2", "b s", "c s", "R^2", "kept KB/token", "alpha")
 
 
@@ -39,17 +41,20 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx measure`; collective over the processes of the job, of which the first writes."""
     import torch.distributed as dist
 
-    from hetu_fx.measure_ranks import world
+    from hetu_fx.comm_ops.groups import GroupTable
+    from hetu_fx.comm_ops.timing import time_collectives
     from hetu_fx.prepare import join_world
     from hetu_fx.topology import Cluster
 
     make = None if options.model is None else function_named(options.model)
     join_world()
-    rank, device = world().rank, local_device(options.device)
-    cluster = Cluster.measure(device=device)
+    table, device = GroupTable(), local_device(options.device)
+    cluster, rank = Cluster.measure(table, device=device), table.rank
+    cluster = replace(cluster, collectives=time_collectives(table, cluster.groups, device))
     if rank == 0:
         cluster.write(options.cluster)
         print(cluster, flush=True)
+        _show_collectives(cluster)
     if make is not None:
         profile = _profile(make, cluster, rank, device, options.seconds)
         if rank == 0:
@@ -97,6 +102,15 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, d
     with _Progress() as progress:
         tell = progress.tell if rank == first else nobody
         return profile(model.to(device), batch, measured=Measuring(cluster, seconds, tell))
+
+
+def _show_collectives(cluster: Cluster) -> None:
+    rows = [
+        [c.name, c.where, str(c.num_ranks), f"{c.bytes_per_second / 1e6:.4g}", f"{c.latency_seconds * 1e6:.3g}"]
+        for c in cluster.collectives
+    ]
+    if rows:
+        print_table(_COLLECTIVES_HEADER, rows)
 
 
 def rows_of(profile: Profile) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetu_fx.checks import Source, check_not_negative, check_positive, check_source
@@ -11,6 +11,7 @@ from hetu_fx.chips import find_chip, unknown_chip
 from hetu_fx.documents import REQUIRED, Fields, located
 from hetu_fx.errors import ClusterError
 
+WHERE = ("intra", "inter")
 _FIGURES = ("flops_per_second", "memory_bytes")  # what a device has to say, unless its kind is publicly known
 
 
@@ -79,6 +80,32 @@ class Link:
         return {"bytes_per_second": self.bytes_per_second, "latency_seconds": self.latency_seconds}
 
 
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What a collective was seen to take: `latency_seconds + bytes / bytes_per_second`, of the whole tensor's bytes.
+
+    `name` is one of `hetu_fx.comm_ops.timing.COLLECTIVES`, `where` says whether its `num_ranks` ranks stand on one
+    node ("intra") or on several ("inter").
+    """
+
+    name: str
+    where: str
+    num_ranks: int
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        what = f"collective {self.name!r}"
+        if self.where not in WHERE:
+            raise ClusterError(f"{what} is timed {self.where!r}; give one of {', '.join(WHERE)}")
+        check_positive(ClusterError, what, bytes_per_second=self.bytes_per_second, num_ranks=self.num_ranks)
+        check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this collective."""
+        return asdict(self)
+
+
 def read_device(value: Mapping[str, Any], where: str) -> Device:
     """Read one entry of `devices`; raise `ClusterError` with its place."""
     keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype", "meeting_seconds")
@@ -120,3 +147,16 @@ def read_link(value: Mapping[str, Any], where: str) -> Link:
         "latency_seconds": fields.number("latency_seconds", 0.0),
     }
     return located(Link, parts, where)
+
+
+def read_collective(value: Mapping[str, Any], where: str) -> Collective:
+    """Read one entry of `collectives`; raise `ClusterError` with its place."""
+    fields = Fields(value, where, ClusterError, ("name", "where", "num_ranks", "bytes_per_second", "latency_seconds"))
+    parts: dict[str, Any] = {
+        "name": fields.text("name"),
+        "where": fields.text("where"),
+        "num_ranks": fields.integer("num_ranks"),
+        "bytes_per_second": fields.number("bytes_per_second"),
+        "latency_seconds": fields.number("latency_seconds", 0.0),
+    }
+    return located(Collective, parts, where)

@@ -11,24 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetu_fx.devices import Device, Link, read_device, read_link
+from hetu_fx.devices import Collective, Device, Link, read_collective, read_device, read_link
 from hetu_fx.documents import Fields, json_text, located, read_json, table_text, write_atomically
 from hetu_fx.errors import ClusterError
 from hetu_fx.measure import Measurement, measure_here
 from hetu_fx.measure_ranks import RankTable
 
-__all__ = ["FORMAT", "Cluster", "Device", "Link"]
+__all__ = ["FORMAT", "Cluster", "Collective", "Device", "Link"]
 
 FORMAT = "hetu_fx.cluster/1"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`)."""
+    """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
+
+    `collectives` are those that were timed, if any; what else is communicated is priced by the links.
+    """
 
     devices: tuple[Device, ...]
     intra: Link
     inter: Link
+    collectives: tuple[Collective, ...] = ()
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
@@ -122,6 +126,13 @@ class Cluster:
         """Return what devices lose, besides messages, when they meet between pieces of compute; 0 for one device."""
         return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
 
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks of the largest node ("intra") and, of several nodes, of all ("inter"); no group of one."""
+        nodes = [tuple(d.rank for d in self.devices if d.node == node) for node in self._nodes]
+        found = {"intra": max(nodes, key=len), "inter": self.ranks if len(nodes) > 1 else ()}
+        return {where: ranks for where, ranks in found.items() if len(ranks) > 1}
+
     def with_rates(self, rates: Mapping[int, float]) -> Cluster:
         """Return the cluster with new straggling rates for the given ranks."""
         self._check_known("rates", rates)
@@ -145,7 +156,9 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of a cluster file."""
         links = {"intra": self.intra.to_json(), "inter": self.inter.to_json()}
-        return {"format": FORMAT, "devices": [device.to_json() for device in self.devices], "links": links}
+        result = {"format": FORMAT, "devices": [device.to_json() for device in self.devices], "links": links}
+        timed = [collective.to_json() for collective in self.collectives]
+        return result | {"collectives": timed} if timed else result
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:
@@ -185,15 +198,16 @@ def _link_text(link: Link) -> str:
 
 
 def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:
-    fields = Fields(value, where, ClusterError, ("format", "devices", "links"))
+    fields = Fields(value, where, ClusterError, ("format", "devices", "links", "collectives"))
     fields.format("format", FORMAT)
     links = Fields(fields.mapping("links"), f"{where}: links", ClusterError, ("intra", "inter"))
-    devices = fields.objects("devices")
+    devices, timed = fields.objects("devices"), fields.objects("collectives", ())
     intra = links.mapping("intra")
     parts: dict[str, Any] = {
         "devices": tuple(read_device(d, f"{where}: devices[{i}]") for i, d in enumerate(devices)),
         "intra": read_link(intra, f"{where}: links.intra"),
         "inter": read_link(links.mapping("inter", intra), f"{where}: links.inter"),
+        "collectives": tuple(read_collective(c, f"{where}: collectives[{i}]") for i, c in enumerate(timed)),
     }
     return located(Cluster, parts, where)
 

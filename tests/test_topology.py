@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.errors import ClusterError
-from hetu_fx.topology import Cluster, Device, Link
+from hetu_fx.topology import Cluster, Collective, Device, Link
 
 DOCUMENT: dict[str, Any] = {
     "format": "hetu_fx.cluster/1",
@@ -14,6 +14,9 @@ DOCUMENT: dict[str, Any] = {
     ],
     "links": {"intra": {"bytes_per_second": 1e9}},
 }
+
+
+TIMED = {"name": "all_gather", "where": "intra", "num_ranks": 2, "bytes_per_second": 5e8, "latency_seconds": 1e-4}
 
 
 def test_a_cluster_file_reads_in_order_of_rank_with_defaults() -> None:
@@ -44,6 +47,10 @@ def test_a_written_cluster_reads_back_equal(tmp_path: Any) -> None:
         ),
         ({"devices": [{"rank": -1, "flops_per_second": 1, "memory_bytes": 1}]}, "device has rank -1"),
         ({"devices": [{"rank": 0, "kind": "T4", "meeting_seconds": -1}]}, "meeting_seconds -1.0; give a finite"),
+        (
+            {"collectives": [TIMED | {"where": "near"}]},
+            r"collectives\[0\]: .* is timed 'near'; give one of intra, inter",
+        ),
         ({"links": {}}, "cluster: links: 'intra' is missing"),
         ({"links": {"intra": {"bytes_per_second": "1 GB"}}}, 'must be a number, not a string: "1 GB"'),
         ({"links": {"intra": {"bytes_per_second": 1, "latency_seconds": -1}}}, "give a finite number, 0 or more"),
@@ -94,6 +101,20 @@ def test_what_a_meeting_costs_is_kept_in_the_file_and_need_not_be_there() -> Non
     assert cluster.device(1).meeting_seconds == 0.002
     assert Cluster.from_json(cluster.to_json()) == cluster
     assert "meeting_seconds" not in Cluster.from_json(DOCUMENT).to_json()["devices"][0]
+
+
+def test_collectives_that_were_timed_are_kept_in_the_file() -> None:
+    cluster = Cluster.from_json(DOCUMENT | {"collectives": [TIMED]})
+    assert cluster.collectives == (Collective("all_gather", "intra", 2, 5e8, 1e-4),)
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert "collectives" not in Cluster.from_json(DOCUMENT).to_json()
+
+
+def test_collectives_are_timed_in_the_largest_node_and_between_nodes() -> None:
+    assert Cluster.on_paper([1e9] * 4, nodes="abba").groups == {"intra": (0, 3), "inter": (0, 1, 2, 3)}
+    assert Cluster.on_paper([1e9] * 2).groups == {"intra": (0, 1)}
+    assert Cluster.on_paper([1e9] * 2, nodes="ab").groups == {"inter": (0, 1)}
+    assert Cluster.on_paper([1e9]).groups == {}
 
 
 def test_without_leaves_the_rest() -> None:

@@ -72,7 +72,10 @@ class Collectives:
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> Collectives:
-        """Build them from a cluster's links, as the comm ops that run are priced."""
+        """Build them from a cluster's collectives among all its devices where they were timed, else from its links.
+
+        The links price them as the comm ops that run are priced.
+        """
         ranks = cluster.ranks
         lines = {
             "all_gather": padded_cost,
@@ -83,7 +86,17 @@ class Collectives:
             "grouped_all_gather": cheapest_ring_cost,
             "grouped_reduce_scatter": cheapest_ring_cost,
         }
-        return cls(**{name: _line(cost, ranks, cluster) for name, cost in lines.items()})
+        return cls(**{name: _line(cost, ranks, cluster) for name, cost in lines.items()} | _timed(cluster))
+
+
+def _timed(cluster: Cluster) -> dict[str, Line]:
+    """Return the collectives that were timed among all devices of a cluster."""
+    where = "inter" if len({device.node for device in cluster.devices}) > 1 else "intra"
+    return {
+        timed.name: Line(timed.latency_seconds, 1 / timed.bytes_per_second)
+        for timed in cluster.collectives
+        if (timed.where, timed.num_ranks) == (where, len(cluster.ranks))
+    }
 
 
 _Cost = Callable[[float, Sequence[int], Cluster], float]

@@ -87,8 +87,8 @@ def _check(profile: Profile, program: Program, place: torch.device) -> None:
     reason = None
     if not profile.costs.num_blocks:
         reason = "the model has no repeated blocks"
-    elif program.mixes_rows:
-        reason = "rows meet in its forward, so that no block runs alone"
+    elif program.graph.batch_symbol is None:
+        reason = "its captured graph is for a fixed number of rows"
     elif not symbol_hints(program):
         reason = "its captured graph has no sequences that could have other lengths"
     elif place.type == "meta":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 import hetu_fx.profiling
 from hetu_fx.cli import main
-from hetu_fx.cli_measure import local_device
+from hetu_fx.cli_measure import Progress, local_device
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.topology import Cluster
 from tests.test_profiling import run_by_size
@@ -63,6 +64,19 @@ def test_without_a_model_only_the_devices_are_measured() -> None:
 def test_a_model_that_is_not_there_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", name]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_on_a_terminal_a_bar_shows_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress() as progress:
+        progress.tell("block 1 on 2 x 64 tokens", 1, 4)
+    shown = capsys.readouterr().err
+    assert "block 1 on 2 x 64 tokens" in shown
+    assert "25%" in shown
 
 
 def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

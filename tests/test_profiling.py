@@ -13,6 +13,7 @@ from torch import nn
 
 import hetu_fx.profiling
 from hetu_fx.errors import ClusterError, ProfileError
+from hetu_fx.planner.fit import degrees_of, distinct_blocks
 from hetu_fx.planner.measured import BlockTime, Slowdown
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planning import profile
@@ -68,6 +69,20 @@ def test_a_shard_has_its_part_of_the_parameters_and_gets_their_gradients(program
         assert all(t.grad is not None for slot, t in pairs if slot.kind is SlotKind.PARAMETER)
         (query,) = (t for slot, t in pairs if slot.name.endswith("layers.0.self_attn.q_proj.weight"))
         assert query.shape[0] * degree == query.shape[1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
+def test_blocks_with_dropout_two_lengths_or_experts_run_alone(name: str) -> None:
+    sample = model_zoo.SAMPLES[name]
+    execution = GraphExecution(Programs(sample.model(), None), sample.batch(4, LENGTH), None)
+    costs = execution.costs(4)
+    for block, _ in distinct_blocks(costs):
+        for degree in degrees_of(costs.units):
+            shard = shard_of(execution.program, block, degree)
+            inputs = shard.inputs(LENGTH // 2, CPU)
+            shard.backward(shard.forward(inputs))
+            trained = [t for t in inputs if t.requires_grad]
+            assert any(t.grad is not None and t.grad.shape == t.shape for t in trained)
 
 
 def test_a_shard_keeps_less_than_the_whole_block_and_in_proportion_to_the_length(program: Program) -> None:

@@ -26,9 +26,8 @@ def device_rows(plan: Plan) -> Iterator[list[str]]:
         pipeline = plan.pipelines[i]
         for rank, ratio in zip(stage.devices, stage.ratios, strict=True):
             if rank in costs:
-                blocks = "even" if stage.blocks is None else str(stage.blocks)
                 shares = _percent(pipeline.rows / total), _percent(ratio / sum(stage.ratios))
-                yield [str(rank), f"{i}.{j}", *shares, blocks, _memory(costs[rank]), _busy(costs[rank])]
+                yield [str(rank), f"{i}.{j}", *shares, _blocks(stage), _memory(costs[rank]), _busy(costs[rank])]
 
 
 def _memory(cost: DeviceCost) -> str:
@@ -62,14 +61,18 @@ def stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> li
     """Return the cells of a stage's row in the table of a plan; what is the pipeline's stands with its first stage."""
     rows = f"{pipeline.rows}{_limit_text(pipeline)}"
     first = [str(index), rows, str(pipeline.micro_batches)] if position == 0 else ["", "", ""]
-    blocks = "even" if stage.blocks is None else str(stage.blocks)
     return [
         *first,
         str(position),
         ",".join(map(str, stage.devices)),
         ":".join(map(str, stage.ratios)) + (" context" if stage.shares_sequence else ""),
-        blocks,
+        _blocks(stage),
     ]
+
+
+def _blocks(stage: Stage) -> str:
+    blocks = "even" if stage.blocks is None else str(stage.blocks)
+    return blocks + (f", recompute {stage.recompute}" if stage.recompute else "")
 
 
 def diff(before: Plan, after: Plan) -> str:

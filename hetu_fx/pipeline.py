@@ -16,7 +16,6 @@ from hetu_fx.documents import Fields, located
 from hetu_fx.errors import PlanError
 
 LATER = {
-    "recompute": "leave it out (activations of a stage are kept, not recomputed)",
     "annotations": "leave it out (per-tensor annotations follow from the stages)",
     "home": "leave it out (optimizer states are placed by 'zero')",
 }
@@ -29,13 +28,16 @@ class Stage:
     `devices` are ranks in order; `ratios` their relative shard sizes (left out: even; kept without common
     factor); `blocks` may be None, in all stages of a pipeline at once: as even as possible. `context` is by how
     many parts of the group the sequence is shared: by none (1), or by every device (context parallel), which then
-    holds all parameters of the stage and computes its own part of the tokens.
+    holds all parameters of the stage and computes its own part of the tokens. `recompute` is how many of its blocks,
+    the first ones, keep only what enters them, and compute the rest again in backward (Chen et al., Training Deep Nets
+    with Sublinear Memory Cost).
     """
 
     devices: tuple[int, ...]
     ratios: tuple[int, ...] = ()
     blocks: int | None = None
     context: int = 1
+    recompute: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -59,6 +61,18 @@ class Stage:
                 f"stage on devices {list(self.devices)} has context {self.context}; give {len(self.devices)} to share "
                 f"the sequence between all of them, or leave it out (no group is both context and tensor parallel)"
             )
+        if self.recompute < 0:
+            raise PlanError(f"stage on devices {list(self.devices)} has recompute {self.recompute}; give 0 or more")
+        if self.blocks is not None:
+            self.check_recompute(self.blocks)
+
+    def check_recompute(self, blocks: int) -> None:
+        """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
+        if self.recompute > blocks:
+            raise PlanError(
+                f"stage on devices {list(self.devices)} recomputes {self.recompute} blocks, but holds {blocks}; give a "
+                f"recompute of at most that, or leave it out (only repeated blocks of a model are recomputed)"
+            )
 
     @property
     def shares_sequence(self) -> bool:
@@ -77,13 +91,16 @@ class Stage:
             result["ratios"] = list(self.ratios)
         if self.shares_sequence:
             result["context"] = self.context
-        return result if self.blocks is None else result | {"blocks": self.blocks}
+        if self.blocks is not None:
+            result["blocks"] = self.blocks
+        return result | ({"recompute": self.recompute} if self.recompute else {})
 
     def __str__(self) -> str:
         devices = ",".join(map(str, self.devices))
         ratios = "" if self.is_even else " " + ":".join(map(str, self.ratios))
         context = " context" if self.shares_sequence else ""
-        return f"[{devices}{ratios}{context}]" + ("" if self.blocks is None else f"x{self.blocks}")
+        blocks = "" if self.blocks is None else f"x{self.blocks}"
+        return f"[{devices}{ratios}{context}]{blocks}" + (f" recompute {self.recompute}" if self.recompute else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +139,14 @@ class Pipeline:
     def blocks(self, num_blocks: int) -> tuple[int, ...]:
         """Return the number of blocks of each stage, left-out ones as even as possible (earlier stages more).
 
-        Raises `PlanError` when they do not add up to `num_blocks`.
+        Raises `PlanError` when they do not add up to `num_blocks`, or are fewer than a stage is to recompute.
         """
         given = tuple(stage.blocks for stage in self.stages if stage.blocks is not None)
         if not given:
-            return self._even_blocks(num_blocks)
+            even = self._even_blocks(num_blocks)
+            for stage, blocks in zip(self.stages, even, strict=True):
+                stage.check_recompute(blocks)
+            return even
         if sum(given) != num_blocks:
             raise PlanError(
                 f"blocks {list(given)} of {self} add up to {sum(given)}, but the model has {num_blocks} "
@@ -184,11 +204,12 @@ def read_pipeline(value: Mapping[str, Any], where: str) -> Pipeline:
 
 
 def _read_stage(value: Mapping[str, Any], where: str) -> Stage:
-    fields = Fields(value, where, PlanError, ("devices", "ratios", "blocks", "context"), LATER)
+    fields = Fields(value, where, PlanError, ("devices", "ratios", "blocks", "context", "recompute"), LATER)
     parts: dict[str, Any] = {
         "devices": fields.integers("devices"),
         "ratios": fields.integers("ratios", ()),
         "blocks": fields.integer("blocks", None),
         "context": fields.integer("context", 1),
+        "recompute": fields.integer("recompute", 0),
     }
     return located(Stage, parts, where)

@@ -84,6 +84,11 @@ class EagerExecution:
                     f"on one device in one micro-batch; use hetu_fx.Plan.data_parallel(devices, rows) or plan='auto', "
                     f"or make the model capturable and use capture='graph'"
                 )
+            if any(stage.recompute for stage in pipeline.stages):
+                raise PlanError(
+                    f"pipelines[{index}] of the plan is {pipeline}, but capture='eager' runs the module as it is; "
+                    f"leave 'recompute' out, and call torch.utils.checkpoint in the module's own forward"
+                )
         check_takes_any_row(plan)
         plan.check(num_blocks=0, world_size=world_size)
         if len(plan.pipelines) > 1:

@@ -29,6 +29,7 @@ from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph
 from hetu_fx.transforms.lower import lower
 from hetu_fx.transforms.prices import bytes_of
+from hetu_fx.transforms.recompute import Recompute
 from hetu_fx.transforms.specialize import Specialize
 from hetu_fx.transforms.stages import StageLayout
 from hetu_fx.transforms.states import Summed
@@ -119,7 +120,7 @@ class GraphVariant(Variant):
         deduced = deduce_program(program, self.plan, wants_values=wants_values, deduce=deduce)
         device = Specialize(self.table.rank)(deduced)
         if device is not None:
-            device = ChooseForms(Lowering(self.table.topology))(device)
+            device = Recompute(deduced.annotated)(ChooseForms(Lowering(self.table.topology))(device))
         return StagePlan(
             deduced=deduced,
             device=device,

@@ -96,6 +96,30 @@ def test_a_stage_shares_the_sequence_between_all_its_devices_or_none() -> None:
         Stage((0, 1, 2, 3), context=2)
 
 
+def test_a_stage_recomputes_some_of_its_blocks() -> None:
+    stages = (Stage((0,), blocks=3, recompute=2), Stage((1,), blocks=1))
+    plan = Plan((Pipeline(stages),))
+    assert Plan.from_json(plan.to_json()) == plan
+    first, second = plan.to_json()["pipelines"][0]["stages"]
+    assert first == {"devices": [0], "blocks": 3, "recompute": 2}
+    assert second == {"devices": [1], "blocks": 1}, "nothing is recomputed unless it is said"
+    assert plan.summary() == "1 row: [0]x3 recompute 2 > [1]x1"
+    assert "3, recompute 2" in str(plan)
+    kept = Plan((Pipeline((replace(stages[0], recompute=0), stages[1])),))
+    assert kept != plan
+    assert diff(kept, plan) == "  pipelines[0]: 1 row: [0]x3 > [1]x1 -> 1 row: [0]x3 recompute 2 > [1]x1"
+
+
+def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
+    plan = Plan((Pipeline((Stage((0,)), Stage((1,), recompute=2))),))
+    plan.check(num_blocks=4, world_size=2)
+    assert plan.with_blocks(5).summary() == "1 row: [0]x3 > [1]x2 recompute 2"
+    for blocks, held in ((3, 1), (0, 0)):
+        message = rf"plan, pipelines\[0\]: stage on devices \[1\] recomputes 2 blocks, but holds {held}; give .*at most"
+        with pytest.raises(PlanError, match=message):
+            plan.check(num_blocks=blocks, world_size=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -160,7 +184,12 @@ def test_a_bad_pipeline_is_refused(pipeline: dict[str, Any], message: str) -> No
         ({"devices": [0, 1], "ratios": [1, -1]}, r"ratios \[1, -1\], but each must be at least 1"),
         ({"devices": [0, 1], "ratios": [1, 0]}, r"leave a device that is to hold nothing out"),
         ({"devices": [0], "blocks": -2}, r"has -2 blocks; give 0 or more"),
-        ({"devices": [0], "recompute": True}, r"'recompute' is not supported; leave it out"),
+        ({"devices": [0], "recompute": True}, r"'recompute' must be a whole number, not a boolean: true"),
+        ({"devices": [0], "recompute": -1}, r"has recompute -1; give 0 or more"),
+        (
+            {"devices": [0], "blocks": 3, "recompute": 4},
+            r"recomputes 4 blocks, but holds 3; give a recompute",
+        ),
         ({"device": [0]}, r"unknown key 'device' \(did you mean 'devices'\?\)"),
     ],
 )

@@ -77,7 +77,8 @@ class Handover:
 class DeviceGraph:
     """What one rank runs: its stage's graph with local shapes, and what it exchanges with other stages.
 
-    `differentiable` are the communications through which a gradient comes back.
+    `differentiable` are the communications through which a gradient comes back. `recomputed` are runs of ops that stand
+    one after another in the graph: what a run makes for itself alone is not kept for backward, but made again.
     """
 
     rank: int
@@ -89,3 +90,4 @@ class DeviceGraph:
     handovers_in: tuple[Handover, ...]
     handovers_out: tuple[Handover, ...]
     differentiable: frozenset[fx.Node]
+    recomputed: tuple[tuple[fx.Node, ...], ...] = ()

@@ -1,7 +1,8 @@
 """Lower a device graph to a callable: as it is, or by functorch's joint graph and a compiler.
 
 Requires: a device graph.
-Ensures: a function of the slots' values, in order, with the results in order and ordinary autograd behind it.
+Ensures: a function of the slots' values, in order, with the results in order and ordinary autograd behind it. What the
+graph says is recomputed is, whether it is run as it is or compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.transforms.checkpointed import checkpointed
 from hetu_fx.transforms.device_graph import DeviceGraph
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -39,7 +41,7 @@ def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
             runs both halves eagerly; "inductor" compiles with torch.compile; a callable compiles each half, given
             its GraphModule and example inputs.
     """
-    module = fx.GraphModule(torch.nn.Module(), device.graph)
+    module = checkpointed(device)
     if backend is None:
         return module.forward
     if backend == "inductor":

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from hetu_fx.comm_ops import OPS
@@ -20,6 +21,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.calls import overload
 from hetu_fx.transforms.device_graph import DeviceGraph
+from hetu_fx.transforms.random_ops import CUT_AT
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,17 @@ def comm_call(node: fx.Node) -> Call:
     return Call(name, tuple(fx.node.map_arg(node.args[OPS[name].tensors :], meta.value)))
 
 
+def sends(node: fx.Node) -> bool:
+    """Tell whether an op sends in forward: one of ours that neither draws nor is known to leave that to its adjoint."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "hetu" and target not in _SILENT
+
+
 def _sending(calls: Sequence[Call]) -> tuple[str, ...]:
-    return tuple(call.op for call in calls if OPS[call.op].cost(1.0, (0, 1), EQUAL_LINKS) > 0)
+    return tuple(call.op for call in calls if OPS[call.op].overload not in _SILENT)
+
+
+_SILENT = {record.overload for record in OPS.values() if not record.cost(1.0, (0, 1), EQUAL_LINKS)} | CUT_AT.keys()
 
 
 def _text(counts: Mapping[str, int]) -> str:

@@ -49,3 +49,11 @@ def argument(node: fx.Node, name: str) -> Any:
 def is_random(node: fx.Node) -> bool:
     """Tell whether a node calls an op that draws from torch's generator."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Tell whether a node draws from torch's generator; one that drops nothing, or not now, does not."""
+    if not is_random(node):
+        return False
+    given = arguments(node)
+    return bool(given.get("dropout_p", given.get("p", True))) and given.get("train") is not False

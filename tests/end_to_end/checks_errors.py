@@ -63,6 +63,9 @@ def check_plans_that_do_not_fit_the_model(rank: int, world: int, folder: Path) -
     model, batch = make_model("llama"), batch_of("llama", 4)
     blocks = Plan((one(Stage((0,), blocks=2), Stage((1,), blocks=1)),))
     refused(PlanError, r"\[2, 1\].*add up to 3.*has 2", group, model=model, batch=batch, plan=blocks, loss_fn=None)
+    again = Plan((one(Stage((0,)), Stage((1,), recompute=2)),))
+    refused(PlanError, "recomputes 2 blocks, but holds 1", group, model=model, batch=batch, plan=again, loss_fn=None)
+    refused(PlanError, "recomputes 2 blocks, but holds 0", group, plan=again)
     heads = Plan.tensor_parallel((0, 1, 2, 3))
     refused(PlanError, "3 parts over 4 devices", group, model=model, batch=batch, plan=heads, loss_fn=None)
 

@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import checks_batches  # noqa: E402
 import checks_errors  # noqa: E402
 import checks_parts  # noqa: E402
+import checks_recompute  # noqa: E402
 import checks_state  # noqa: E402
 import checks_variants  # noqa: E402
 from twins import WORLD  # noqa: E402
@@ -20,7 +21,7 @@ from twins import WORLD  # noqa: E402
 SECONDS_IN_ALL = 600
 CHECKS = {
     name: check
-    for module in (checks_batches, checks_variants, checks_parts, checks_state, checks_errors)
+    for module in (checks_batches, checks_variants, checks_parts, checks_state, checks_errors, checks_recompute)
     for name, check in vars(module).items()
     if name.startswith("check_")
 }

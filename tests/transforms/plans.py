@@ -21,6 +21,7 @@ from hetu_fx.transforms.annotate import Annotate
 from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.deduced import DeducedGraph
 from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.recompute import Recompute
 from hetu_fx.transforms.specialize import Specialize
 from hetu_fx.transforms.traffic import communications
 from tests.model_zoo import captured
@@ -54,9 +55,10 @@ def deduced(program: Program, plan: Plan, *, wants_values: bool = False) -> Dedu
 
 def device_graph(program: Program, plan: Plan, rank: int, *, wants_values: bool = False) -> DeviceGraph:
     """Specialize a program for one rank of the plan."""
-    made = Specialize(rank)(deduced(program, plan, wants_values=wants_values))
+    whole = deduced(program, plan, wants_values=wants_values)
+    made = Specialize(rank)(whole)
     assert made is not None
-    return made
+    return Recompute(whole.annotated)(made)
 
 
 def talk(device: DeviceGraph) -> list[str]:

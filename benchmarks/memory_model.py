@@ -55,6 +55,10 @@ PLANS = {
     "tensor parallel 2": Plan.tensor_parallel((0, 1)),
     "tensor parallel 2, sequence shared": replace(Plan.tensor_parallel((0, 1)), sequence_parallel=True),
     "context parallel 2": Plan.context_parallel((0, 1)),
+    "one device, 2 blocks recomputed": Plan((Pipeline((Stage((0,), recompute=2),)),)),
+    "2 stages, GPipe, a block of each recomputed": Plan(
+        (Pipeline((Stage((0,), recompute=1), Stage((1,), recompute=1)), micro_batches=4),), schedule="gpipe"
+    ),
     "2 stages, 1F1B": Plan((pipeline((0,), (1,), micro_batches=4),)),
     "2 stages, GPipe": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="gpipe"),
     "2 stages x tensor parallel 2": Plan((pipeline((0, 1), (2, 3), micro_batches=4),)),

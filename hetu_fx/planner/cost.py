@@ -2,7 +2,8 @@
 
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
-    compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead              (1)
+    compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead,             (1)
+                   and a third of that once more for blocks that are recomputed
     tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
                    or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
     hand-over      the activation to the next stage, the gradient to the one before                      (3)
@@ -20,6 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import add
 
 from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
 from hetu_fx.planner.memory import Terms
@@ -58,7 +60,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """A stage on its devices: seconds per micro-batch by term, and what it holds."""
+    """A stage on its devices: seconds per micro-batch by term, and what it holds.
+
+    `again` is what `compute` has of forwards that are done once more in the backward, of each device.
+    """
 
     stage: Stage
     parts: PartCosts
@@ -67,6 +72,7 @@ class StageCosts:
     returns: Line
     to_next: Line
     to_previous: Line
+    again: tuple[Line, ...]
 
     @property
     def slowest_compute(self) -> Line:
@@ -113,14 +119,22 @@ def _stage_costs(
 ) -> StageCosts:
     stage = pipeline.stages[index]
     parts = costs.on(stage).stage(stops[index], stops[index + 1])
-    compute = compute_lines(stage, parts, cluster)
+    again = _again_lines(stage, costs.again(stage, stops[index]), cluster)
+    compute = tuple(map(add, compute_lines(stage, parts, cluster), again))
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
         size = costs.boundary(stops[index + 1])
         to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
     if index > 0:
         to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
-    return StageCosts(stage, parts, compute, *tensor_parallel_lines(stage, parts, cluster), to_next, to_previous)
+    sums, returns = tensor_parallel_lines(stage, parts, cluster)
+    return StageCosts(stage, parts, compute, sums, returns, to_next, to_previous, again)
+
+
+def _again_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
+    """Return the forward of blocks that are recomputed, of each device; what they have sent is kept."""
+    lines = compute_lines(stage, parts, cluster)
+    return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.per_row / FORWARD_AND_BACKWARD) for n in lines)
 
 
 def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:

@@ -10,8 +10,8 @@ and those before it keep and the gradients of later parts. In `backward` the par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass, fields, replace
+from operator import add, attrgetter, sub
 
 from hetu_fx.errors import PlanError
 
@@ -30,6 +30,12 @@ class Amount:
     split_per_row: float = 0.0
     sequence_fixed: float = 0.0
     sequence_per_row: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(*map(add, _NUMBERS(self), _NUMBERS(other)))
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(*map(sub, _NUMBERS(self), _NUMBERS(other)))
 
     def at(self, rows: float, share: float = 1.0) -> float:
         """Return the bytes for so many rows on a device that has `share` of what is split."""
@@ -63,6 +69,9 @@ class Amount:
         return self.fixed - self.split_fixed * rest, self.per_row - self.split_per_row * rest
 
 
+_NUMBERS = attrgetter(*(field.name for field in fields(Amount)))
+
+
 @dataclass(frozen=True, slots=True)
 class PartMemory:
     """What a part keeps of a micro-batch, and the most that is held while it passes; see the module.
@@ -75,6 +84,11 @@ class PartMemory:
     backward: Amount = Amount()
     later: Amount = Amount()
     largest: Amount = Amount()
+
+    def recomputed(self, kept: Amount) -> PartMemory:
+        """Return what it is where only `kept` is left after the forward, and the rest made again in the backward."""
+        again = self.kept - kept
+        return replace(self, kept=kept, backward=self.backward + again, later=self.later + again)
 
     @property
     def in_sequence(self) -> PartMemory:

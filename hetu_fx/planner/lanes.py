@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.errors import PlanError
@@ -12,7 +12,7 @@ from hetu_fx.planner.jobs import Traffic, ring_traffic
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.schedules import PaperSchedule, Work, num_chunks
 from hetu_fx.planner.shards import stops_of
-from hetu_fx.plans import Pipeline
+from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster
 
 _COMPUTE = {
@@ -52,8 +52,12 @@ class Lane:
 
     def compute(self, part: int, work: Work, rows: int) -> dict[int, float]:
         """Return the seconds that each device of a part computes."""
-        pairs = zip(self.parts.stages[part].devices, self.costs[part].compute, strict=True)
-        return {rank: _COMPUTE[work] * line(rows) for rank, line in pairs}
+        costs = self.costs[part]
+        triples = zip(costs.stage.devices, costs.compute, costs.again, strict=True)
+        once_more = work in (Work.BACKWARD, Work.INPUT_GRADIENT)
+        return {
+            rank: _COMPUTE[work] * (line(rows) - again(rows)) + once_more * again(rows) for rank, line, again in triples
+        }
 
     def reductions(self, part: int, work: Work, rows: int) -> Line:
         """Return latency and seconds of the sums (gathers, in a ring) that a part's devices make of `rows` rows.
@@ -82,7 +86,7 @@ class Lane:
 
     def footprint(self, part: int, position: int) -> StageFootprint:
         """Return what a device of a part holds of micro-batches."""
-        program = self.program.on(self.costs[part].stage)
+        program = self.program.kept_by(self.costs[part].stage, self.stops[part])
         return program.footprint(self.stops[part], self.stops[part + 1], self.costs[part].share(position))
 
     def weights(self, part: int, blocks: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -102,10 +106,15 @@ def _dealt(pipeline: Pipeline, chunks: int, num_blocks: int) -> Pipeline:
     given = pipeline.blocks(num_blocks)
     if min(given) < chunks:
         raise PlanError(f"{pipeline} has {list(given)} blocks, fewer than {chunks} chunks per stage; use fewer chunks")
-    small = [divmod(blocks, chunks) for blocks in given]
-    stages = tuple(
-        replace(stage, blocks=size + (chunk < more))
-        for chunk in range(chunks)
-        for stage, (size, more) in zip(pipeline.stages, small, strict=True)
-    )
-    return replace(pipeline, stages=stages)
+    dealt = [_chunks(stage, blocks, chunks) for stage, blocks in zip(pipeline.stages, given, strict=True)]
+    return replace(pipeline, stages=tuple(stage for column in zip(*dealt, strict=True) for stage in column))
+
+
+def _chunks(stage: Stage, blocks: int, chunks: int) -> Iterator[Stage]:
+    """Yield the chunks of a stage; those that come first recompute."""
+    size, more = divmod(blocks, chunks)
+    left = stage.recompute
+    for chunk in range(chunks):
+        count = size + (chunk < more)
+        yield replace(stage, blocks=count, recompute=min(left, count))
+        left -= min(left, count)

@@ -195,6 +195,34 @@ class ProgramCosts:
         """Return the costs for the way in which a stage's devices share work."""
         return self.by_sequence if stage.shares_sequence else self
 
+    def kept_by(self, stage: Stage, start: int) -> ProgramCosts:
+        """Return the same, with what a stage with the blocks from `start` keeps of those that it recomputes."""
+        shared = self.on(stage)
+        return shared._recomputing(start, start + stage.recompute, stage) if stage.recompute else shared
+
+    def again(self, stage: Stage, start: int) -> PartCosts:
+        """Return the costs of the blocks whose forward a stage with the blocks from `start` does once more."""
+        return reduce(add, self.on(stage).blocks[start : start + stage.recompute], PartCosts())
+
+    def _recomputing(self, start: int, stop: int, stage: Stage) -> ProgramCosts:
+        """Return the program with blocks that keep what they hand on, and what a group has sent."""
+        key = start, stop, stage.shares_sequence, len(stage.devices) > 1
+        if key not in self._recomputed:
+            memory = self.memory or _assumed(self.parts)
+            parts = list(memory.parts)
+            for block in range(start, stop):
+                handed = self.boundary(block + 1) or self.boundary(block)
+                sent = self.blocks[block].reduced_bytes * (len(stage.devices) > 1)
+                kept = Amount(0.0, handed + sent, 0.0, handed * stage.shares_sequence)
+                parts[block + 1] = parts[block + 1].recomputed(kept)
+            self._recomputed[key] = replace(self, memory=replace(memory, parts=tuple(parts)))
+        return self._recomputed[key]
+
+    @cached_property
+    def _recomputed(self) -> dict[tuple[int, int, bool, bool], ProgramCosts]:
+        """What _recomputing() worked out."""
+        return {}
+
     @property
     def whole(self) -> PartCosts:
         """Return the costs of the whole program."""

@@ -148,7 +148,7 @@ def _places(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Ite
                 whole=own / holders.speed,
                 tied=own / tied,
             )
-            yield Place(rank, number, index, Piece(asked.on(stage), start, stop, share, group), homes)
+            yield Place(rank, number, index, Piece(asked.kept_by(stage, start), start, stop, share, group), homes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,23 @@ def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() 
     assert min(synced) > 0
 
 
+def test_blocks_that_are_recomputed_keep_little_and_cost_their_forward_once_more() -> None:
+    costs, cluster = transformer(layers=4, rows=16), paper(1, 1)
+    for kind in ({}, {"context": 2}):
+        plain, again = (
+            predict(Plan((Pipeline((Stage((0, 1), (3, 1), 4, **kind, recompute=n),)),)), costs, cluster).devices[0]
+            for n in (0, 3)
+        )
+        work, more = (dict(device.seconds)["compute"] for device in (plain, again))
+        ends = costs.before + costs.after
+        least = sum(block.flops_at(0.75) for block in costs.blocks[:3]) * 16 / 1e9
+        assert least < more - work < work / 3
+        assert ends.flops > 0
+        kept, left = (dict(device.bytes)["activations"] for device in (plain, again))
+        assert 0.25 * kept < left < 0.75 * kept
+        assert dict(plain.seconds)["tensor_parallel"] == dict(again.seconds)["tensor_parallel"]
+
+
 def test_stages_pay_for_what_they_send() -> None:
     first, last = stage_costs(PIPELINE, transformer(), paper(1, 1))
     assert first.to_previous == last.to_next == Line()

@@ -12,6 +12,14 @@ def test_a_group_holds_what_is_split_in_shares() -> None:
     assert amount.at(3, 0.25) == 4 + 1 + 2.5 * 3
 
 
+def test_a_part_that_is_recomputed_keeps_less_and_holds_the_rest_while_it_goes_backward() -> None:
+    again = PART.recomputed(Amount(per_row=4))
+    assert again.kept.per_row == 4
+    assert again.backward.per_row == 3 + 6
+    assert again.later == Amount(2, 3 + 6)
+    assert again.forward == PART.forward
+
+
 def test_parts_stack_up_forward_and_their_gradients_backward() -> None:
     stage = StageFootprint.of([PART, PART], [100, 50], share=1.0, before=(7, 1))
     assert stage.kept == (7, 21)

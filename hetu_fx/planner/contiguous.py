@@ -63,6 +63,7 @@ class _Search:
         micro_rows = max(1, round(costs.rows / len(cluster.devices)))
         self.builder = Builder(costs, cluster, self._rules, micro_rows)
         self.plans = plans
+        self._limits: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
 
     def descend(self, num_devices: int, replicas: Mapping[Segment, list[Replica]], num_replicas: int) -> None:
         """Lower the deadline until no plan of so many replicas meets it."""
@@ -84,8 +85,15 @@ class _Search:
         for segment, found in replicas.items():
             for one in found:
                 end = sync[0] + sync[1] * one.parameter_bytes + owned * one.update_seconds
-                for count, most in Family.of(one, num_replicas, self._rules).limits:
+                for count, most in self._limits_of(one, num_replicas):
                     yield Option(segment, one, count, most, end)
+
+    def _limits_of(self, replica: Replica, num_replicas: int) -> tuple[tuple[int, int], ...]:
+        """Return the ways in which a replica fits memory, worked out once for all that hold the same."""
+        key = (id(replica.holdings), num_replicas)  # the builder keeps them, one object for all that are alike
+        if key not in self._limits:
+            self._limits[key] = Family.of(replica, num_replicas, self._rules).limits
+        return self._limits[key]
 
     def _sync_line(self, num_replicas: int) -> tuple[float, float]:
         """Return (seconds, seconds per byte) of gradient sync and gather, on the slowest link there is."""

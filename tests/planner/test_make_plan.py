@@ -1,17 +1,15 @@
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import permutations, product
 
 import pytest
 
+from benchmarks.exhaustive_plans import all_plans
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.contiguous import best_segments
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.replica import Builder, Rules
-from hetu_fx.planner.space import compositions
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import FAST_LINK, paper, transformer
 
@@ -125,46 +123,6 @@ def test_the_plan_says_why_and_names_another_kind_of_plan() -> None:
 def test_the_same_question_has_the_same_answer() -> None:
     cluster = paper(5, 3, 3, 1)
     assert make_plan(BIG, cluster).to_json() == make_plan(BIG, Cluster.from_json(cluster.to_json())).to_json()
-
-
-def all_plans(costs: ProgramCosts, cluster: Cluster, micro_batches: tuple[int, ...]) -> Iterator[Plan]:
-    """Yield every plan over any devices in any order, with any ratios, blocks, rows and micro-batches."""
-    for size in range(1, len(cluster.ranks) + 1):
-        for order in permutations(cluster.ranks, size):
-            for replicas in compositions(size, size, size):
-                for rows in compositions(costs.rows, costs.rows, len(replicas)):
-                    if len(rows) == len(replicas):
-                        yield from plans_of(order, replicas, rows, costs, micro_batches)
-
-
-def plans_of(
-    order: tuple[int, ...],
-    replicas: tuple[int, ...],
-    rows: tuple[int, ...],
-    costs: ProgramCosts,
-    micro_batches: tuple[int, ...],
-) -> Iterator[Plan]:
-    choices, start = [], 0
-    for size, count in zip(replicas, rows, strict=True):
-        found = pipelines_of(order[start : start + size], count, costs, micro_batches)
-        choices.append(list(found))
-        start += size
-    for pipelines in product(*choices):
-        yield Plan(pipelines)
-
-
-def pipelines_of(
-    devices: tuple[int, ...], rows: int, costs: ProgramCosts, micro_batches: tuple[int, ...]
-) -> Iterator[Pipeline]:
-    for groups in compositions(len(devices), costs.units, costs.num_blocks):
-        for blocks in compositions(costs.num_blocks, costs.num_blocks, len(groups)):
-            if len(blocks) == len(groups):
-                starts = [sum(groups[:i]) for i in range(len(groups))]
-                parts = [devices[s : s + n] for s, n in zip(starts, groups, strict=True)]
-                ratios = [[r for r in compositions(costs.units, costs.units, n) if len(r) == n] for n in groups]
-                for chosen, count in product(product(*ratios), micro_batches):
-                    stages = zip(parts, chosen, blocks, strict=True)
-                    yield Pipeline(tuple(Stage(d, r if len(d) > 1 else (), b) for d, r, b in stages), rows, count)
 
 
 @pytest.mark.parametrize(

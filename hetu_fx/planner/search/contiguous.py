@@ -10,6 +10,9 @@ from hetu_fx.planner.cost import predict
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.plans import Plan
 
+MOST_DEVICES = 16
+"""Runs of more devices are too many to go through."""
+
 MOST_SHARING = 16
 """Of the plans found, so many of the fastest with groups are also priced with the sequence shared."""
 
@@ -39,9 +42,16 @@ def _has_groups(plan: Plan) -> bool:
     return any(len(stage.devices) > 1 for *_, stage in plan.stages)
 
 
+def _lacks(problem: Problem) -> str:
+    count = len(problem.cluster.devices)
+    if count <= MOST_DEVICES:
+        return ""
+    return f"it goes through all runs of up to {MOST_DEVICES} devices, but there are {count}; use 'auto' or 'classes'"
+
+
 CONTIGUOUS = Search(
     name="contiguous",
-    applies="few devices: groups, stages and pipelines of any size, side by side in order of speed or node",
-    lacks=lambda problem: "",
+    applies=f"up to {MOST_DEVICES} devices: groups and stages of any size, side by side in order of speed or node",
+    lacks=_lacks,
     find=_find,
 )

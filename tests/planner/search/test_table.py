@@ -21,3 +21,8 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
 def test_the_default_is_what_is_asked_without_a_name() -> None:
     costs, cluster = transformer(), paper(4, 2)
     assert make_plan(costs, cluster) == make_plan(costs, cluster, search=DEFAULT)
+
+
+def test_many_devices_are_not_gone_through_one_by_one() -> None:
+    with pytest.raises(PlanError, match="it goes through all runs of up to 16 devices, but there are 17; use 'auto'"):
+        make_plan(transformer(), paper(*[1] * 17), search="contiguous")

@@ -14,14 +14,15 @@ from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis import HYDRAULIS
 from hetu_fx.planner.search.malleus import MALLEUS
 from hetu_fx.planner.search.problem import Search
-from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
+
+_SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
 
 AUTO = auto(
     HYDRAULIS,
     (
         Rule(HOMOGENEOUS, always),
         Rule(CLASSES, always),
-        Rule(CONTIGUOUS, up_to(EXHAUSTIVE_DEVICES)),
+        Rule(CONTIGUOUS, up_to(_SMALL)),
         Rule(MALLEUS, devices_differ),
         Rule(HETEROAUTO, kinds_differ),
     ),

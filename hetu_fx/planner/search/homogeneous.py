@@ -21,7 +21,7 @@ from hetu_fx.planner.space import Groups
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster
 
-FEW_DEVICES = 64
+FEW_DEVICES = 32
 """In clusters up to so many devices, plans that leave devices over are tried too."""
 
 

@@ -30,7 +30,7 @@ from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster
 
-MOST_ADAPTED = 8
+MOST_ADAPTED = 6
 """So many plans without stragglers, of each search for them, are mended."""
 
 
@@ -58,7 +58,7 @@ def shapes(problem: Problem, healthy: Sequence[Candidate]) -> Iterator[Shape]:
     found = (Shape(c.degrees.pipelines, c.degrees.group, c.degrees.pipelines * c.micro_batches) for c in healthy)
     in_node = (shape for shape in found if shape.largest_group in known)
     within = (replace(shape, micro_batches=min(shape.micro_batches, problem.costs.rows)) for shape in in_node)
-    yield from itertools.islice(dict.fromkeys(within), max(1, 256 // count))
+    yield from itertools.islice(dict.fromkeys(within), max(1, 128 // count))
 
 
 def _all_shapes(problem: Problem) -> Iterator[Shape]:

@@ -24,7 +24,7 @@ from hetu_fx.planner.heteroauto.result import HeteroResult
 from hetu_fx.planner.heteroauto.sweep import Choice
 from hetu_fx.planner.heteroauto.tables import Tables
 
-_SLACKS = (1.03, 1.1, 1.3, 2.0, 4.0, math.inf)  # over the least lower bound, until something is found
+_SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found
 
 
 def search(problem: HeteroProblem) -> HeteroResult:

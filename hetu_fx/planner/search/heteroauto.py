@@ -21,14 +21,12 @@ from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kin
 from hetu_fx.planner.heteroauto.result import HeteroResult
 from hetu_fx.planner.heteroauto.search import search
 from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.search.classes import MOST_CLASSES
 from hetu_fx.planner.search.malleus import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Device, Link
-
-MOST_KINDS = 6
-"""So many kinds of devices can be told apart: the search looks at every set of them."""
 
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
@@ -148,7 +146,7 @@ def _link(cluster: Cluster, devices: Sequence[Device]) -> Link:
 def shapes(problem: Problem) -> list[tuple[int, int]]:
     """Return (replicas, micro-batches of each) to try; few micro-batch counts where there are many devices."""
     count, rows, given = len(problem.cluster.devices), problem.costs.rows, problem.options.micro_batches
-    counts = given if count <= EXHAUSTIVE_DEVICES else given[-1:]
+    counts = given if count <= EXHAUSTIVE_DEVICES else (given[len(given) // 2], given[-1])
     pairs = product(replica_counts(min(count, rows)), counts)
     return sorted({(replicas, min(micro_batches, rows // replicas)) for replicas, micro_batches in pairs})
 
@@ -197,19 +195,22 @@ def _find(problem: Problem) -> Candidates:
     tried = shapes(problem)
     for number, shape in enumerate(tried, 1):
         problem.tell(f"heteroauto: {number} of {len(tried)}: {shape[0]} replicas, {shape[1]} micro-batches each")
-        fitting = (_fitting(problem, *shape, margin) for margin in MARGINS)
-        found |= next(filter(None, fitting), {})
+        found |= _fitting(problem, *shape)
     return found
 
 
-def _fitting(problem: Problem, replicas: int, micro_batches: int, margin: float) -> dict[Plan, float]:
-    """Return the plans found within a part of the memory, as far as they fit all of it."""
-    try:
-        result = search(hetero_problem(problem, replicas, micro_batches, margin))
-    except PlanError:
-        return {}  # other numbers may fit
-    priced = ((plan, problem.price(plan)) for plan in plans_of(problem, result, micro_batches))
-    return {plan: seconds for plan, seconds in priced if seconds is not None}
+def _fitting(problem: Problem, replicas: int, micro_batches: int) -> dict[Plan, float]:
+    """Return plans for one shape that fit memory, from the largest part of it for which there are some."""
+    for margin in MARGINS:
+        try:
+            result = search(hetero_problem(problem, replicas, micro_batches, margin))
+        except PlanError:
+            return {}  # nor does anything fit in less
+        priced = {plan: problem.price(plan) for plan in plans_of(problem, result, micro_batches)}
+        fitting = {plan: seconds for plan, seconds in priced.items() if seconds is not None}
+        if fitting:
+            return fitting
+    return {}
 
 
 def _lacks(problem: Problem) -> str:
@@ -218,9 +219,9 @@ def _lacks(problem: Problem) -> str:
         return "it places repeated blocks, but the program has none"
     if not problem.options.pipelines:
         return "it makes pipelines, which the program cannot be cut into"
-    if len(kinds) > MOST_KINDS:
+    if len(kinds) > MOST_CLASSES:
         return (
-            f"it tells up to {MOST_KINDS} kinds of devices apart, but these are of {len(kinds)} by kind, speed "
+            f"it tells up to {MOST_CLASSES} kinds of devices apart, but these are of {len(kinds)} by kind, speed "
             f"and memory; use search 'malleus'"
         )
     return ""

@@ -9,7 +9,8 @@ from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.measured import BlockTime, Slowdown
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import PartCosts, ProgramCosts
-from hetu_fx.planner.search.heteroauto import MOST_KINDS, hetero_problem, kinds_of, plans_of, shapes
+from hetu_fx.planner.search.classes import MOST_CLASSES
+from hetu_fx.planner.search.heteroauto import hetero_problem, kinds_of, plans_of, shapes
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.space import PlanOptions
 from hetu_fx.topology import Cluster, Link
@@ -122,9 +123,10 @@ def test_what_stands_before_and_after_the_blocks_counts_in_blocks() -> None:
 
 
 def test_few_numbers_of_micro_batches_are_tried_where_devices_are_many() -> None:
-    many = replace(BOTH, cluster=paper(*[2.0] * 8, *[1.0] * 8))
-    assert {count for _, count in shapes(BOTH)} == {1, 2, 4, 8}
-    assert {count for replicas, count in shapes(many) if replicas <= 8} == {8}
+    few = replace(BOTH, options=PlanOptions(micro_batches=(1, 2, 4, 8)))
+    many = replace(few, cluster=paper(*[2.0] * 8, *[1.0] * 8))
+    assert {count for _, count in shapes(few)} == {1, 2, 4, 8}
+    assert {count for replicas, count in shapes(many) if replicas <= 8} == {4, 8}
     assert all(replicas * count <= 64 for replicas, count in shapes(many))
 
 
@@ -144,9 +146,9 @@ def test_a_program_or_cluster_that_it_is_not_for_is_refused() -> None:
     whole = PlanOptions.of_program(mixes_rows=True)
     with pytest.raises(PlanError, match="it makes pipelines, which the program cannot be cut into"):
         make_plan(MODEL, paper(1, 2), options=whole, search="heteroauto")
-    unlike = paper(*range(1, MOST_KINDS + 2))
+    unlike = paper(*range(1, MOST_CLASSES + 2))
     with pytest.raises(
-        PlanError, match=f"up to {MOST_KINDS} kinds .* these are of {MOST_KINDS + 1} .* use .*'malleus'"
+        PlanError, match=f"up to {MOST_CLASSES} kinds .* these are of {MOST_CLASSES + 1} .* use .*'malleus'"
     ):
         make_plan(MODEL, unlike, search="heteroauto")
 

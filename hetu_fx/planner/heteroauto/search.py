@@ -29,10 +29,18 @@ _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until someth
 
 def search(problem: HeteroProblem) -> HeteroResult:
     """Return the best plan found. Raises `PlanError` when none fits memory, with the way out."""
-    upper = _Upper(problem)
-    best = upper.coarse()
-    if best is None:
+    result = search_below(problem, math.inf)
+    if result is None:
         raise PlanError(_nothing_fits(problem))
+    return result
+
+
+def search_below(problem: HeteroProblem, seconds: float) -> HeteroResult | None:
+    """Return the best plan found; None when none that fits memory takes less than so many seconds."""
+    upper = _Upper(problem)
+    best = upper.coarse(seconds)
+    if best is None:
+        return None
     coarse = best.arranged.seconds
     best = upper.refined(best) if problem.freedom.split_kinds else best
     return HeteroResult(best.replicas, best.arranged.stages, best.arranged.seconds, coarse, upper.num_arranged)
@@ -67,12 +75,13 @@ class _Upper:
         self._bounds = {count: Bounds(tables, groups) for count, tables in self._tables.items()}
         self.num_arranged = 0
 
-    def coarse(self) -> _Found | None:
-        """Return the best plan in which every kind has groups of one size."""
+    def coarse(self, below: float) -> _Found | None:
+        """Return the best plan of less than `below` seconds in which every kind has groups of one size."""
         candidates = sorted(self._candidates(), key=lambda candidate: candidate.seconds)
         for slack in _SLACKS if candidates else ():
-            found = self._best(candidates, candidates[0].seconds * slack)
-            if found is not None:
+            limit = min(below, candidates[0].seconds * slack)
+            found = self._best(candidates, limit)
+            if found is not None or limit == below:
                 return found
         return None
 

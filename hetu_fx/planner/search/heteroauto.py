@@ -19,7 +19,7 @@ from hetu_fx.planner.contiguous import replica_counts
 from hetu_fx.planner.cost import FLOPS_PER_BYTE, FORWARD_AND_BACKWARD, optimizer_seconds
 from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
 from hetu_fx.planner.heteroauto.result import HeteroResult
-from hetu_fx.planner.heteroauto.search import search
+from hetu_fx.planner.heteroauto.search import search_below
 from hetu_fx.planner.program import PartCosts
 from hetu_fx.planner.search.classes import MOST_CLASSES
 from hetu_fx.planner.search.malleus import degrees, layer_seconds
@@ -31,6 +31,7 @@ from hetu_fx.topology import Cluster, Device, Link
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
 
+_WORTH = 1.25  # what HeteroAuto's own prices say is slower than the best so far by this factor is not tried
 _FREEDOM = Freedom(recompute=False)
 _MEMORY_STEP = 1.1  # what is measured to be free differs a little from device to device
 
@@ -193,19 +194,21 @@ def _taken(nodes: list[list[int]], size: int) -> tuple[int, ...]:
 def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
     tried = shapes(problem)
-    for number, shape in enumerate(tried, 1):
+    for number, shape in enumerate(sorted(tried, key=lambda shape: (-shape[1], shape[0])), 1):
         problem.tell(f"heteroauto: {number} of {len(tried)}: {shape[0]} replicas, {shape[1]} micro-batches each")
-        found |= _fitting(problem, *shape)
+        found |= _fitting(problem, *shape, below=_WORTH * min(found.values(), default=math.inf))
     return found
 
 
-def _fitting(problem: Problem, replicas: int, micro_batches: int) -> dict[Plan, float]:
+def _fitting(problem: Problem, replicas: int, micro_batches: int, below: float) -> dict[Plan, float]:
     """Return plans for one shape that fit memory, from the largest part of it for which there are some."""
     for margin in MARGINS:
         try:
-            result = search(hetero_problem(problem, replicas, micro_batches, margin))
+            result = search_below(hetero_problem(problem, replicas, micro_batches, margin), below)
         except PlanError:
-            return {}  # nor does anything fit in less
+            return {}  # nothing is known of groups that some kind could form
+        if result is None:
+            return {}  # nor does anything fit in less memory
         priced = {plan: problem.price(plan) for plan in plans_of(problem, result, micro_batches)}
         fitting = {plan: seconds for plan, seconds in priced.items() if seconds is not None}
         if fitting:

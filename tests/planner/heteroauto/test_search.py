@@ -11,7 +11,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.heteroauto.cost import step_seconds
 from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
 from hetu_fx.planner.heteroauto.result import HeteroResult
-from hetu_fx.planner.heteroauto.search import search
+from hetu_fx.planner.heteroauto.search import search, search_below
 from hetu_fx.topology import Link
 from tests.planner.heteroauto.examples import kind, layers_of, problem, simulated_seconds
 from tests.planner.heteroauto.exhaustive import Exhaustive
@@ -201,6 +201,13 @@ def test_1024_chips_of_4_kinds_get_a_plan_with_all_of_them() -> None:
     check(result, given_problem)
     assert dict(result.chips) == {"A": 256, "B": 256, "C": 256, "D": 256}
     assert search(replace(given_problem, kinds=given_problem.kinds[::-1])).seconds == pytest.approx(result.seconds)
+
+
+def test_only_what_is_faster_than_a_limit_is_returned() -> None:
+    two = problem(kind("fast", (2,), layers_of(1.0)), kind("slow", (2,), layers_of(2.0)))
+    best = search(two)
+    assert search_below(two, best.coarse_seconds) is None
+    assert search_below(two, 1.001 * best.coarse_seconds) == best
 
 
 def test_what_fits_nowhere_is_refused_with_the_way_out() -> None:

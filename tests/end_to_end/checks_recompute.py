@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,13 @@ from torch import Tensor, nn
 from twins import Twins, batch_of, gradients_of, loss_of, one, rows_of, world_of
 
 import hetu_fx
-from hetu_fx.plans import Plan, Stage
+from hetu_fx.plans import Attention, Plan, Stage
+
+
+def _context(attention: Attention, recompute: int, name: str | None = None) -> Plan:
+    stage = Stage((0, 1), (3, 1), context=2, recompute=recompute)
+    return Plan((one(stage),), name=name, attention=attention)
+
 
 # In pairs: everything kept, then some or all blocks recomputed, unlike on unlike stages and replicas.
 PAIRS = {
@@ -19,7 +26,7 @@ PAIRS = {
         Plan((one(Stage((0, 1), (2, 1)), micro_batches=2),), sequence_parallel=True),
         Plan((one(Stage((0, 1), (2, 1), recompute=1), micro_batches=2),), sequence_parallel=True),
     ),
-    "CP": (Plan.context_parallel((0, 1), (3, 1)), Plan((one(Stage((0, 1), (3, 1), context=2, recompute=2)),))),
+    "CP": (_context("gathered", 0), _context("gathered", 2)),
     "1F1B": (
         Plan((one(Stage((0,)), Stage((1,)), micro_batches=3),)),
         Plan((one(Stage((0,), recompute=1), Stage((1,)), micro_batches=3),)),
@@ -61,6 +68,15 @@ def check_recomputed_blocks_give_the_same_bits(rank: int, world: int, folder: Pa
     model, batch = with_dropout("gpt2"), batch_of("gpt2", 6)
     hetu_fx.auto_parallelize(model, batch, plan=plans, process_group=group, seed=5)
     same_bits(model, batch, (4, 2), pairs)
+
+
+def check_keys_and_values_go_round_once(rank: int, world: int, folder: Path) -> None:
+    if (group := world_of(2)) is None:
+        return
+    model, batch = with_dropout("llama"), batch_of("llama", 5)
+    plans = [_context("ring", 0, "kept"), _context("ring", 2, "again")]
+    hetu_fx.auto_parallelize(model, batch, plan=plans, process_group=group)
+    same_bits(model, batch, (3, 2), {"ring": ["kept", "again"]})
 
 
 class Normed(nn.Module):
@@ -108,4 +124,4 @@ def check_recomputed_blocks_train_as_one_device(rank: int, world: int, folder: P
 
 
 def _named(plan: Plan, name: str) -> Plan:
-    return Plan(plan.pipelines, plan.schedule, name=name, sequence_parallel=plan.sequence_parallel)
+    return replace(plan, name=name)

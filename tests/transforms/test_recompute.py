@@ -25,8 +25,9 @@ from tests.transforms.plans import deduced, device_graph, feeder, program_of, ta
 
 ONE = Plan.single()
 TENSOR = Plan.tensor_parallel((0, 1), (2, 1))
-CONTEXT = Plan.context_parallel((0, 1), (3, 1))
+CONTEXT = replace(Plan.context_parallel((0, 1), (3, 1)), attention="gathered")
 SEQUENCE = replace(TENSOR, sequence_parallel=True)
+RING = replace(CONTEXT, attention="ring")
 
 
 def again(plan: Plan, blocks: int) -> Plan:
@@ -36,7 +37,9 @@ def again(plan: Plan, blocks: int) -> Plan:
     return replace(plan, pipelines=(replace(first, stages=(replace(stage, recompute=blocks), *stages)), *rest))
 
 
-@pytest.mark.parametrize("plan", [ONE, TENSOR, CONTEXT, SEQUENCE], ids=["one", "tensor", "context", "sequence"])
+@pytest.mark.parametrize(
+    "plan", [ONE, TENSOR, CONTEXT, SEQUENCE, RING], ids=["one", "tensor", "context", "sequence", "ring"]
+)
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_all_ops_of_the_first_blocks_are_in_runs_but_those_that_send(llama: Case, plan: Plan, blocks: int) -> None:
     paths = llama.program.graph.block_paths
@@ -77,7 +80,7 @@ def test_what_is_made_of_weights_alone_is_made_where_it_is_read() -> None:
     assert not {name for name in attention if "experts" in name}
 
 
-@pytest.mark.parametrize("plan", [TENSOR, CONTEXT, SEQUENCE], ids=["tensor", "context", "sequence"])
+@pytest.mark.parametrize("plan", [TENSOR, CONTEXT, SEQUENCE, RING], ids=["tensor", "context", "sequence", "ring"])
 def test_communication_is_the_same_and_in_the_same_order(llama: Case, plan: Plan) -> None:
     paths = llama.program.graph.block_paths
     for rank in plan.devices:

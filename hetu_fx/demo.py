@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hetu_fx.demo_settings import DemoSettings, settings_for
 from hetu_fx.emulate import EmulateSpec, Output, plan_run, run
-from hetu_fx.emulate_limits import Affinity, Limiter
+from hetu_fx.emulate_limits import Affinity, Limiter, num_cores
 from hetu_fx.emulate_plan import LimitChoice
 from hetu_fx.errors import EnvironmentProblem
 
@@ -63,7 +63,7 @@ def _run_ranks(folder: Path, settings: DemoSettings, *, quick: bool, limit: Limi
     limiter = plan_run(EmulateSpec(speeds=settings.speeds), limit=limit).limiter
     quotas = not isinstance(limiter, Affinity)
     # With quotas they start at equal speeds: a device of 0.2 cores takes half a minute to import torch.
-    spec = EmulateSpec(speeds=settings.equal_speeds if quotas else settings.speeds)
+    spec = EmulateSpec(speeds=settings.equal_speeds(num_cores(limiter)) if quotas else settings.speeds)
     print(f"hetu-fx demo: {settings.world_size} processes of {_speeds_text(settings, limiter)}", flush=True)
     flags = ["--quick"] * quick + ["--quotas"] * quotas
     return run(

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from hetu_fx.demo_settings import DemoSettings
-from hetu_fx.emulate import change_speed, current_speeds
+from hetu_fx.emulate import change_speed, current_cores, current_speeds
 
 # Ends with its parent, or after its time, whatever happens.
 _COMPETITOR = """
@@ -74,11 +74,11 @@ class Quotas:
 
     def make_equal(self) -> None:
         """Share the same cores equally."""
-        _set_speeds(self.settings.equal_speeds)
+        _set_speeds(self.settings.equal_speeds(current_cores()))
 
     def favour_first(self) -> None:
         """Give rank 0 nearly all cores."""
-        _set_speeds(self.settings.speeds_for_one)
+        _set_speeds(self.settings.speeds_for_one(current_cores()))
 
 
 class SharedCores:

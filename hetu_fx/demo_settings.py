@@ -9,6 +9,9 @@ from hetu_fx.errors import EnvironmentProblem
 LEAST_SPEED = 0.1
 """Cores of a process that waits."""
 
+USED_SHARE = 0.95
+"""Of the cores there are; an emulation leaves some free."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
@@ -59,16 +62,14 @@ class DemoSettings:
         """Return the number of devices."""
         return len(self.speeds)
 
-    @property
-    def equal_speeds(self) -> tuple[float, ...]:
-        """Return the same cores in equal shares: for starting and saving, where speed is not the subject."""
-        return (sum(self.speeds) / self.world_size,) * self.world_size
+    def equal_speeds(self, num_cores: float) -> tuple[float, ...]:
+        """Return nearly all cores in equal shares: for starting and saving, where speed is not the subject."""
+        return (min(1.0, USED_SHARE * num_cores / self.world_size),) * self.world_size
 
-    @property
-    def speeds_for_one(self) -> tuple[float, ...]:
-        """Return the same cores, nearly all for rank 0: for what it works out while the others wait."""
+    def speeds_for_one(self, num_cores: float) -> tuple[float, ...]:
+        """Return nearly all cores for rank 0: for what it works out while the others wait."""
         waiting = (LEAST_SPEED,) * (self.world_size - 1)
-        return (sum(self.speeds) - sum(waiting), *waiting)
+        return (min(1.0, USED_SHARE * num_cores - sum(waiting)), *waiting)
 
     def shape(self, step: int) -> tuple[int, int]:
         """Return (rows, length) of a step's global batch."""
@@ -81,18 +82,18 @@ class DemoSettings:
 
 FULL = DemoSettings(
     width=384,
-    layers=6,
+    layers=5,
     heads=12,
     key_value_heads=4,
-    feed_forward=1024,
+    feed_forward=1152,
     rows=16,
     length=128,
     long_rows=4,
     long_length=512,
-    long_at=(9, 24),
-    slow_at=14,
-    steps=30,
-    compared_steps=3,
+    long_at=(7, 20),
+    slow_at=11,
+    steps=24,
+    compared_steps=2,
 )
 
 QUICK = DemoSettings(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetu_fx.emulate_cleanup import PROCESSES_FILE, SCRIPT, remove_run, start_time, sweep
-from hetu_fx.emulate_control import CONTROL_VARIABLE, change_speed, current_speeds, write_first_state
+from hetu_fx.emulate_control import CONTROL_VARIABLE, change_speed, current_cores, current_speeds, write_first_state
 from hetu_fx.emulate_limits import cgroup_bases, num_memory_kills, this_limiter
 from hetu_fx.emulate_network import run_command
 from hetu_fx.emulate_plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
@@ -26,7 +26,7 @@ from hetu_fx.emulate_processes import Crew, Output, RankStart
 from hetu_fx.emulate_spec import EmulateSpec
 from hetu_fx.errors import EnvironmentProblem
 
-__all__ = ["EmulateSpec", "Output", "change_speed", "current_speeds", "plan_run", "run"]
+__all__ = ["EmulateSpec", "Output", "change_speed", "current_cores", "current_speeds", "plan_run", "run"]
 
 
 def run(

@@ -50,6 +50,12 @@ def current_speeds(control: str | os.PathLike[str] | None = None) -> tuple[float
         return tuple(json.load(file)["speeds"])
 
 
+def current_cores(control: str | os.PathLike[str] | None = None) -> float:
+    """Give the cores that the ranks of a running emulation (see change_speed) share; not all of them can be given."""
+    with _locked_state(_control_folder(control)) as file:
+        return float(json.load(file)["num_cores"])
+
+
 def write_first_state(folder: Path, plan: RunPlan) -> None:
     """Write what change_speed needs to know about a run."""
     state = {

@@ -7,6 +7,7 @@ for devices that are not there. It needs no process group and no torch unless it
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,19 +36,22 @@ class Cluster:
     collectives: tuple[Collective, ...] = ()
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
         if not self.devices:
             raise ClusterError("a cluster has no devices; give at least one")
         ranks = [device.rank for device in self.devices]
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
         if twice:
             raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}; give each once")
-        # Asked for every link of a thousand devices.
+        # Asked for every link, and for every stage, of a thousand devices.
         object.__setattr__(self, "_by_rank", {device.rank: device for device in self.devices})
         nodes = dict.fromkeys(device.node for device in self.devices)
         object.__setattr__(self, "_nodes", {node: number for number, node in enumerate(nodes)})
+        by_speed = sorted(self.devices, key=lambda device: device.speed)
+        object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
 
     @classmethod
     def on_paper(
@@ -105,6 +109,10 @@ class Cluster:
         if rank not in self._by_rank:
             raise ClusterError(f"no device of rank {rank} in a cluster of ranks {list(self.ranks)}")
         return self._by_rank[rank]
+
+    def top_speed(self, kind: str) -> float:
+        """Return the speed, as it is now, of the fastest device of a kind."""
+        return self._top_speeds[kind]
 
     def node_of(self, rank: int) -> int:
         """Return the number of a rank's node, counted in order of rank."""

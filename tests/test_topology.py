@@ -178,3 +178,9 @@ def test_an_estimate_stays_one_when_written_and_is_named_in_the_table(tmp_path: 
 def test_kinds_without_figures_are_refused_with_the_way_out(device: dict[str, Any], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         device_of(**device)
+
+
+def test_the_top_speed_of_a_kind_is_that_of_its_fastest_device_now() -> None:
+    cluster = Cluster.on_paper([4e9, 8e9, 2e9], kinds=["a", "a", "b"])
+    assert (cluster.top_speed("a"), cluster.top_speed("b")) == (8e9, 2e9)
+    assert cluster.with_rates({1: 4.0}).top_speed("a") == 4e9

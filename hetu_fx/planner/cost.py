@@ -145,8 +145,7 @@ def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Lin
 
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
-    fastest = max(other.speed for other in cluster.devices if other.kind == device.kind)
-    overhead = parts.num_ops * OP_SECONDS * fastest / device.speed
+    overhead = parts.num_ops * OP_SECONDS * cluster.top_speed(device.kind) / device.speed
     work = parts.flops_at(share) + parts.traffic_bytes_at(share) * FLOPS_PER_BYTE
     return Line(FORWARD_AND_BACKWARD * overhead, FORWARD_AND_BACKWARD * work / device.speed)
 

@@ -80,8 +80,9 @@ def gradients(gradient: Tensor, query: Tensor, part: Part, out: Tensor, lse: Ten
     dtype = work_dtype(query.dtype)
     if _is_fused(query, part):
         bias, is_causal = _fused_mask(query, part)
+        whole = out.to(query.dtype), _finite(lse)  # the kernel wants the result as it made it
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, part.key, part.value, out, _finite(lse), 0.0, is_causal, attn_mask=bias, scale=part.scale
+            gradient, query, part.key, part.value, *whole, 0.0, is_causal, attn_mask=bias, scale=part.scale
         )
         return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
     delta = (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)

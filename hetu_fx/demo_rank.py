@@ -28,6 +28,7 @@ from hetu_fx.explanation import diff
 from hetu_fx.planner.simulate import simulate
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
+from hetu_fx.run_log_sinks import rates_text
 from hetu_fx.timeline import Event, Timeline
 from hetu_fx.topology import Cluster
 
@@ -115,8 +116,7 @@ def in_short(prediction: Prediction) -> str:
 
 def health_text(rates: Mapping[int, float]) -> str:
     """Say what is known of the devices' health."""
-    slow = [f"device {rank} takes {rate:.2g} times as long" for rank, rate in _slow(rates).items()]
-    return "noticed: " + (", ".join(slow) if slow else "all devices are as they were measured")
+    return f"noticed: {rates_text(_slow(rates))}"
 
 
 def _slow(rates: Mapping[int, float]) -> dict[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,8 +78,8 @@ def entry_text(entry: Entry) -> str:
             return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}"
 
 
-def rates_text(rates: Entry) -> str:
-    """Say which devices are slow, and how slow."""
+def rates_text(rates: Mapping[Any, float]) -> str:
+    """Say which devices are slow, and how slow; `rates` are those that are not 1."""
     slow = [f"device {device} takes {rate:.2g} times as long" for device, rate in rates.items()]
     return ", ".join(slow) if slow else "all devices are as they were measured"
 

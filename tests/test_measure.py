@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hetu_fx.measure import (
     snapped,
 )
 from hetu_fx.topology import Cluster
+from tests.spawned import results_of
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -87,18 +87,7 @@ def measure_as(rank: int, size: int, store: str, results: Any) -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(120)
 def test_every_rank_gets_the_same_cluster(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    arguments = [(rank, 3, str(tmp_path / "store"), results) for rank in range(3)]
-    processes = [context.Process(target=measure_as, args=a, daemon=True) for a in arguments]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(results.get(timeout=100) for _ in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    found = results_of(measure_as, 3, 3, str(tmp_path / "store"), seconds=100)
     assert found[0] == found[1] == found[2]
     assert [device.node for device in found[0].devices] == ["a", "a", "b"]
     assert found[0].inter.latency_seconds > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from hetu_fx.transforms.device_graph import SlotKind
 from tests import model_zoo
 from tests.model_zoo import causal_batch
 from tests.planner.examples import paper, transformer
+from tests.spawned import results_of
 
 LENGTH = 16
 DEGREES = [1, 2]
@@ -163,19 +163,6 @@ def measure_as(rank: int, store: str, results: Any) -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_what_one_process_measures_all_are_told(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=measure_as, args=(rank, str(tmp_path / "store"), results), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(results.get(timeout=220) for _ in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    found = results_of(measure_as, 2, str(tmp_path / "store"), seconds=220)
     assert found[0] == found[1]
     assert [time["tensor_parallel"] for time in found[0]["times"]] == DEGREES

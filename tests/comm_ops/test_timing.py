@@ -1,12 +1,12 @@
 """Collectives are timed as they run; what is made of the seconds is tested without any."""
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetu_fx.comm_ops.timing import COLLECTIVES, SIZES, line_through
+from tests.spawned import results_of
 
 
 def test_the_small_size_tells_the_latency_and_both_the_bandwidth() -> None:
@@ -35,19 +35,7 @@ def time_as(rank: int, store: str, results: Any) -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_every_rank_is_told_the_same_of_every_collective_and_group(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=time_as, args=(rank, str(tmp_path / "store"), results), daemon=True) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(results.get(timeout=220) for _ in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    found = results_of(time_as, 3, str(tmp_path / "store"), seconds=220)
     assert found[0] == found[1] == found[2]
     expected = [(name, where, ranks) for where, ranks in (("intra", 2), ("inter", 3)) for name in COLLECTIVES]
     assert [(c.name, c.where, c.num_ranks) for c in found[0]] == expected

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +26,27 @@ from hetu_fx.comm_ops.process_group import (
     world_group,
 )
 from hetu_fx.errors import CommError
+
+
+class Work(Protocol):
+    """What counts a rank's own work, and must know when it waits for others instead; pauses can be nested."""
+
+    def pause(self) -> None:
+        """Stop counting until the `resume` that belongs to this call."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+
+# A variable of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
+_working: Work | None = None
+
+
+def set_working(work: Work | None) -> None:
+    """Say what communication is to pause (None: nothing)."""
+    global _working
+    _working = work
+
 
 # How many tables each base group has seen: with the base's name it makes group names that are new and that
 # all ranks agree on. Counted per group object, so that a rank that joins a new world counts as the others.
@@ -45,6 +67,7 @@ class GroupTable:
 
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
+    pauses_work = True  # its messages are waited for by the thread that computes
 
     def __init__(
         self,
@@ -74,7 +97,6 @@ class GroupTable:
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
         self._staged: dict[torch.device, bool] = {}
-        self.seconds_waited = 0.0  # in communication, since the table was made
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
         self._base = base
@@ -95,6 +117,7 @@ class GroupTable:
         if name not in self._beside:
             self._beside[name] = GroupTable(self.base, timeout=self.timeout, name=f"{self._name}/{name}")
             self._beside[name].creations = self.creations
+            self._beside[name].pauses_work = False
         return self._beside[name]
 
     def release(self) -> None:
@@ -103,14 +126,16 @@ class GroupTable:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Count a communication's time, once where one is part of another, and tell the listener if there is one."""
-        start, before = perf_counter(), self.seconds_waited
+        """Pause what counts this rank's own work, and tell the listener if there is one."""
+        start, working = perf_counter(), _working if self.pauses_work else None
+        if working is not None:
+            working.pause()
         try:
             yield
         finally:
-            end = perf_counter()
-            self.seconds_waited = before + end - start
-            self._tell(what, start, end)
+            if working is not None:
+                working.resume()
+            self._tell(what, start, perf_counter())
 
     def _tell(self, what: str, start: float, end: float) -> None:
         if self.listener is not None:
@@ -173,9 +198,9 @@ class GroupTable:
 
 @contextmanager
 def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) -> Iterator[None]:
-    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count the seconds.
+    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count as waiting of `table`.
 
-    They count for `table` (None: the active one).
+    None: of the active one.
     """
     table = table or active()
     try:

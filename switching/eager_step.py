@@ -15,7 +15,6 @@ from hetu_fx.switching.execution import StepInputs, StepOutputs
 from hetu_fx.switching.feeds import rows_for_pipeline
 from hetu_fx.switching.rows import Interval
 from hetu_fx.switching.step import GlobalLoss, LossGradient, applied
-from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.values import anchored, hand_out
 
 
@@ -32,7 +31,7 @@ class _EagerStep:
         self.table, self.plan = variant.table, variant.plan
         self.interval = self._own_interval()
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
-        self.timer = ComputeTimer()
+        self.timer = inputs.timer
         self.loss_gradient = LossGradient(self.table, inputs.guess)
 
     def run(self) -> StepOutputs:
@@ -56,7 +55,7 @@ class _EagerStep:
         loss = self._loss(form, made, anchor) if form.loss_name else None
         if loss is not None:
             values[form.loss_name] = loss
-        return StepOutputs(unflatten(form.tree, values), loss, self.timer)
+        return StepOutputs(unflatten(form.tree, values), loss)
 
     def _own_interval(self) -> Interval:
         place = self.plan.place(self.table.rank)

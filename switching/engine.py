@@ -36,16 +36,16 @@ class Outcome:
     """What a stage has made of a step.
 
     Attributes:
+        timer: time in this rank's own ops.
         loss: sum of the micro-batches' losses; None if the stage has none, or no rows.
         values: per output name, one tensor per micro-batch that had rows.
         updates: new buffer values by name, of the last micro-batch.
-        timer: time in this rank's own ops.
     """
 
+    timer: ComputeTimer
     loss: Tensor | None = None
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
-    timer: ComputeTimer = field(default_factory=ComputeTimer)
 
 
 @dataclass

@@ -48,6 +48,7 @@ class StepInputs:
         outputs: which outputs are wanted: "auto", "all" or "loss".
         syncs_gradients: gradients go home in this step; otherwise they are kept for a later one.
         guess: what the gradient of the loss will be.
+        timer: to run while this rank computes, in backward too.
     """
 
     counts: tuple[float, ...]
@@ -59,6 +60,7 @@ class StepInputs:
     outputs: str
     syncs_gradients: bool
     guess: Guess
+    timer: ComputeTimer
 
     def wants_values(self, *, has_loss: bool, training: bool) -> bool:
         """Tell whether other outputs than the loss are wanted: always where there is none."""
@@ -67,17 +69,15 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """What a step returns on this rank: the model's output, the loss, and the time in this rank's own ops.
+    """What a step returns on this rank: the model's output, and the loss.
 
     Attributes:
         output: as the model returns it; None in the place of what was not asked for.
         loss: of the whole batch; None if the model has none.
-        timer: goes on in backward.
     """
 
     output: Any
     loss: Tensor | None
-    timer: ComputeTimer
 
 
 @dataclass(frozen=True)

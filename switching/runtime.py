@@ -22,7 +22,7 @@ from hetu_fx.switching.execution import Execution, Reading, StepInputs
 from hetu_fx.switching.policy import BatchFacts, Health, Policy, VariantFacts, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
 from hetu_fx.switching.step import Guess
-from hetu_fx.switching.timer import ComputeTimer
+from hetu_fx.switching.timer import ComputeTimer, clock_of
 from hetu_fx.switching.variant import Variant
 
 
@@ -86,6 +86,7 @@ class Runtime:
         self.health = Health()
         self.observers: list[Observer] = []
         self._groups_seen = len(table.creations)
+        self._clock = clock_of(next(model.parameters()).device)
 
     def add_variant(self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None) -> Variant:
         """Add a variant; its device graphs are made when a batch first needs them."""
@@ -178,9 +179,10 @@ class Runtime:
             outputs=self.settings.outputs,
             syncs_gradients=self.syncs_gradients,
             guess=self.guess,
+            timer=ComputeTimer(self._clock),
         )
         made = batch.run(self.variants[self.current], inputs)
-        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), made.timer)
+        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
         return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
 
     def _rows(self, facts: StepFacts) -> RowPlan:

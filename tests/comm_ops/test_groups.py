@@ -42,21 +42,54 @@ def test_torchs_errors_become_ours():
             raise RuntimeError("timed out")
 
 
-def test_a_wait_inside_another_is_counted_once_and_told_first(monkeypatch):
+class Work:
+    """Counts the pauses that last."""
+
+    def __init__(self):
+        self.pauses = 0
+
+    def pause(self):
+        self.pauses += 1
+
+    def resume(self):
+        self.pauses -= 1
+
+
+@pytest.fixture
+def work():
+    work = Work()
+    groups.set_working(work)
+    yield work
+    groups.set_working(None)
+
+
+def test_a_wait_inside_another_is_told_first(monkeypatch):
     now = iter((0.0, 1.0, 3.0, 10.0))
     monkeypatch.setattr(groups, "perf_counter", lambda: next(now))
     table, told = GroupTable.dry(0, 2), []
     table.listener = lambda *event: told.append(event)
     with using(table), guarded("all-reduce", [0, 1]), guarded("group creation", [0, 1]):
         pass
-    assert table.seconds_waited == 10
     assert told == [("group creation", 1.0, 3.0), ("all-reduce", 0.0, 10.0)]
 
 
-def test_a_wait_that_fails_is_counted_too():
-    with using(GroupTable.dry(0, 2)) as table, pytest.raises(CommError), guarded("all-reduce", [0, 1]):
+def test_who_waits_does_not_work(work):
+    with using(GroupTable.dry(0, 2)), guarded("all-reduce", [0, 1]):
+        assert work.pauses == 1
+    assert work.pauses == 0
+
+
+def test_work_goes_on_after_a_wait_that_fails(work):
+    with using(GroupTable.dry(0, 2)), pytest.raises(CommError), guarded("all-reduce", [0, 1]):
         raise RuntimeError("timed out")
-    assert table.seconds_waited > 0
+    assert work.pauses == 0
+
+
+def test_work_goes_on_while_another_thread_waits(work):
+    table = GroupTable.dry(0, 2)
+    table.pauses_work = False  # as that of a table beside it
+    with guarded("all-reduce", [0, 1], table):
+        assert work.pauses == 0
 
 
 def test_another_ranks_communication_is_refused():

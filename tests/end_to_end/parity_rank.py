@@ -1,7 +1,7 @@
-"""One rank of the parity runs: `python parity_rank.py RANK WORLD FOLDER`; cells are read from FOLDER/cells.json.
+"""One rank of the parity runs: `python parity_rank.py RANK FOLDER DEVICE...`; cells are read from FOLDER/cells.json.
 
 Models are small and ranks cost seconds to start, so all cells run in the same processes; smaller plans use the first
-ranks as a world of their own.
+ranks as a world of their own. There is a rank for each device; one device on the CPU is the reference for all.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def own_rows(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str,
     return {name: tensor[cuts[rank] : cuts[rank + 1]] for name, tensor in batch.items()}
 
 
-def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
+def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int, device: str = "cpu") -> dict[str, Any]:
     """Train the reference and the parallel model side by side; return the worst differences by step."""
     reference = make_model(cell.model)
-    model = copy.deepcopy(reference)
+    model = copy.deepcopy(reference).to(device)
     loss_fn = LOSS_FNS.get(cell.model)
-    first = make_batch(cell.model, STEPS[0], 0)
+    first = moved(make_batch(cell.model, STEPS[0], 0), device)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
     hetu_fx.auto_parallelize(model, first, plan=PLANS[cell.plan], loss_fn=loss_fn, data=cell.data, process_group=group)
     steps = {}
     for number, step in enumerate(STEPS):
         batch = make_batch(cell.model, step, number)
-        mine = batch if cell.data == "global" else own_rows(batch, rank, cell.ranks)
+        mine = moved(batch if cell.data == "global" else own_rows(batch, rank, cell.ranks), device)
         expected = loss_of(reference(**batch), loss_fn, batch)
         loss = loss_of(model(**mine), None, mine)
         expected.backward()
@@ -74,6 +74,10 @@ def run_cell(cell: Cell, group: dist.ProcessGroup | None, rank: int) -> dict[str
     return steps
 
 
+def moved(batch: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
 def loss_of(output: Any, loss_fn: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if loss_fn is not None:
         return loss_fn(output, **batch)
@@ -85,7 +89,7 @@ def worst_difference(model: Any, reference: Any, part: Any) -> float:
     worst, wholes = 0.0, []
     for home, plain in zip(model.parameters(), reference.parameters(), strict=True):
         found = part(home)
-        wholes.append((None if found is None else found.detach().full_tensor(), part(plain)))
+        wholes.append((None if found is None else found.detach().full_tensor().cpu(), part(plain)))
     floor = 1e-5 * max(float(e.norm()) for _, e in wholes if e is not None)
     for found, expected in wholes:
         if expected is None:
@@ -103,7 +107,8 @@ def verdict(cell: Cell, steps: dict[str, Any]) -> dict[str, Any]:
     return {"worst": max(worst.values()), "wrong": wrong}
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(rank: int, folder: Path, devices: list[str]) -> None:
+    world = len(devices)
     torch.set_num_threads(1)
     in_double()
     dist.init_process_group(
@@ -118,25 +123,25 @@ def main(rank: int, world: int, folder: Path) -> None:
     for entry in json.loads((folder / "cells.json").read_text()):
         cell = Cell(*entry)
         if rank < cell.ranks:
-            results[cell.name] = attempt(cell, groups.get(cell.ranks), rank)
+            results[cell.name] = attempt(cell, groups.get(cell.ranks), rank, devices[rank])
         (folder / f"rank_{rank}.json").write_text(json.dumps(results))
     os._exit(0)
 
 
-def attempt(cell: Cell, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
+def attempt(cell: Cell, group: dist.ProcessGroup | None, rank: int, device: str) -> dict[str, Any]:
     try:
-        return verdict(cell, run_cell(cell, group, rank) if cell.ranks > 1 else alone(cell))
+        return verdict(cell, run_cell(cell, group, rank, device) if cell.ranks > 1 else alone(cell, device))
     except HetuFxError as error:
         return {"refused": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     except Exception:
         return {"failed": traceback.format_exc()}
 
 
-def alone(cell: Cell) -> dict[str, Any]:
+def alone(cell: Cell, device: str) -> dict[str, Any]:
     """Run a plan of one device in a world of one."""
     group = dist.new_group([0], use_local_synchronization=True)
-    return run_cell(cell, group, 0)
+    return run_cell(cell, group, 0, device)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

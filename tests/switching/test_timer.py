@@ -36,8 +36,19 @@ def test_waiting_for_others_is_left_out(clock: Clock, table: GroupTable) -> None
     timer = ComputeTimer()
     with timer:
         clock.now += 5
-        table.seconds_waited += 3
-    assert timer.seconds == 2
+        with table.waiting("all-reduce"):
+            clock.now += 3
+        clock.now += 1
+    assert timer.seconds == 6
+
+
+def test_waiting_inside_waiting_is_left_out_once(clock: Clock, table: GroupTable) -> None:
+    timer = ComputeTimer()
+    with timer, table.waiting("all-reduce"):
+        with table.waiting("group creation"):
+            clock.now += 3
+        clock.now += 2
+    assert timer.seconds == 0
 
 
 def test_several_spans_add_up_and_what_is_between_does_not(clock: Clock, table: GroupTable) -> None:
@@ -45,8 +56,8 @@ def test_several_spans_add_up_and_what_is_between_does_not(clock: Clock, table: 
     for _ in range(2):
         with timer:
             clock.now += 1
-        clock.now += 10
-        table.seconds_waited += 10
+        with table.waiting("all-reduce"):
+            clock.now += 10
     assert timer.seconds == 2
 
 

@@ -175,7 +175,8 @@ def _measured(
         case Cluster():
             return costs, wanted.cluster
         case None:
-            return costs, Cluster.measure(table) if wanted.plan == "auto" else None
+            device = str(next(wanted.model.parameters()).device)
+            return costs, Cluster.measure(table, device=device) if wanted.plan == "auto" else None
         case path:
             return costs, together(table, lambda: Cluster.read(path))
 

@@ -34,7 +34,7 @@ class LocalFacts:
 
     Attributes:
         rows: rows of the batch that this rank brings.
-        signature: text that must be the same on all ranks (keys, dtypes, static values).
+        signature: text that must be the same on all ranks (keys, dtypes, static values, the graph).
         sizes: sizes that must be the same on all ranks (every dim but the rows), in the order of `size_names`.
         size_names: what the sizes are, for messages.
         longest: longest sequence in the batch.
@@ -190,7 +190,10 @@ def _texts(table: GroupTable, mine: str) -> list[str]:
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:
     if len({row[2] for row in gathered}) > 1:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(_texts(table, facts.signature)))
-        raise BatchError(f"the ranks' batches differ in keys, dtypes or static values; make them alike. {told}")
+        raise BatchError(
+            f"the ranks' batches differ in keys, dtypes or static values, or in the graph that these led to (told by "
+            f"its hash); make them alike, and use the same version of every package on all ranks. {told}"
+        )
     for i, name in enumerate(facts.size_names):
         sizes = [int(row[_HEAD + i]) for row in gathered]
         if len({size for size, row in zip(sizes, gathered, strict=True) if row[1]}) > 1:

@@ -51,7 +51,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     facts = LocalFacts(
         rows=count,
-        signature=form_of(batch, training),
+        signature=f"{form_of(batch, training)}, graph {program.fingerprint}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         longest=_longest(program, tensors),

@@ -132,8 +132,9 @@ class GraphVariant(Variant):
         )
 
     def _engine(self, device: DeviceGraph) -> Engine:
-        inward = channels(device.handovers_in, self.table)
-        outward = channels(device.handovers_out, self.table)
+        place = next(iter(self.homes.values())).device
+        inward = channels(device.handovers_in, self.table, place)
+        outward = channels(device.handovers_out, self.table, place)
         return Engine(device, lower(device, self.backend), inward, outward)
 
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:

@@ -31,10 +31,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Channel:
-    """All that goes from one stage to another; both ends have one, and call its two halves alike."""
+    """All that goes from one stage to another; both ends have one, and call its two halves alike.
 
-    def __init__(self, handovers: Sequence[Handover], table: GroupTable) -> None:
-        self.handovers = tuple(handovers)
+    `device` is where this rank computes; the other end may do so on one of another kind.
+    """
+
+    def __init__(self, handovers: Sequence[Handover], table: GroupTable, device: torch.device) -> None:
+        self.handovers, self._device = tuple(handovers), device
         self.names = tuple(handover.value.name for handover in handovers)
         self.returning = tuple(handover for handover in handovers if handover.value.differentiable)
         self.returned = tuple(handover.value.name for handover in self.returning)
@@ -91,19 +94,21 @@ class Channel:
 
     def _fetch(self, plan: BsrPlan, handovers: Sequence[Handover]) -> list[Tensor]:
         rank, table = self._table.rank, self._table
-        like = [torch.empty(0, dtype=handover.value.dtype) for handover in handovers]
+        like = [torch.empty(0, dtype=handover.value.dtype, device=self._device) for handover in handovers]
+        host = torch.device("cpu") if table.staged(self._device) else self._device
         senders = sorted({t.sender for t in plan.incoming.get(rank, ()) if t.sender != rank})
         messages: dict[int, Tensor] = {}
         with guarded("hand-over between stages", [rank, *senders]):
             works = []
             for sender in senders:
                 transfers = [t for t in plan.incoming[rank] if t.sender == sender]
-                messages[sender] = torch.empty(message_bytes(plan, transfers, like), dtype=torch.uint8)
+                messages[sender] = torch.empty(message_bytes(plan, transfers, like), dtype=torch.uint8, device=host)
                 to = table.to_global(sender)
                 works.append(dist.irecv(messages[sender], to, group=table.base, tag=_TAG))
             for work in works:
                 if work is not None:
                     work.wait()
+        messages = {sender: message.to(self._device) for sender, message in messages.items()}
         pieces = unpack(plan, rank, [None] * len(handovers), like, messages)
         if plan.relay is not None:
             # Only ranks of this stage meet here, and all of them do.
@@ -111,10 +116,10 @@ class Channel:
         return [piece for piece in pieces if piece is not None]
 
 
-def channels(handovers: Sequence[Handover], table: GroupTable) -> tuple[Channel, ...]:
+def channels(handovers: Sequence[Handover], table: GroupTable, device: torch.device) -> tuple[Channel, ...]:
     """Return one channel for each pair of stages."""
     pairs = sorted({(handover.source, handover.target) for handover in handovers})
-    return tuple(Channel([h for h in handovers if (h.source, h.target) == pair], table) for pair in pairs)
+    return tuple(Channel([h for h in handovers if (h.source, h.target) == pair], table, device) for pair in pairs)
 
 
 def _shapes(handovers: Sequence[Handover], bindings: Bindings) -> Shapes:

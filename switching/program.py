@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,12 @@ class Program:
     def prologue(self) -> Callable[[Mapping[str, Tensor]], tuple[float, ...]]:
         """Return a function from the inputs of some rows to their counts, in the order of `counts`."""
         return extract_prologue(self.graph)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a short hash that is equal where the same graph was captured, whatever the example's sizes."""
+        lines = (f"{node.name} {node.target} {node.all_input_nodes}" for node in self.graph.graph.nodes)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
     @cached_property
     def loss_name(self) -> str:

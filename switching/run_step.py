@@ -46,7 +46,7 @@ class _Step:
         self.runs_ahead = self.trains and not self.stage.deduced.annotated.runs_in_step
         self.scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
         self.loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / self.scale if self.runs_ahead else None)
-        self.outcome = Outcome()
+        self.outcome = Outcome(timer=inputs.timer)
 
     def run(self) -> StepOutputs:
         micro_batches = self._micro_batches()
@@ -62,7 +62,7 @@ class _Step:
         loss = None if local is None else self._global_loss(local)
         if loss is not None:
             made[self.program.loss_name] = loss
-        return StepOutputs(self.program.graph.rebuild(made), loss, self.outcome.timer)
+        return StepOutputs(self.program.graph.rebuild(made), loss)
 
     def _own_interval(self) -> Interval:
         if self.device is None:
@@ -184,7 +184,8 @@ class _Step:
             return loss
         node = self.program.graph.loss
         assert node is not None
-        return torch.zeros(meta.hints(node), dtype=meta.dtype(node))
+        device = next(iter(self.variant.homes.values())).device
+        return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=device)
 
     def _global_loss(self, local: Tensor) -> Tensor:
         contributes, timer = self.stage.contributes_loss, self.outcome.timer

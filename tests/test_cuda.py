@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from model_zoo import SAMPLES
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from model_zoo import SAMPLES
 
 import hetu_fx
 from hetu_fx.comm_ops.attention_block import Part, attend, gradients, merge
 from hetu_fx.measure_speed import matmul_flops_per_second
+from hetu_fx.switching.timer import ComputeTimer, clock_of
+from hetu_fx.topology import Cluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -65,7 +72,6 @@ def test_autocast_is_obeyed_on_a_gpu() -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         hetu_fx.auto_parallelize(ours, batch)
         found, expected = ours(**batch), model(**batch)
-    assert "bfloat16" in str(ours.hetu.graph) or abs(found.loss.item() - expected.loss.item()) < 1e-2
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-3, atol=1e-3)
 
 
@@ -95,18 +101,24 @@ def test_what_is_saved_on_a_gpu_is_loaded_on_a_cpu(tmp_path: Path) -> None:
 
 def test_a_gpu_is_measured() -> None:
     assert matmul_flops_per_second("cuda", 0.2) > 1e12
-    model, batch = model_of("llama"), batch_of("llama")
-    hetu_fx.auto_parallelize(model, batch, plan="auto")
-    (device,) = model.hetu.cluster.devices
+    (device,) = Cluster.measure(device="cuda").devices
     assert device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
     assert device.kind == torch.cuda.get_device_name(0).lower().replace(" ", "-")
 
 
 def test_time_on_a_gpu_is_that_of_its_kernels_and_not_of_their_launches() -> None:
-    model, batch = model_of("llama"), batch_of("llama")
-    hetu_fx.auto_parallelize(model, batch)
-    model(**batch).loss.backward()
-    assert model.hetu.runtime.report.timer.seconds > 0
+    timer, x = ComputeTimer(clock_of(torch.device("cuda"))), torch.ones(8192, 8192, device="cuda")
+    torch.mm(x, x)  # loads the kernel
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    with timer:
+        for _ in range(20):
+            torch.mm(x, x)
+    end.record()
+    assert not end.query()  # the host is ahead
+    torch.cuda.synchronize()
+    assert timer.seconds == pytest.approx(start.elapsed_time(end) / 1e3, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -132,7 +144,7 @@ def test_attention_to_parts_of_the_keys_adds_up_on_a_gpu(dtype: torch.dtype, mas
             None if whole is None else whole[:, a:b],
             -a if causal else None,
         )
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in pairwise(cuts)
     ]
     out, lse = merge(attend(query, parts[0]), attend(query, parts[1]))
     found = [gradients(upstream, query, part, out, lse) for part in parts]

@@ -247,6 +247,8 @@ class _Functionalizer:
             source = self._insert(aten.to.dtype, (source, meta.dtype(like)))
         if meta.same_shape(source, like):
             return source
+        if not meta.shape(source):  # a number in host memory may be written to any device
+            return self._insert(aten.fill.Tensor, (like, source))
         return self._insert(aten.expand.default, (source, self._sizes(like)))
 
     def _rewrite_batch_norm(self, node: fx.Node) -> None:

@@ -116,6 +116,8 @@ ARITHMETIC = {
     "where.Scalar": [sample(flags(3, 4), 1.0, 0.0)],
     "masked_fill.Scalar": [sample(x(3, 4), flags(4), 0.0), sample(x(3, 4), flags(3, 1), 7.0)],
     "masked_fill.Tensor": [sample(x(3, 4), flags(4), torch.tensor(1.0, dtype=F64))],
+    "fill.Scalar": [sample(x(3, 4), 2.0)],
+    "fill.Tensor": [sample(x(3, 4), torch.tensor(1.0, dtype=F64))],
     "to.other": [sample(x(3, 4), torch.zeros(5, 2))],
     "type_as": [sample(x(3, 4), torch.zeros(5, 2))],
 }

@@ -26,9 +26,6 @@ CELLS = (
             *("TP2>TP1 + 1", "CP2 3:1", "CP2 3:1 ring", "CP2>TP1 + 1"),
         )
     ),
-    *(Cell("gpt2", plan) for plan in ("TP2 3:1", "PP2 + PP1")),
-    *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1")),
-    *(Cell("bert", plan) for plan in ("TP2 + TP1",)),
     *(Cell("mlp", plan) for plan in ("DP 3:1", "TP2>TP1 + 1")),
 )
 

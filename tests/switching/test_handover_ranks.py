@@ -27,7 +27,7 @@ def hand_over(handover, value, rank, topology):
     """Hand `value` forward and its double back, and compare what arrives."""
     table = GroupTable(name=f"handover {topology is None}")
     table.topology = topology
-    channel = Channel([handover], table)
+    channel = Channel([handover], table, torch.device("cpu"))
     source, target = handover.value.annotation, handover.target_annotation
     with using(table):
         if source.holds(rank):

@@ -120,6 +120,7 @@ RULES: tuple[Rule, ...] = (
     *built(divided, "divide.Tensor", "divide.Tensor_mode"),
     *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
+    *built(broadcast, "fill.Scalar", "fill.Tensor"),
     *built(cast_like, "to.other", "type_as"),
     *built(gated, "glu"),
     *built(sloped, "prelu"),

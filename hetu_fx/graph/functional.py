@@ -7,15 +7,15 @@ taken before the write are taken again when they are next read. Only graphs with
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
+from hetu_fx.graph.aliases import viewed_argument, written_arguments
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.regions import gradient_carriers
 
@@ -38,7 +38,6 @@ SCATTERS = {
 SPLITS = frozenset({
     aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
 })  # fmt: skip
-NEW_STORAGE = frozenset({aten.lift_fresh_copy.default, aten.clone.default, aten._to_copy.default})
 RENAMED = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
@@ -61,26 +60,6 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
     return _Functionalizer(graph, gradient_carriers(graph, differentiable)).run()
 
 
-def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that an op writes to, by its schema."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    schema = node.target._schema
-    return [
-        given
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for given in _as_nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
-    ]
-
-
-def _as_nodes(argument: Any) -> Iterator[fx.Node]:
-    if isinstance(argument, fx.Node):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        yield from (item for item in argument if isinstance(item, fx.Node))
-
-
 def _is_training_batch_norm(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
 
@@ -89,23 +68,13 @@ def _is_tracking_instance_norm(node: fx.Node) -> bool:
     return node.target is aten.instance_norm.default and bool(node.args[5]) and node.args[3] is not None
 
 
-def _storages(node: fx.Node) -> set[StorageWeakRef]:
-    example = node.meta.get("val") if meta.has_value(node) else None
-    tensors = example if isinstance(example, (tuple, list)) else [example]
-    return {_storage_key(item) for item in tensors if isinstance(item, torch.Tensor)}
-
-
-def _storage_key(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
 class _Functionalizer:
     """Walks the graph once; `_cached` holds each original node's latest value and the version it is of."""
 
     def __init__(self, graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
         self.graph = graph
         self.carriers = carriers
-        self.parents = {node: parent for node in graph.nodes if (parent := _viewed(node)) is not None}
+        self.parents = {node: parent for node in graph.nodes if (parent := viewed_argument(node)) is not None}
         self.versions: dict[fx.Node, int] = {}
         self.cached: dict[fx.Node, tuple[int, fx.Node]] = {}
         self.changed: set[fx.Node] = set()  # placeholders whose value changes (detach_ changes no value)
@@ -286,19 +255,3 @@ class _Functionalizer:
 
     def _refusal(self, what: str) -> CaptureError:
         return CaptureError(f"cannot follow {what} ({meta.source_line(self.here)}); {WAY_OUT}")
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return the argument whose storage the node's value shares, if any."""
-    if node.op != "call_function":
-        return None
-    written = written_arguments(node)
-    if written:
-        return written[0]
-    source = node.args[0] if node.target is operator.getitem else None
-    if isinstance(source, fx.Node) and _viewed(source) is None:
-        return None  # a result of an op that returns several new tensors
-    if node.target in NEW_STORAGE:  # their example values share the storage, the op does not
-        return None
-    storages = _storages(node)
-    return next((arg for arg in node.all_input_nodes if storages & _storages(arg)), None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hetu_fx.pipeline import Pipeline, Stage
+from hetu_fx.pipeline import Pipeline
 from hetu_fx.prediction import DeviceCost
+from hetu_fx.stage import Stage, ratios_text
 
 if TYPE_CHECKING:
     from hetu_fx.plans import Plan
@@ -24,9 +25,9 @@ def device_rows(plan: Plan) -> Iterator[list[str]]:
     total = sum(pipeline.rows for pipeline in plan.pipelines)
     for i, j, stage in plan.stages:
         pipeline = plan.pipelines[i]
-        for rank, ratio in zip(stage.devices, stage.ratios, strict=True):
+        for rank, (context, tensor) in zip(stage.devices, stage.shares, strict=True):
             if rank in costs:
-                shares = _percent(pipeline.rows / total), _percent(ratio / sum(stage.ratios))
+                shares = _percent(pipeline.rows / total), _percent(context * tensor)
                 yield [str(rank), f"{i}.{j}", *shares, _blocks(stage), _memory(costs[rank]), _busy(costs[rank])]
 
 
@@ -65,9 +66,14 @@ def stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> li
         *first,
         str(position),
         ",".join(map(str, stage.devices)),
-        ":".join(map(str, stage.ratios)) + (" context" if stage.shares_sequence else ""),
+        ratios_text(stage.ratios) + _context(stage),
         _blocks(stage),
     ]
+
+
+def _context(stage: Stage) -> str:
+    shared = " context" if stage.shares_sequence else ""
+    return f"{shared} {ratios_text(stage.context_ratios)}" if stage.is_grid else shared
 
 
 def _blocks(stage: Stage) -> str:

@@ -1,9 +1,9 @@
 """Plans: which devices run what part of the model on which share of the batch.
 
 A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is stages one after another; a
-`Stage` is a group of devices that hold some of the model's repeated blocks, tensor parallel or context parallel, in
-shards proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need no
-devices and no torch.
+`Stage` is a group of devices that hold some of the model's repeated blocks, tensor parallel, context parallel
+or both, in shards proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need
+no devices and no torch.
 
 The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
 """
@@ -18,8 +18,9 @@ from typing import Any, Literal, get_args
 from hetu_fx.documents import Fields, json_text, located, nearest, read_json, table_text, write_atomically
 from hetu_fx.errors import PlanError
 from hetu_fx.explanation import HEADER, device_rows, rows_text, stage_row
-from hetu_fx.pipeline import LATER, Pipeline, Stage, check_devices, read_pipeline, reduced
+from hetu_fx.pipeline import Pipeline, read_pipeline
 from hetu_fx.prediction import Prediction, read_prediction
+from hetu_fx.stage import LATER, Stage, check_devices, reduced
 
 __all__ = [
     "FORMAT",
@@ -84,6 +85,12 @@ class Plan:
             raise PlanError(f"split is {dict(self.split)}; give a dim from 0 for each pattern of parameter names")
         if type(self.sequence_parallel) is not bool:
             raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}; give true or false")
+        grid = next((stage for *_, stage in self.stages if stage.is_grid), None)
+        if self.sequence_parallel and grid is not None:
+            raise PlanError(
+                f"sequence_parallel is true, but stage {grid} shares the sequence between tensor parallel groups "
+                f"already; leave sequence_parallel out, or give that stage no context"
+            )
         if self.attention not in ATTENTIONS:
             raise PlanError(f"unknown attention {self.attention!r}{nearest(self.attention, ATTENTIONS)}")
         if self.attention != "auto" and not any(stage.shares_sequence for *_, stage in self.stages):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, cotangent
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
@@ -68,7 +68,7 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
             stages[deduced.annotated.stage_of[p].get(node, len(stages) - 1)]
             for p, stages in enumerate(deduced.annotated.stages)
         ]
-        shardings = [Sharding((deduced.axis(node, deduced.tensor(at).states[node], at),)) for at in layouts]
+        shardings = [deduced.sharding(node, deduced.states(node, at), at) for at in layouts]
         summed = isinstance(deduced.batch.states.get(node), Summed)
         source = value_source([at.devices for at in layouts], shardings, rows_dim, rows, summed=summed)
         shape = evaluate(tuple(meta.expression(size) for size in meta.shape(node)), sizes)

@@ -23,6 +23,13 @@ def test_every_device_has_its_share_its_memory_of_the_limit_and_how_busy_it_is()
     ]
 
 
+def test_the_shard_of_a_device_in_a_grid_is_its_part_of_both() -> None:
+    stage = Stage((0, 1, 2, 3), (2, 1), context=2, context_ratios=(3, 1))
+    costs = tuple(DeviceCost(rank, (), ()) for rank in range(4))
+    rows = device_rows(Plan((Pipeline((stage,)),), predicted=Prediction(1.0, costs)))
+    assert [row[3] for row in rows] == ["50 %", "25 %", "17 %", "8 %"]
+
+
 def test_a_plan_without_prediction_has_no_rows() -> None:
     assert list(device_rows(Plan.single())) == []
 

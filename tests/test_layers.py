@@ -39,7 +39,7 @@ FLOORS = (
     "deduction.propagate",
     "deduction",
     "comm_ops",
-    "environment graph plans pipeline prediction explanation schedule timeline timeline_html emulate emulate_*",
+    "environment graph plans pipeline stage prediction explanation schedule timeline timeline_html emulate emulate_*",
     "annotations",
     "topology devices measure measure_* chips sequences packed_rows",
     "checks",

@@ -92,8 +92,55 @@ def test_a_stage_shares_the_sequence_between_all_its_devices_or_none() -> None:
     assert "3:1 context" in str(plan)
     assert plan != Plan.tensor_parallel([0, 1], [3, 1])
     assert Plan.context_parallel([4]) == Plan.single(4)
-    with pytest.raises(PlanError, match=r"has context 2; give 4 to share the sequence between all of them, or leave"):
-        Stage((0, 1, 2, 3), context=2)
+
+
+def test_tensor_parallel_groups_share_the_sequence_in_a_grid() -> None:
+    stage = Stage((4, 0, 2, 1, 5, 3), (2, 4), context=3, context_ratios=(6, 2, 2))
+    plan = Plan((Pipeline((stage,)),))
+    assert stage.tensor_groups == ((4, 0), (2, 1), (5, 3))
+    assert stage.context_groups == ((4, 2, 5), (0, 1, 3))
+    assert stage.shares[:3] == ((0.6, 1 / 3), (0.6, 2 / 3), (0.2, 1 / 3))
+    assert plan.summary() == "1 row: [4,0,2,1,5,3 1:2 context 3:1:1]"
+    assert "1:2 context 3:1:1" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    (written,) = plan.to_json()["pipelines"][0]["stages"]
+    assert written == {
+        "devices": [4, 0, 2, 1, 5, 3],
+        "ratios": [1, 2],
+        "context": 3,
+        "context_ratios": [3, 1, 1],
+    }
+
+
+def test_even_ratios_of_a_grid_have_one_spelling() -> None:
+    even = Stage((0, 1, 2, 3), context=2)
+    assert even == Stage((0, 1, 2, 3), (5, 5), context=2, context_ratios=(2, 2))
+    assert even.to_json() == {"devices": [0, 1, 2, 3], "context": 2}
+    assert str(even) == "[0,1,2,3 context 2]"
+    assert even != Stage((0, 1, 2, 3), context=4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"context": 3}, r"devices \[0, 1, 2, 3\] has context 3; give 4 to .* all of them, a divisor of 4 to share"),
+        ({"context": 0}, "has context 0; give 4"),
+        ({"context": 4, "context_ratios": (1, 2, 1, 1)}, "but its context is 4; give them as 'ratios'"),
+        ({"context_ratios": (1, 2)}, "but its context is 1"),
+        ({"context": 2, "ratios": (1, 2, 3, 4)}, r"4 ratios \[1, 2, 3, 4\]; give one per device of a .* group \(2\)"),
+        ({"context": 2, "context_ratios": (1,)}, r"1 context_ratios \[1\]; give one per part of the sequence \(2\)"),
+        ({"context": 2, "context_ratios": (1, 0)}, r"context_ratios \[1, 0\], but each must be at least 1"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Stage((0, 1, 2, 3), **keys)
+
+
+def test_the_sequence_of_a_grid_is_not_shared_once_more() -> None:
+    grid = Pipeline((Stage((0, 1, 2, 3), context=2),))
+    with pytest.raises(PlanError, match=r"sequence_parallel is true, but stage \[0,1,2,3 context 2\] shares"):
+        Plan((grid,), sequence_parallel=True)
 
 
 def test_a_stage_recomputes_some_of_its_blocks() -> None:

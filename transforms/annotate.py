@@ -23,7 +23,7 @@ from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.transforms.cut_stages import cut_stages
 from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.sequence import sequence_classes, shares
-from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout
+from hetu_fx.transforms.stages import AnnotatedGraph, StageAxis, StageLayout
 from hetu_fx.transforms.work import product_flops
 
 Splits = frozenset[FactorClass]
@@ -233,7 +233,7 @@ class Annotate:
 
     def _classes(self, graph: Graph, factors: FactorMap, wanted: Splits) -> Splits:
         """Return those of the `wanted` classes that tensor parallel stages split."""
-        widest = max((len(s.devices) for *_, s in self.plan.stages if not s.shares_sequence), default=1)
+        widest = max(len(tensor) for *_, stage in self.plan.stages for _, tensor in [stage.axes])
         if widest == 1:
             return frozenset()
         optional = _looked_across(graph, factors).difference(_asked_for(self.plan, factors))
@@ -261,12 +261,17 @@ class Annotate:
 def _layout(
     pipeline: int, index: int, stage: Stage, classes: Splits, sequence: Splits, factors: FactorMap
 ) -> StageLayout:
-    if len(stage.devices) == 1:
-        return StageLayout(pipeline, index, stage.devices, {})
-    split = frozenset[FactorClass]() if stage.shares_sequence else classes
-    sizes = {factor: part_sizes(factor, stage.ratios, factors) for factor in sorted(split, key=lambda c: c.id)}
-    sizes |= {factor: shares(factor, stage.ratios) for factor in sorted(sequence, key=lambda c: c.id)}
-    return StageLayout(pipeline, index, stage.devices, sizes, stage.shares_sequence)
+    context, tensor = stage.axes
+    parts = {factor: part_sizes(factor, tensor, factors) for factor in _in_order(classes)} if len(tensor) > 1 else {}
+    pieces = {factor: shares(factor, context if stage.shares_sequence else tensor) for factor in _in_order(sequence)}
+    if not stage.shares_sequence:  # a tensor parallel group may share the sequence where it splits nothing else
+        parts, pieces = {**parts, **pieces}, {}
+    axes = StageAxis(len(context), pieces), StageAxis(len(tensor), parts)
+    return StageLayout(pipeline, index, stage.devices, *axes)
+
+
+def _in_order(classes: Splits) -> list[FactorClass]:
+    return sorted(classes, key=lambda c: c.id)
 
 
 def _check_batch(annotated: AnnotatedGraph) -> None:

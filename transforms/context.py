@@ -155,7 +155,7 @@ def check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
             op = annotated.factors.op(node)
             if context.decisions[node].factor is None and op.classes & annotated.sequence and _is_product(op):
                 raise PlanError(
-                    f"devices {list(layout.devices)} cannot share the sequence (context {len(layout.devices)}): "
+                    f"devices {list(layout.devices)} cannot share the sequence (context {layout.context.ways}): "
                     f"{node.target} ('{node.name}', {meta.source_line(node)}) needs all of it, so that each device "
                     f"would compute the same; leave 'context' out for a tensor parallel stage, or use pipelines"
                 )

@@ -1,4 +1,4 @@
-"""Deduce how every value of an annotated graph lies, on the batch axis and on the tensor axis."""
+"""Deduce how every value of an annotated graph lies, on the batch axis and on those inside stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain
 from torch import fx
 
 from hetu_fx.comm_ops.cost import Topology
-from hetu_fx.deduction.factors import FactorClass
+from hetu_fx.deduction.factors import FactorClass, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
@@ -21,20 +21,20 @@ from hetu_fx.transforms.outside import read_outside
 from hetu_fx.transforms.prices import TYPICAL_LINKS, Prices, bytes_of
 from hetu_fx.transforms.rings import Rings
 from hetu_fx.transforms.sequence import UNCUT, SequenceCut, sequence_cut
-from hetu_fx.transforms.stages import AnnotatedGraph
+from hetu_fx.transforms.stages import CONTEXT, TENSOR, AnnotatedGraph, StageAxis
 from hetu_fx.transforms.states import Summed
 from hetu_fx.transforms.work import travelling_work
 
 
 @dataclass(frozen=True, eq=False)
 class Deduce:
-    """Deduce the state of every value on both axes.
+    """Deduce the state of every value on all axes.
 
     Requires: an annotated graph.
     Ensures: every op has a decision on each axis, every value a state; sums over the batch stay open to the end. The
-    tensor axis has the layouts that cost least by `topology`, for tensors of `num_bytes` bytes, in the order of the
-    graph's nodes (left out: typical links, and the sizes of the example batch). What context parallel stages pass round
-    is chosen by `work` besides (`travelling_work` of the graph). All ranks must give the same.
+    axes inside stages have the layouts that cost least by `topology`, for tensors of `num_bytes` bytes, in the order of
+    the graph's nodes (left out: typical links, and the sizes of the example batch). What context parallel stages pass
+    round is chosen by `work` besides (`travelling_work` of the graph). All ranks must give the same.
     """
 
     topology: Topology | None = None
@@ -45,25 +45,26 @@ class Deduce:
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
         rows = frozenset(c for c in factors.classes if c.is_batch) if annotated.splits_batch else frozenset()
-        prices, outside = prices_of(annotated, self.topology, self.num_bytes), read_outside(annotated)
+        outside = read_outside(annotated)
 
-        def tensor(splits: Splits, cut: SequenceCut) -> AxisDeduction:
+        def inside(splits: Splits, cut: SequenceCut, prices: Prices) -> AxisDeduction:
             return deduce_tensor_axis(graph, factors, flow, splits, prices, cut=cut, outside=outside)
 
         batch = deduce_batch_axis(graph, factors, flow, rows)
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
-        whole = tensor(nothing, UNCUT)
+        on_context, on_tensor = (prices_of(annotated, i, self.topology, self.num_bytes) for i in (CONTEXT, TENSOR))
+        whole = inside(nothing, UNCUT, on_tensor)
         context = whole
         if annotated.context_layouts:
-            rings = self._rings(annotated, prices, excluded)
-            context = tensor(nothing, context_cut(annotated, excluded, outside, rings))
+            rings = self._rings(annotated, on_context, excluded)
+            context = inside(nothing, context_cut(annotated, excluded, outside, rings), on_context)
         check_shared(annotated, context)
         return DeducedGraph(
             annotated,
             batch=batch,
-            tensor_split=tensor(annotated.classes, sequence_cut(annotated, excluded, outside)),
+            tensor_split=inside(annotated.classes, sequence_cut(annotated, excluded, outside), on_tensor),
             tensor_whole=whole,
             context=context,
         )
@@ -76,13 +77,24 @@ class Deduce:
 
 
 def prices_of(
-    annotated: AnnotatedGraph, topology: Topology | None = None, num_bytes: Sequence[float] | None = None
+    annotated: AnnotatedGraph, axis: int, topology: Topology | None = None, num_bytes: Sequence[float] | None = None
 ) -> Prices:
-    """Return the prices on the tensor axis; links and sizes that are left out are as `Deduce` says."""
-    groups = tuple(layout.devices for layout in annotated.layouts if len(layout.devices) > 1)
+    """Return the prices along an axis of stages; links and sizes that are left out are as `Deduce` says.
+
+    Sizes are of what a group of devices along the axis has: the largest part that the other axis makes of a value.
+    """
+    layouts = [layout for layout in annotated.layouts if layout.axes[axis].ways > 1]
+    groups = tuple(group for layout in layouts for group in layout.groups(axis))
     sizes = bytes_of(annotated.graph) if num_bytes is None else num_bytes
+    across = [layout.axes[1 - axis] for layout in layouts]
     pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
-    return Prices(groups, dict(pairs), TYPICAL_LINKS if topology is None else topology)
+    found = {node: size * _largest_share(node, annotated, across) if size else 0.0 for node, size in pairs}
+    return Prices(groups, found, TYPICAL_LINKS if topology is None else topology)
+
+
+def _largest_share(node: fx.Node, annotated: AnnotatedGraph, axes: Sequence[StageAxis]) -> float:
+    classes = flat(annotated.factors.dims(node))
+    return max((axis.largest_share(classes) for axis in axes), default=1.0)
 
 
 def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:

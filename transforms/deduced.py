@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,13 +15,13 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind, OutputKind
 from hetu_fx.transforms.axis import AxisDeduction
 from hetu_fx.transforms.opening import Opening
-from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout, stage_nodes
-from hetu_fx.transforms.states import AxisState, SplitOn, Summed, Whole
+from hetu_fx.transforms.stages import AnnotatedGraph, StageAxis, StageLayout, stage_nodes
+from hetu_fx.transforms.states import SUMMED, AxisState, SplitOn, States, Summed, Whole
 
 
 @dataclass(frozen=True, eq=False)
 class DeducedGraph:
-    """An annotated graph whose every value has a state on both axes; the same for all devices."""
+    """An annotated graph whose every value has a state on all axes; the same for all devices."""
 
     annotated: AnnotatedGraph
     batch: AxisDeduction
@@ -29,39 +29,42 @@ class DeducedGraph:
     tensor_whole: AxisDeduction
     context: AxisDeduction
 
-    def tensor(self, layout: StageLayout) -> AxisDeduction:
-        """Return the deduction of the axis inside a stage."""
-        if layout.shares_sequence:
-            return self.context
-        return self.tensor_split if len(layout.devices) > 1 else self.tensor_whole
+    def inside(self, layout: StageLayout) -> tuple[AxisDeduction, AxisDeduction]:
+        """Return the deductions of the axes inside a stage, the outer one first."""
+        context = self.context if layout.context.ways > 1 else self.tensor_whole
+        return context, self.tensor_split if layout.tensor.ways > 1 else self.tensor_whole
+
+    def states(self, node: fx.Node, layout: StageLayout) -> States:
+        """Return how a value lies along the axes inside a stage once it can be read."""
+        context, tensor = self.inside(layout)
+        return context.states[node], tensor.states[node]
 
     def shape(self, node: fx.Node) -> Shape:
         """Return a value's shape; symbolic sizes are None, where the classes of the dim do not tell them."""
         told = self.annotated.factors.sizes(node)
         return tuple(told[i] if meta.is_symbolic(size) else int(size) for i, size in enumerate(meta.shape(node)))
 
-    def axis(self, node: fx.Node, state: AxisState, layout: StageLayout, opening: Opening | None = None) -> State:
-        """Return the annotation's axis for a value in `state` on the devices of a stage, with a dim opened or not."""
-        ways = len(layout.devices)
+    def axis(self, node: fx.Node, state: AxisState, axis: StageAxis, opening: Opening | None = None) -> State:
+        """Return the annotation's axis for a value in `state` along an axis of a stage, with a dim opened or not."""
         match state:
             case Whole():
-                return Duplicate(ways)
+                return Duplicate(axis.ways)
             case Summed():
-                return Partial(ways)
+                return Partial(axis.ways)
             case SplitOn(factor):
-                return self._split(node, factor, layout, opening)
+                return self._split(node, factor, axis, opening)
 
-    def _split(self, node: fx.Node, factor: FactorClass, layout: StageLayout, opening: Opening | None) -> Split:
+    def _split(self, node: fx.Node, factor: FactorClass, axis: StageAxis, opening: Opening | None) -> Split:
         dim, outer, inner = self._place(node, factor)
         if opening is not None and factor == opening.factor:
-            return Split(dim + 1, layout.sizes[factor])
+            return Split(dim + 1, axis.sizes[factor])
         if outer is None or inner is None:
             raise DeductionError(
                 f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
-                f"the plan splits over devices {list(layout.devices)}; use a plan without tensor parallelism there"
+                f"the plan splits over {axis.ways} devices; use a plan without tensor parallelism there"
             )
         beyond = opening is not None and dim > opening.dim
-        return Split(dim + 2 if beyond else dim, layout.sizes[factor], outer, inner)
+        return Split(dim + 2 if beyond else dim, axis.sizes[factor], outer, inner)
 
     def _place(self, node: fx.Node, factor: FactorClass) -> tuple[int, int | None, int | None]:
         """Return the dim that a factor is in, and the sizes before and after it there, None where symbolic."""
@@ -78,15 +81,21 @@ class DeducedGraph:
                     return Opening(dim, state.factor, outer, inner)
         return None
 
-    def annotation(
-        self, node: fx.Node, state: AxisState, layout: StageLayout, opening: Opening | None = None
-    ) -> Annotation:
-        """Return where a value in `state` lies within one stage, with a dim opened or not."""
-        return Annotation.on(layout.devices, self.axis(node, state, layout, opening))
+    def sharding(self, node: fx.Node, states: States, layout: StageLayout) -> Sharding:
+        """Return how the devices of a stage share a value in `states`.
+
+        Raises:
+            DeductionError: both axes cut one dim of it.
+        """
+        axes = [self.axis(node, state, axis) for state, axis in zip(states, layout.axes, strict=True)]
+        dims = [axis.dim for axis in axes if isinstance(axis, Split)]
+        if len(dims) > len(set(dims)):
+            raise cut_twice(node, dims[0], layout)
+        return Sharding(tuple(axes))
 
     def value_annotation(self, node: fx.Node, layout: StageLayout) -> Annotation:
         """Return where a value lies within one stage once it can be read."""
-        return self.annotation(node, self.tensor(layout).states[node], layout)
+        return Annotation((DeviceGroup(layout.devices),), (self.sharding(node, self.states(node, layout), layout),))
 
     def across(self, node: fx.Node, layouts: tuple[StageLayout, ...], top: str, summed: bool = False) -> Annotation:
         """Return a value's annotation over several stages, one group each.
@@ -94,26 +103,26 @@ class DeducedGraph:
         `top` is "duplicate" or "partial"; with `summed`, a stage in which nothing sums the value's cotangent is
         partial inside too.
         """
-        axes = [self._across_axis(node, layout, summed) for layout in layouts]
-        groups = tuple(DeviceGroup(layout.devices) for layout in layouts)
-        ways = len(layouts)
-        kind: State | None = None if ways == 1 else Duplicate(ways) if top == "duplicate" else Partial(ways)
-        return Annotation(groups, tuple(Sharding((axis,)) for axis in axes), kind)
+        states = tuple(self._summed(node, layout) if summed else self.states(node, layout) for layout in layouts)
+        return self.across_states(node, states, layouts, top)
 
-    def _across_axis(self, node: fx.Node, layout: StageLayout, summed: bool) -> State:
-        deduction = self.tensor(layout)
-        if summed and node in deduction.summed_cotangents:
-            return Partial(len(layout.devices))
-        return self.axis(node, deduction.states[node], layout)
+    def _summed(self, node: fx.Node, layout: StageLayout) -> States:
+        """Return how a value's gradient lies along the axes inside a stage before it is synchronised."""
+        context, tensor = (
+            SUMMED if node in deduction.summed_cotangents else deduction.states[node]
+            for deduction in self.inside(layout)
+        )
+        return context, tensor
 
     def across_states(
-        self, node: fx.Node, states: tuple[AxisState, ...], layouts: tuple[StageLayout, ...], top: str
+        self, node: fx.Node, states: Sequence[States], layouts: Sequence[StageLayout], top: str
     ) -> Annotation:
         """Return the annotation over several stages of a value that is in one of `states` inside each."""
         groups = tuple(DeviceGroup(layout.devices) for layout in layouts)
-        axes = [self.axis(node, state, layout) for state, layout in zip(states, layouts, strict=True)]
-        kind = Duplicate(len(layouts)) if top == "duplicate" else Partial(len(layouts))
-        return Annotation(groups, tuple(Sharding((axis,)) for axis in axes), kind)
+        shardings = [self.sharding(node, inside, layout) for inside, layout in zip(states, layouts, strict=True)]
+        ways = len(layouts)
+        kind: State | None = None if ways == 1 else Duplicate(ways) if top == "duplicate" else Partial(ways)
+        return Annotation(groups, tuple(shardings), kind)
 
     def parameter_annotations(self, leaf: Leaf) -> tuple[Annotation, Annotation]:
         """Return where a parameter lies when it is read, and where its gradient lies before it is synchronised.
@@ -153,3 +162,12 @@ class DeducedGraph:
     def parameters(self) -> tuple[Leaf, ...]:
         """Return the parameter leaves that some stage reads."""
         return tuple(leaf for leaf in self.annotated.graph.leaves_of(LeafKind.PARAMETER) if self.readers(leaf))
+
+
+def cut_twice(node: fx.Node, dim: int, layout: StageLayout) -> DeductionError:
+    """Return the error for a value of which both axes of a stage cut one dim."""
+    return DeductionError(
+        f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes positions of the sequence with a dimension that "
+        f"the plan splits, and both would be cut over devices {list(layout.devices)}; use a stage that is either "
+        f"context or tensor parallel there"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.transforms.localize import Size, SizeOf
 from hetu_fx.transforms.parts import Parts
-from hetu_fx.transforms.stages import StageLayout
+from hetu_fx.transforms.stages import CONTEXT, TENSOR, StageLayout
 from hetu_fx.transforms.states import WHOLE, AxisState
 
 
@@ -25,37 +25,41 @@ class LocalSizes:
     Fields:
         factors: the classes of the dims of the logical graph's values.
         layout: the stage, with the parts or shares of what it cuts.
-        coordinate: the place of the device in the stage.
-        states: how the values lie inside the stage.
+        places: where the device is on each axis of the stage.
+        states: how the values lie along each axis.
         values: the nodes so far that the device's graph has for them.
         emit: adds a call that belongs to a node of the logical graph.
     """
 
     factors: FactorMap
     layout: StageLayout
-    coordinate: int
-    states: Mapping[fx.Node, AxisState]
+    places: tuple[int, int]
+    states: tuple[Mapping[fx.Node, AxisState], Mapping[fx.Node, AxisState]]
     values: Mapping[fx.Node, fx.Node]
     emit: Callable[..., fx.Node]
     _parts: dict[FactorClass, Parts] = field(default_factory=dict)
     _read: dict[FactorClass, fx.Node] = field(default_factory=dict)
 
-    def in_op(self, factor: FactorClass | None) -> SizeOf:
-        """Return the sizes that classes have in an op that computes a part of `factor`."""
-        return lambda cls: self.part(cls) if cls == factor else self.whole(cls)
+    def in_op(self, cut: Collection[FactorClass]) -> SizeOf:
+        """Return the sizes that classes have in an op that computes a part of those in `cut`."""
+        return lambda cls: self.part(cls) if cls in cut else self.whole(cls)
+
+    def axis(self, factor: FactorClass) -> int:
+        """Return the axis that cuts a class."""
+        return CONTEXT if factor in self.layout.context.sizes else TENSOR
 
     def part(self, factor: FactorClass) -> Size:
         """Return how much the device has of a class that is cut."""
-        return self.parts(factor).sizes[self.coordinate]
+        return self.parts(factor).sizes[self.places[self.axis(factor)]]
 
     def start(self, factor: FactorClass) -> Size:
         """Return where the device's part of a class begins."""
-        return self.parts(factor).starts[self.coordinate]
+        return self.parts(factor).starts[self.places[self.axis(factor)]]
 
     def parts(self, factor: FactorClass) -> Parts:
         """Return the parts of a class; those of a symbolic length are computed where one is needed first."""
         if factor not in self._parts:
-            shares = self.layout.sizes[factor]
+            shares = self.layout.axes[self.axis(factor)].sizes[factor]
             known = factor.size is not None
             self._parts[factor] = Parts.of_sizes(shares) if known else Parts.in_shares(self._read_off(factor), shares)
         return self._parts[factor]
@@ -77,9 +81,10 @@ class LocalSizes:
 
     def _having(self, factor: FactorClass) -> tuple[fx.Node, int]:
         """Return a value so far that has a class whole, and the dim of it."""
+        states = self.states[self.axis(factor)]
         for node in filter(meta.is_tensor, self.values):
             dims = self.factors.dims(node)
-            if (factor,) in dims and self.states.get(node) == WHOLE:
+            if (factor,) in dims and states.get(node) == WHOLE:
                 return node, dims.index((factor,))
         raise DeductionError(
             f"the plan cuts a dim of size {factor.text} where no value has it whole that its size could be read off; "

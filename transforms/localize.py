@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -22,7 +22,7 @@ def localized_call(
     op: OpFactors,
     operands: Sequence[fx.Node],
     others: Mapping[fx.Node, fx.Node],
-    factor: FactorClass | None,
+    cut: Collection[FactorClass],
     size_of: SizeOf,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return args and kwargs of the local op.
@@ -32,8 +32,8 @@ def localized_call(
         op: its factors.
         operands: the local tensors, one per operand of `op`.
         others: local nodes of everything else (sizes).
-        factor: the class the op computes a part of, or None.
-        size_of: the size that a class has in the local op: the device's part of `factor`, all of any other.
+        cut: the classes that the op computes a part of.
+        size_of: the size that a class has in the local op: the device's part of those in `cut`, all of any other.
     """
     args, kwargs = _thawed(node.args), _thawed(dict(node.kwargs))
     call = {"args": args, "kwargs": kwargs}
@@ -41,9 +41,9 @@ def localized_call(
         _set(call, operand.path, local)
     placed = set(operands)
     for size in op.size_args:
-        if factor is None:
+        if not cut:
             break
-        told = _told(_get(call, size.path), size, factor, size_of, others)
+        told = _told(_get(call, size.path), size, cut, size_of, others)
         if told is not None:
             _set(call, size.path, told)
             placed.update([told] if isinstance(told, fx.Node) else [])
@@ -62,19 +62,20 @@ def argument_at(node: fx.Node, path: Path) -> Any:
 
 
 def _told(
-    given: Any, size: SizeArg, factor: FactorClass, size_of: SizeOf, others: Mapping[fx.Node, fx.Node]
+    given: Any, size: SizeArg, cut: Collection[FactorClass], size_of: SizeOf, others: Mapping[fx.Node, fx.Node]
 ) -> Size | None:
     """Return what a size is on this device, None where it stays as it is.
 
     A -1 is told where it can be, and where it must: it says nothing beside a part that is empty.
     """
-    if size.classes == (factor,):
-        return size_of(factor)
+    if len(size.classes) == 1 and size.classes[0] in cut:
+        return size_of(size.classes[0])
     known = all(cls.size is not None for cls in size.classes)
-    if isinstance(given, fx.Node) and factor.size is not None:
-        return _scaled(others[given], factor, size_of) if factor in size.classes else None
-    may_be_empty = given == -1 and not (isinstance(part := size_of(factor), int) and part > 0)
-    is_cut = isinstance(given, fx.Node) and factor in size.classes
+    mine = [cls for cls in size.classes if cls in cut]
+    if isinstance(given, fx.Node) and all(cls.size is not None for cls in mine):
+        return _scaled(others[given], mine, size_of) if mine else None
+    may_be_empty = given == -1 and not all(isinstance(part := size_of(cls), int) and part > 0 for cls in cut)
+    is_cut = isinstance(given, fx.Node) and bool(mine)
     is_known = known and isinstance(given, int)
     return product([size_of(cls) for cls in size.classes]) if is_cut or is_known or may_be_empty else None
 
@@ -96,11 +97,13 @@ def computed(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Nod
     return node
 
 
-def _scaled(size: fx.Node, factor: FactorClass, size_of: SizeOf) -> fx.Node:
-    """Emit a device's part of a size that the graph computes: with the factor, it counts rows or positions."""
-    assert factor.size is not None, "what only the run tells is computed from its own factors"
-    rest = size.graph.call_function(operator.floordiv, (size, factor.size))
-    return size.graph.call_function(operator.mul, (rest, size_of(factor)))
+def _scaled(size: fx.Node, cut: Iterable[FactorClass], size_of: SizeOf) -> fx.Node:
+    """Emit a device's part of a size that the graph computes: with what is cut, it counts rows or positions."""
+    for factor in cut:
+        assert factor.size is not None, "what only the run tells is computed from its own factors"
+        rest = size.graph.call_function(operator.floordiv, (size, factor.size))
+        size = size.graph.call_function(operator.mul, (rest, size_of(factor)))
+    return size
 
 
 def _thawed(value: Any) -> Any:

@@ -29,7 +29,7 @@ from hetu_fx.topology import Cluster
 from hetu_fx.transforms.context import computable_on_part, leading
 from hetu_fx.transforms.linear_chains import linear_source
 from hetu_fx.transforms.prices import FLOPS_PER_SECOND, Prices
-from hetu_fx.transforms.stages import AnnotatedGraph, StageLayout, stage_nodes
+from hetu_fx.transforms.stages import CONTEXT, AnnotatedGraph, StageLayout, stage_nodes
 from hetu_fx.transforms.states import WHOLE, SplitOn
 
 BACKWARD_PRODUCTS = 2.5
@@ -99,7 +99,11 @@ class Rings:
         return bool(factors) and op.operands[0].dims[-2] == tuple(factors)
 
     def _is_faster(self, node: fx.Node) -> bool:
-        ring = max(self._ring_seconds(node, layout.devices) for layout in self.annotated.context_layouts)
+        ring = max(
+            self._ring_seconds(node, ranks, layout.tensor.share(self.annotated.factors.op(node).classes, place))
+            for layout in self.annotated.context_layouts
+            for place, ranks in enumerate(layout.groups(CONTEXT))
+        )
         return ring < self._gathered_seconds(node)
 
     def _gathered_seconds(self, node: fx.Node) -> float:
@@ -108,13 +112,14 @@ class Rings:
         changes = [self.prices.change(at, state, WHOLE, summed=True, trained=trained) for at, state in sources]
         return sum(changes)
 
-    def _ring_seconds(self, node: fx.Node, ranks: Sequence[int]) -> float:
+    def _ring_seconds(self, node: fx.Node, ranks: Sequence[int], share: float) -> float:
+        """Return the seconds of a ring in a group that has a share of the op's work."""
         num_bytes = self._bytes(operand for _, operand in self._operands(node))
         forward, backward = (
             FUSED_OPS[name].cost(num_bytes, ranks, self.prices.topology)
             for name in ("ring_attention", "ring_attention_backward")
         )
-        hidden = self._compute_seconds(node, ranks) * (len(ranks) - 1) / len(ranks)
+        hidden = share * self._compute_seconds(node, ranks) * (len(ranks) - 1) / len(ranks)
         steps = STEP_SECONDS * (len(ranks) - 1)
         seconds = max(0.0, forward - hidden) + steps
         if self._is_trained(node):

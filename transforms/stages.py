@@ -7,7 +7,7 @@ This module has the second, and what a pipeline stage consists of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -17,25 +17,69 @@ from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
 from hetu_fx.plans import Plan
 from hetu_fx.transforms.flow import Flow
 
+CONTEXT, TENSOR = 0, 1
+"""The axes of a stage's grid of devices, the outer one first."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageAxis:
+    """One axis of a stage's grid of devices: how many it has, and the part of every class that each of them has.
+
+    Of a class whose size only the run tells, `sizes` has the shares.
+    """
+
+    ways: int
+    sizes: Mapping[FactorClass, tuple[int, ...]]
+
+    def share(self, classes: Iterable[FactorClass], place: int) -> float:
+        """Return which part a device has, by its place, of what has these classes; 1 of what the axis does not cut."""
+        cut = next((self.sizes[factor] for factor in classes if factor in self.sizes), None)
+        return 1.0 if cut is None else cut[place] / sum(cut)
+
+    def largest_share(self, classes: Iterable[FactorClass]) -> float:
+        """Return the largest part that a device has of what has these classes."""
+        given = tuple(classes)
+        return max(self.share(given, place) for place in range(self.ways))
+
 
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """One pipeline stage: its devices, and the part of every split class that each of them has.
+    """One pipeline stage: its devices, a grid of which the tensor axis varies fastest.
 
-    Of a class whose size only the run tells, `sizes` has the devices' shares. Devices that share the sequence split
-    it alone, whatever the classes that tensor parallel stages split.
+    Along `context` they share the sequence, along `tensor` the classes that tensor parallel stages split. An axis that
+    the stage does not have is one of one way.
     """
 
     pipeline: int
     index: int
     devices: tuple[int, ...]
-    sizes: Mapping[FactorClass, tuple[int, ...]]
-    shares_sequence: bool = False
+    context: StageAxis
+    tensor: StageAxis
 
     @property
     def key(self) -> tuple[int, int]:
         """Return (pipeline, stage index)."""
         return self.pipeline, self.index
+
+    @property
+    def axes(self) -> tuple[StageAxis, StageAxis]:
+        """Return both axes, the outer one first."""
+        return self.context, self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return a device's place on both axes."""
+        return divmod(self.devices.index(rank), self.tensor.ways)
+
+    def peers(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return for each axis the devices along it that a device stands among, in order."""
+        context, tensor = self.coordinates(rank)
+        start = context * self.tensor.ways
+        return self.devices[tensor :: self.tensor.ways], self.devices[start : start + self.tensor.ways]
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of devices along an axis; none along one of one way."""
+        found = dict.fromkeys(self.peers(rank)[axis] for rank in self.devices)
+        return tuple(found) if self.axes[axis].ways > 1 else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +113,7 @@ class AnnotatedGraph:
     @property
     def context_layouts(self) -> tuple[StageLayout, ...]:
         """Return those whose devices share the sequence."""
-        return tuple(layout for layout in self.layouts if layout.shares_sequence)
+        return tuple(layout for layout in self.layouts if layout.context.ways > 1)
 
     @property
     def splits_batch(self) -> bool:

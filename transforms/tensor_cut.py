@@ -17,7 +17,7 @@ from hetu_fx.transforms.flow import Flow
 from hetu_fx.transforms.items import is_item, whole_of
 from hetu_fx.transforms.outside import read_outside
 from hetu_fx.transforms.sequence import sequence_classes, sequence_cut
-from hetu_fx.transforms.stages import AnnotatedGraph
+from hetu_fx.transforms.stages import TENSOR, AnnotatedGraph
 from hetu_fx.transforms.states import Summed
 
 
@@ -25,7 +25,7 @@ def tensor_cut(graph: Graph, factors: FactorMap, flow: Flow) -> FactorCut:
     """Return what a group cuts, which values and cotangents it sums, and what it does in parts of a sequence."""
     annotated = Annotate(Plan.tensor_parallel((0, 1)), wants_values=False)(graph, factors, flow)
     classes, outside = annotated.classes, read_outside(annotated)
-    axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated), outside=outside)
+    axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated, TENSOR), outside=outside)
     needs = [need for decision in axis.decisions.values() for need in decision.needs]
     later = {need.node for need in needs if _is_summed(axis, need.node) and not isinstance(need.state, Summed)}
     at_once = {node for node, made in axis.made.items() if isinstance(made, Summed) and not _is_summed(axis, node)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.comm_ops.adjoint import adjoint_calls
 from hetu_fx.comm_ops.layout import join_parts, take_part
 from hetu_fx.comm_ops.resolution import Call
@@ -96,10 +97,23 @@ def run_in_lockstep(
     runs = {rank: _interpret(device, feed) for rank, device in devices.items()}
     waiting = {rank: next(run) for rank, run in runs.items()}
     while not any(isinstance(call, dict) for call in waiting.values()):
-        calls, values = zip(*waiting.values(), strict=True)
-        met = attended(calls, values) if calls[0].op == "ring_attention" else Meeting.apply(calls, *values)
-        waiting = {rank: run.send(value) for (rank, run), value in zip(runs.items(), met, strict=True)}
+        met = {rank: value for group in _meetings(waiting) for rank, value in _met(group, waiting)}
+        waiting = {rank: run.send(met[rank]) for rank, run in runs.items()}
     return waiting
+
+
+def _meetings(waiting: Mapping[int, tuple[Call, Tensor]]) -> list[tuple[int, ...]]:
+    """Return who meet with each other: those that a call names, or all."""
+    named = {rank: call.args[3 if call.op == "ring_attention" else 0] for rank, (call, _) in waiting.items()}
+    groups = dict.fromkeys(tuple(ranks) if isinstance(ranks, list) else tuple(waiting) for ranks in named.values())
+    assert sorted(rank for group in groups for rank in group) == sorted(waiting), f"ranks meet crosswise: {named}"
+    return list(groups)
+
+
+def _met(group: tuple[int, ...], waiting: Mapping[int, tuple[Call, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+    calls, values = zip(*(waiting[rank] for rank in group), strict=True)
+    found = attended(calls, values) if calls[0].op == "ring_attention" else Meeting.apply(calls, *values)
+    return zip(group, found, strict=True)
 
 
 class Meeting(torch.autograd.Function):
@@ -264,11 +278,15 @@ def _same_gradients(
         if whole is None:
             assert all(gradient is None for gradient in held.values()), leaf.name
             continue
-        if lies.has_partial:  # a rank that adds nothing has no gradient
-            found = {rank: sum(g for g in held.values() if g is not None) for rank in held}
-            expected = dict.fromkeys(held, whole)
-        else:
-            found, expected = held, {rank: local_part(whole, lies, rank) for rank in held}
         floor = limit * max(float(whole.abs().max()), 1e-3)
         for rank in held:
-            torch.testing.assert_close(found[rank], expected[rank], rtol=limit, atol=floor, msg=leaf.name)
+            found, expected = _added_up(rank, held, lies, whole.shape), local_part(whole, cotangent(lies), rank)
+            torch.testing.assert_close(found, expected, rtol=limit, atol=floor, msg=leaf.name)
+
+
+def _added_up(rank: int, held: Mapping[int, Tensor | None], lies: Annotation, shape: torch.Size) -> Tensor:
+    """Add up the summands of a rank's part, of which the rank has one; a rank that adds nothing has no gradient."""
+    regions = {other: lies.region(other, shape) for other in held}
+    mine = {regions[other].summand: held[other] for other in held if regions[other].boxes == regions[rank].boxes}
+    mine[regions[rank].summand] = held[rank]
+    return torch.stack([gradient for gradient in mine.values() if gradient is not None]).sum(0)

@@ -51,12 +51,12 @@ def test_a_transformer_is_split_as_megatron_does(llama: Program) -> None:
 
 def test_heads_are_cut_whole_and_the_feed_forward_by_single_columns(llama: Program) -> None:
     layout = annotated(llama, Plan.tensor_parallel((0, 1), (2, 1))).layouts[0]
-    assert sorted(layout.sizes.values()) == [(2, 1), (2, 1), (65, 32), (65, 32), (75, 37), (75, 37)]
+    assert sorted(layout.tensor.sizes.values()) == [(2, 1), (2, 1), (65, 32), (65, 32), (75, 37), (75, 37)]
 
 
 def test_a_stage_of_one_device_splits_nothing(llama: Program) -> None:
     layouts = annotated(llama, Plan((pipeline((0, 1), (2,)),))).layouts
-    assert [len(layout.sizes) for layout in layouts] == [6, 0]
+    assert [len(layout.tensor.sizes) for layout in layouts] == [6, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -47,7 +48,8 @@ def localized(
     op = program.factors.op(node)
     operands = [local.placeholder(f"operand{i}") for i in range(len(op.operands))]
     others = {n: local.placeholder(f"other_{n.name}") for n in node.all_input_nodes}
-    args, _ = localized_call(node, op, operands, others, factor, lambda cls: part if cls == factor else cls.size or 0)
+    cut = () if factor is None else (factor,)
+    args, _ = localized_call(node, op, operands, others, cut, lambda cls: part if cls in cut else cls.size or 0)
     return args, operands
 
 
@@ -99,3 +101,13 @@ def test_a_size_that_counts_rows_and_parts_is_taken_with_the_local_part() -> Non
     rest = size.args[0]
     assert (rest.target, rest.args[1]) == (operator.floordiv, 4)
     assert rest.args[0].name.startswith("other_")
+
+
+def test_a_size_of_two_classes_that_are_both_cut_is_the_product_of_the_local_parts(program: Program) -> None:
+    node = [n for n in program.graph.graph.nodes if n.target is aten.reshape.default][-1]
+    op, local = program.factors.op(node), fx.Graph()
+    parts = {cls: part for part, cls in enumerate(sorted(op.classes, key=lambda cls: cls.id), 2) if cls.size in (4, 5)}
+    others = {n: local.placeholder(f"other_{n.name}") for n in node.all_input_nodes}
+    operands = [local.placeholder("operand")]
+    args, _ = localized_call(node, op, operands, others, parts, lambda cls: parts.get(cls, cls.size or 0))
+    assert list(args[1][2:]) == [3, math.prod(parts.values())]

@@ -169,7 +169,7 @@ def load_training_state(
     """
     folder, table = Path(folder), table or active()
     together(table, lambda: _open_folder(folder, table.rank, verify))
-    return together(table, lambda: TrainingFiles(folder / TRAINING).load(optimizer, parameters))
+    return together(table, lambda: TrainingFiles.open(folder / TRAINING).load(optimizer, parameters))
 
 
 def _open_folder(folder: Path, rank: int, verify: bool) -> None:

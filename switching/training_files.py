@@ -8,23 +8,17 @@ caller adds. Nothing is pickled.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hetu_fx.annotations.region import Box, Interval
 from hetu_fx.errors import CheckpointError
+from hetu_fx.switching.box_files import BoxFiles, Key, Pieces
 from hetu_fx.switching.home import HomeTensor
-from hetu_fx.switching.home_layout import Chunk, index
-from hetu_fx.switching.home_tensor import mark_written
-from hetu_fx.switching.weight_files import open_safetensors, read_box
 
 STATE = "training_state.json"
 FORMAT = "hetu_fx.training/1"
@@ -43,33 +37,39 @@ def write_training_state(
 
     Raises CheckpointError for a parameter without a name, or state that is neither tensors nor JSON values.
     """
+    path = folder / f"training_state-{rank:05d}.safetensors"
+    document = training_document(optimizer, parameters, extra)
+    try:
+        Pieces.of(state_tensors(optimizer, parameters), rank).write(path, {"format": FORMAT})
+        if rank == 0:
+            (folder / STATE).write_text(json.dumps(document, indent=1) + "\n")
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        raise CheckpointError(f"cannot write training state to {path}: {error}") from error
+
+
+def training_document(
+    optimizer: torch.optim.Optimizer, parameters: Parameters, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all but the tensors of an optimizer's state, as JSON: alike on every rank.
+
+    Raises CheckpointError for a parameter without a name, or state that is neither tensors nor JSON values.
+    """
     names = _names(optimizer, parameters)
-    tensors: dict[str, Tensor] = {}
-    boxes: dict[str, list[Any]] = {}
     table: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         name = names[id(parameter)]
         table[name] = {key: _describe(value, f"state {key!r} of {name!r}") for key, value in state.items()}
+    groups = [_describe_group(group, names) for group in optimizer.param_groups]
+    return {"format": FORMAT, "groups": groups, "state": table, "extra": dict(extra)}
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> Iterator[tuple[Key, Tensor]]:
+    """Yield the state tensors of an optimizer that have dims, or pieces, by parameter name and key."""
+    names = _names(optimizer, parameters)
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if not isinstance(value, Tensor) or (not value.dim() and not isinstance(value, HomeTensor)):
-                continue
-            for number, (box, piece) in enumerate(_pieces(value, rank)):
-                entry = f"{name}/{key}/{number}"
-                tensors[entry] = piece.detach().to("cpu").contiguous().clone()
-                boxes[entry] = [name, key, box.bounds]
-    path = folder / f"training_state-{rank:05d}.safetensors"
-    try:
-        save_file(tensors, str(path), metadata={"format": FORMAT, "boxes": json.dumps(boxes)})
-        if rank == 0:
-            document = {
-                "format": FORMAT,
-                "groups": [_describe_group(group, names) for group in optimizer.param_groups],
-                "state": table,
-                "extra": dict(extra),
-            }
-            (folder / STATE).write_text(json.dumps(document, indent=1) + "\n")
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        raise CheckpointError(f"cannot write training state to {path}: {error}") from error
+            if isinstance(value, Tensor) and (value.dim() or isinstance(value, HomeTensor)):
+                yield (names[id(parameter)], key), value
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[int, str]:
@@ -82,15 +82,6 @@ def _names(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[int
                     "is none of the model's; make the optimizer from model.parameters()"
                 )
     return names
-
-
-def _pieces(value: Tensor, rank: int) -> Iterator[tuple[Box, Tensor]]:
-    """Yield what this rank writes of a tensor; plain tensors are the same everywhere, so rank 0 writes them."""
-    if isinstance(value, HomeTensor):
-        for box, place in value.home_layout.counted_chunks:
-            yield box, value.local[index(place)]
-    elif rank == 0:
-        yield Box(tuple((0, size) for size in value.shape)), value
 
 
 def _describe_group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -124,39 +115,23 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
-class SavedBox:
-    """One box of one state tensor in one file."""
-
-    file: Path
-    entry: str
-    bounds: tuple[Interval, ...]
-
-
 class TrainingFiles:
-    """A saved training state, open for reading."""
+    """A saved training state: its document, and the files that hold its tensors."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.document = self._read_document()
-        self.boxes: dict[tuple[str, str], list[SavedBox]] = {}
-        self._files: dict[Path, Any] = {}
-        for path in sorted(folder.glob("training_state-*.safetensors")):
-            self._files[path] = open_safetensors(path)
-            header = json.loads((self._files[path].metadata() or {}).get("boxes", "{}"))
-            for entry, (name, key, bounds) in header.items():
-                box = SavedBox(path, entry, tuple((start, stop) for start, stop in bounds))
-                self.boxes.setdefault((name, key), []).append(box)
+    def __init__(self, document: Mapping[str, Any], boxes: BoxFiles) -> None:
+        self.document, self.boxes = document, boxes
+        if document.get("format") != FORMAT:
+            raise CheckpointError(f"{boxes.where} has format {document.get('format')!r}, expected {FORMAT!r}")
 
-    def _read_document(self) -> dict[str, Any]:
-        path = self.folder / STATE
+    @classmethod
+    def open(cls, folder: Path) -> TrainingFiles:
+        """Open what `write_training_state` wrote on all ranks. Raises CheckpointError."""
+        path = folder / STATE
         try:
             document: dict[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        if document.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {document.get('format')!r}, expected {FORMAT!r}")
-        return document
+        return cls(document, BoxFiles(sorted(folder.glob("training_state-*.safetensors")), folder))
 
     def load(self, optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Any]:
         """Put the saved state into an optimizer over the same parameters; give the caller's own values.
@@ -183,7 +158,7 @@ class TrainingFiles:
         if here != saved:
             ours, theirs = {n for g in here for n in g}, {n for g in saved for n in g}
             raise CheckpointError(
-                f"the optimizer's parameters are not those of {self.folder}: missing in the file "
+                f"the optimizer's parameters are not those of {self.boxes.where}: missing in the file "
                 f"{sorted(ours - theirs)}, unknown here {sorted(theirs - ours)}, groups of "
                 f"{[len(g) for g in here]} here and {[len(g) for g in saved]} in the file"
             )
@@ -195,46 +170,11 @@ class TrainingFiles:
             return value.to(parameter.device) if isinstance(value, Tensor) and on_device else value
         shape, dtype = tuple(saved["shape"]), getattr(torch, saved["dtype"])
         if isinstance(parameter, HomeTensor) and shape == parameter.home_layout.shape:
-            home = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            layout = home.home_layout  # type: ignore[attr-defined]
-            chunks = list(zip(layout.boxes, layout.region.local_boxes, strict=False))
-            self._fill(name, key, home.local, chunks)  # type: ignore[attr-defined]
-            mark_written([home])  # type: ignore[list-item]
-            return home
-        plain = torch.zeros(shape, dtype=dtype, device=parameter.device)
-        everything = Box(tuple((0, size) for size in shape))
-        self._fill(name, key, plain, [(everything, everything)])
-        return plain
-
-    def _fill(self, name: str, key: str, dense: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Fill a dense tensor, given as boxes (global, local), from the saved boxes that meet them."""
-        filled = 0
-        for saved in self.boxes.get((name, key), []):
-            for box, place in chunks:
-                common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(saved.bounds, box.bounds, strict=True)]
-                if all(start < stop for start, stop in common):
-                    value = read_box(
-                        self._files[saved.file].get_slice(saved.entry), _within(common, saved.bounds, None)
-                    )
-                    dense[_within(common, box.bounds, place.bounds)].copy_(value)
-                    filled += value.numel()
-        wanted = sum(math.prod(stop - start for start, stop in box.bounds) for box, _ in chunks)
-        if filled != wanted:
-            raise CheckpointError(
-                f"{self.folder} holds {filled} of {wanted} elements of state {key!r} of {name!r}: "
-                "a rank's file is missing"
-            )
-
-
-def _within(
-    common: Sequence[Interval], bounds: Sequence[Interval], place: Sequence[Interval] | None
-) -> tuple[slice, ...]:
-    """Give the index of a common box in the dense tensor where `bounds` stands at `place` (None: at 0)."""
-    starts = [0] * len(bounds) if place is None else [start for start, _ in place]
-    return tuple(
-        slice(start - low + at, stop - low + at)
-        for (start, stop), (low, _), at in zip(common, bounds, starts, strict=True)
-    )
+            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            value = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        self.boxes.fill((name, key), value)
+        return value
 
 
 def _restore(saved: Any) -> Any:

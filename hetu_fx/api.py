@@ -20,6 +20,7 @@ from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.run_log import RunLog, Sink
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
 from hetu_fx.saving import load_model, save_model
+from hetu_fx.snapshots import Snapshots
 from hetu_fx.switching.policy import Policy
 from hetu_fx.switching.runtime import Runtime, Settings
 from hetu_fx.topology import Cluster
@@ -220,6 +221,36 @@ class Handle:
         Collective. Returns what was saved as `extra`.
         """
         return load_model(self._runtime, Path(folder), **options)
+
+    def snapshots(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int = 1,
+        folder: str | Path | None = None,
+        checkpoints: str | Path | None = None,
+    ) -> Snapshots:
+        """Keep the state of the newest finished step in memory, for a job that is restarted; collective.
+
+            snapshots = model.hetu.snapshots(optimizer, every=10, checkpoints="checkpoints")
+            first = snapshots.resume().extra.get("batch", 0)
+            for batch in range(first, last):
+                ...
+                optimizer.step()
+                snapshots.step({"batch": batch + 1})
+
+        Every process keeps its part, and a copy of another's, on another node where there is one: whatever one node
+        takes with it, the others have. A snapshot counts only once all processes have finished its step.
+
+        Args:
+            optimizer: its state is kept too.
+            every: steps between snapshots.
+            folder: in each node's memory; None: one that processes find which the same launcher starts again on this
+                node. What another job left in a given folder is gone on from too.
+            checkpoints: the parent of folders of `save`, of which the newest is loaded where no snapshot is whole.
+        """
+        folder, checkpoints = (None if path is None else Path(path) for path in (folder, checkpoints))
+        return Snapshots(self._runtime, optimizer, every=every, folder=folder, checkpoints=checkpoints)
 
     def export(self, folder: str | Path) -> None:
         """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""

@@ -127,6 +127,16 @@ def from_first(table: GroupTable, value: T) -> T:
     return values[0]
 
 
+def of_all(table: GroupTable, value: T) -> list[T]:
+    """Return the values of all ranks, in their order; collective."""
+    if table.size == 1:
+        return [value]
+    values = [value] * table.size
+    with using(table), guarded("agreement", range(table.size)):
+        dist.all_gather_object(values, value, group=table.base)
+    return values
+
+
 def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
     """Return the facts, or an error to exchange in their place if they are more than a message holds."""
     if isinstance(facts, Exception):
@@ -176,20 +186,13 @@ def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:
 
 def _errors_of_all(table: GroupTable, mine: object) -> str:
     """Return what the ranks that came with an error say, empty if none did; collective."""
-    texts = _texts(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else "")
+    texts = of_all(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else "")
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-
-
-def _texts(table: GroupTable, mine: str) -> list[str]:
-    texts: list[str] = [""] * table.size
-    with using(table), guarded("agreement on errors", range(table.size)):
-        dist.all_gather_object(texts, mine, group=table.base)
-    return texts
 
 
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:
     if len({row[2] for row in gathered}) > 1:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(_texts(table, facts.signature)))
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_all(table, facts.signature)))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or in the graph that these led to (told by "
             f"its hash); make them alike, and use the same version of every package on all ranks. {told}"

@@ -6,6 +6,7 @@ Packing and unpacking are pure functions of tensors, so a whole plan can also be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def run_moves(
     nothing after. Where it holds something only after, `like[i]` gives dtype and device. Raises CommError
     where a peer is dead or late, or a tensor has another shape than the plan says.
     """
-    examples = _examples(plan, tensors, like, table.rank)
+    examples = examples_of(plan, tensors, like, table.rank)
     results = list(tensors)
     for part in plan.rounds:
         messages = exchange(part, table, examples, results)
@@ -93,32 +94,34 @@ def unpack(
     return results
 
 
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """One rank's messages of one round, flat bytes by peer: ready to be sent, and room for what arrives.
+
+    Tensors are on `device`; the messages may be in host memory.
+    """
+
+    arriving: Mapping[int, Tensor]
+    leaving: Mapping[int, Tensor]
+    device: torch.device
+
+
 def exchange(
     plan: BsrPlan, table: GroupTable, examples: Sequence[Tensor], tensors: Sequence[Tensor | None]
 ) -> dict[int, Tensor]:
     """Send this rank's messages and give those it gets, by sender."""
     rank = table.rank
-    senders: dict[int, list[Transfer]] = {}
-    for transfer in plan.incoming.get(rank, ()):
-        if transfer.sender != rank:
-            senders.setdefault(transfer.sender, []).append(transfer)
-    receivers = plan.outgoing.get(rank, {})
-    peers = sorted({*senders, *receivers})
-    if not peers:
+    if not plan.outgoing.get(rank) and all(t.sender == rank for t in plan.incoming.get(rank, ())):
         return {}
-    with guarded("batched send-receive", [rank, *peers]):
-        return _exchange(plan, table, senders, peers, examples, tensors)
+    return send(prepare(plan, table, examples, tensors), table)
 
 
-def _exchange(
-    plan: BsrPlan,
-    table: GroupTable,
-    senders: Mapping[int, Sequence[Transfer]],
-    peers: Sequence[int],
-    examples: Sequence[Tensor],
-    tensors: Sequence[Tensor | None],
-) -> dict[int, Tensor]:
-    """Post every receive before any send: gloo's send ends only once its receive is posted."""
+def prepare(plan: BsrPlan, table: GroupTable, examples: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Messages:
+    """Pack what this rank sends, and make room for what it gets; talks to nobody."""
+    senders: dict[int, list[Transfer]] = {}
+    for transfer in plan.incoming.get(table.rank, ()):
+        if transfer.sender != table.rank:
+            senders.setdefault(transfer.sender, []).append(transfer)
     device = _device(plan, table.rank, examples)
     host = torch.device("cpu") if table.staged(device) else device
     arriving = {
@@ -127,27 +130,33 @@ def _exchange(
     }
     leaving = {
         peer: pack(plan, table.rank, peer, tensors, examples).to(host)
-        for peer in peers
-        if peer in plan.outgoing.get(table.rank, {})
+        for peer in sorted(plan.outgoing.get(table.rank, {}))
     }
-    works = _post(table, arriving, leaving, native=host.type != "cpu")
-    for work in works:
-        work.wait()
-    return {sender: message.to(device) for sender, message in arriving.items()}
+    return Messages(arriving, leaving, device)
+
+
+def send(messages: Messages, table: GroupTable) -> dict[int, Tensor]:
+    """Send messages and wait for those that arrive; gives them by sender. Raises CommError where a peer is dead."""
+    peers = sorted({*messages.arriving, *messages.leaving})
+    if not peers:
+        return {}
+    with guarded("batched send-receive", [table.rank, *peers]):
+        for work in _post(table, messages.arriving, messages.leaving):
+            work.wait()
+    return {sender: message.to(messages.device) for sender, message in messages.arriving.items()}
 
 
 def _device(plan: BsrPlan, rank: int, examples: Sequence[Tensor]) -> torch.device:
     moves = [t.move for t in plan.incoming.get(rank, ())]
     moves += [t.move for peers in plan.outgoing.get(rank, {}).values() for t in peers]
-    return examples[moves[0]].device
+    return examples[moves[0]].device if moves else torch.device("cpu")
 
 
-def _post(
-    table: GroupTable, arriving: Mapping[int, Tensor], leaving: Mapping[int, Tensor], *, native: bool
-) -> list[dist.Work]:
-    receives = [(dist.irecv, message, table.to_global(peer)) for peer, message in arriving.items()]
-    sends = [(dist.isend, message, table.to_global(peer)) for peer, message in leaving.items()]
-    if native:
+def _post(table: GroupTable, arriving: Mapping[int, Tensor], leaving: Mapping[int, Tensor]) -> list[dist.Work]:
+    """Post every receive before any send: gloo's send ends only once its receive is posted."""
+    receives = [(dist.irecv, message, table.to_global(peer)) for peer, message in sorted(arriving.items())]
+    sends = [(dist.isend, message, table.to_global(peer)) for peer, message in sorted(leaving.items())]
+    if any(message.device.type != "cpu" for message in (*arriving.values(), *leaving.values())):
         # NCCL needs one group call, or sends and receives of a pair wait for each other.
         batch = [dist.P2POp(op, message, peer, table.base, _TAG) for op, message, peer in receives + sends]
         return list(dist.batch_isend_irecv(batch))
@@ -155,9 +164,10 @@ def _post(
     return [work for work in works if work is not None]
 
 
-def _examples(
+def examples_of(
     plan: BsrPlan, tensors: Sequence[Tensor | None], like: Sequence[Tensor] | None, rank: int
 ) -> list[Tensor]:
+    """Give for every move a tensor of its dtype and device. Raises CommError where a tensor is missing or misfit."""
     if len(tensors) != len(plan.moves):
         raise CommError(f"a plan of {len(plan.moves)} moves needs as many tensors, got {len(tensors)}")
     examples = []

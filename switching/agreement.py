@@ -22,7 +22,7 @@ T = TypeVar("T")
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
-_HEAD = 5
+_HEAD = 6
 _FIRST_COUNT = _HEAD + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
@@ -40,6 +40,7 @@ class LocalFacts:
         longest: longest sequence in the batch.
         counts: local counts, in the order of the program's count leaves.
         compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
+        is_leaving: this rank asks to be drained before the step.
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
     """
@@ -51,18 +52,20 @@ class LocalFacts:
     longest: int = 0
     counts: tuple[float, ...] = ()
     compute_seconds: float = 0.0
+    is_leaving: bool = False
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What all ranks agree on for one step; the same value on every rank."""
+    """What all ranks agree on for one step, the same on every rank; `leaving` are the ranks that are to be drained."""
 
     rows: tuple[int, ...]
     longest: int
     counts: tuple[float, ...]
     compute_seconds: tuple[float, ...]
+    leaving: tuple[int, ...] = ()
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
@@ -75,7 +78,8 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, Exception):
             raise facts
-        return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,))
+        leaving = (0,) if facts.is_leaving else ()
+        return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,), leaving)
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[0] for row in gathered):
@@ -88,6 +92,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         longest=int(max(row[3] for row in gathered)),
         counts=counts,
         compute_seconds=tuple(row[4] for row in gathered),
+        leaving=tuple(rank for rank, row in enumerate(gathered) if row[5]),
     )
 
 
@@ -102,7 +107,8 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
         outcome = act()
     except Exception as error:  # whatever it is, the others must not wait for this rank
         outcome = error
-    told = _errors_of_all(table, outcome) if table.size > 1 else ""
+    failed = any_of(table, [isinstance(outcome, Exception)])[0]
+    told = _errors_of_all(table, outcome) if failed and table.size > 1 else ""
     if isinstance(outcome, Exception):
         raise outcome
     if told:
@@ -115,7 +121,8 @@ def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     if table.size == 1:
         return tuple(flags)
     counts = torch.tensor(flags, dtype=torch.int32, device=_device(table))
-    dist.all_reduce(counts, group=table.base)
+    with using(table), guarded("agreement on flags", range(table.size)):
+        dist.all_reduce(counts, group=table.base)
     return tuple(count > 0 for count in counts.tolist())
 
 
@@ -153,7 +160,7 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
-    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds]
+    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, facts.is_leaving]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
     return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
 

@@ -24,7 +24,8 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
     def comes_with(theirs: LocalFacts | HetuFxError) -> None:
         text = f"{type(theirs).__name__}: {theirs}" if isinstance(theirs, HetuFxError) else theirs.signature
         monkeypatch.setattr(agreement, "_exchange", lambda _, row: [row, agreement._encode(theirs)])
-        monkeypatch.setattr(agreement, "_texts", lambda _, mine: [mine, text])
+        monkeypatch.setattr(agreement, "of_all", lambda _, mine: [mine, text])
+        monkeypatch.setattr(agreement, "any_of", lambda _, flags: (True,) * len(flags))
 
     return comes_with
 

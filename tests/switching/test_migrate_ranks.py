@@ -1,0 +1,178 @@
+"""Training state on three gloo ranks goes to other homes: same objects, same values, and training goes on as before."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from test_home_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
+
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import StateError
+from hetu_fx.switching.home import HomeTensor
+from hetu_fx.switching.migrate import migrate
+
+ELSEWHERE: dict[str, Annotation] = {
+    "uneven": Annotation.on((1, 2), Split(1, (5, 1))),
+    "columns": Annotation.on((0, 1), Duplicate(2)),
+    "alone": Annotation.on((0, 2), Split(0, (1, 3))),
+    "copies": Annotation.on((1,)),
+    "mixed": Annotation.on((2, 1, 0), Split(0, (1, 1, 1))),
+    "scalar": Annotation.on((0,)),
+}
+BEFORE = {name: annotation for name, (_, annotation) in HOMES.items()}
+
+
+def named(homes: list[Any]) -> dict[str, Any]:
+    return dict(zip(HOMES, homes, strict=True))
+
+
+def moved(homes: list[Any], optimizers: list[Any], targets: dict[str, Annotation], **options: Any) -> Any:
+    return migrate(named(homes), targets, optimizers, GroupTable(), **options)
+
+
+def assert_same(homes: list[Any], plains: list[Any]) -> None:
+    for name, home, plain in zip(HOMES, homes, plains, strict=True):
+        found = home.detach().full_tensor()
+        assert torch.equal(found, plain.detach()), f"{name}: {found} is not {plain}"
+
+
+def state_objects(optimizer: Any) -> list[int]:
+    return [id(value) for state in optimizer.state.values() for value in state.values()]
+
+
+def check_every_optimizer_goes_on_as_if_nothing_had_moved(rank: int, world: int, folder: Path) -> None:
+    for name, (kind, options) in OPTIMIZERS.items():
+        plains, homes = parameters(rank)
+        optimizers = [kind(group, **copy.deepcopy(options)) for group in (plains, homes)]
+        identities = [id(home) for home in homes]
+        for step, targets in enumerate((ELSEWHERE, {}, BEFORE, ELSEWHERE)):
+            set_gradients(plains, homes, step)
+            for optimizer in optimizers:
+                optimizer.step()
+            objects = state_objects(optimizers[1])
+            plan = moved(homes, optimizers[1:], targets)
+            assert plan.total_bytes == plan.least_bytes, name
+            assert state_objects(optimizers[1]) == objects, name
+            for home, target in zip(homes, targets.values(), strict=False):
+                state = [v for v in optimizers[1].state[home].values() if isinstance(v, HomeTensor)]
+                assert {t.home_layout for t in (home, home.grad, *state)} == {home.home_layout}, name
+                assert home.home_layout.annotation == target, name
+                assert home.local.shape == home.home_layout.local_shape, name
+        assert [id(home) for home in optimizers[1].param_groups[0]["params"]] == identities, name
+        for home, plain in zip(homes, plains, strict=True):
+            torch.testing.assert_close(home.detach().full_tensor(), plain.detach(), rtol=1e-12, atol=1e-12, msg=name)
+
+
+def check_gradients_that_add_up_move_too(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    gradients = [home.grad for home in homes]
+    moved(homes, [], ELSEWHERE)
+    assert all(home.grad is gradient for home, gradient in zip(homes, gradients, strict=True))
+    assert_same([home.grad for home in homes], [plain.grad for plain in plains])
+
+
+def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    small = moved(homes, [], ELSEWHERE, extra_share=1e-3)
+    assert_same(homes, plains)
+    assert moved(homes, [], ELSEWHERE).buckets == ()
+    large = moved(homes, [], BEFORE, extra_share=10.0)
+    assert len(small.buckets) > 8
+    assert len(large.buckets) == 1
+    assert_same(homes, plains)
+
+
+def check_versions_tell_of_the_move(rank: int, world: int, folder: Path) -> None:
+    _, homes = parameters(rank)
+    before = [(home._version, home.local._version) for home in homes]
+    moved(homes, [], ELSEWHERE)
+    after = [(home._version, home.local._version) for home in homes]
+    assert all(new[0] > old[0] and new[1] > old[1] for old, new in zip(before, after, strict=True))
+
+
+def check_whole_state_is_cut_to_the_new_homes(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    optimizer = torch.optim.SGD(homes, momentum=0.9)
+    for home, plain in zip(homes, plains, strict=True):
+        optimizer.state[home]["momentum_buffer"] = plain.detach().clone()
+    moved(homes, [optimizer], ELSEWHERE)
+    for name, home, plain in zip(HOMES, homes, plains, strict=True):
+        kept = optimizer.state[home]["momentum_buffer"]
+        if name == "scalar":  # a number, which may be a count: whole everywhere
+            assert torch.equal(kept, plain.detach())
+        else:
+            assert torch.equal(kept.local, home.local)
+
+
+def check_state_that_only_owners_keep_comes_along(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    optimizer = torch.optim.SGD(homes, momentum=0.9)
+    for home, plain in zip(homes, plains, strict=True):
+        if home.home_layout.annotation.holds(rank):
+            kept = HomeTensor.from_full(plain.detach(), home.home_layout)
+            optimizer.state[home].update(momentum_buffer=kept, step=7)
+    moved(homes, [optimizer], ELSEWHERE)
+    assert_same([optimizer.state[home]["momentum_buffer"] for home in homes], plains)
+    assert all(optimizer.state[home]["step"] == 7 for home in homes)
+
+
+def check_state_that_an_owner_has_lost_is_refused_everywhere(rank: int, world: int, folder: Path) -> None:
+    _, homes = parameters(rank)
+    optimizer = torch.optim.SGD(homes, momentum=0.9)
+    optimizer.step()
+    if rank == 2:
+        del optimizer.state[named(homes)["uneven"]]
+    with pytest.raises(StateError, match="rank 2 owns a part of 'uneven' but has no optimizer 0 momentum_buffer"):
+        moved(homes, [optimizer], ELSEWHERE)
+    assert {name: home.home_layout.annotation for name, home in named(homes).items()} == BEFORE
+
+
+def check_ranks_that_want_different_homes_are_refused(rank: int, world: int, folder: Path) -> None:
+    _, homes = parameters(rank)
+    with pytest.raises(StateError, match="all ranks must do the same"):
+        moved(homes, [], ELSEWHERE if rank else BEFORE)
+
+
+def check_what_fails_on_one_rank_fails_on_all_and_changes_nothing(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    stranger = torch.optim.SGD([torch.zeros(3)] if rank == 1 else homes)
+    with pytest.raises(StateError, match=r"optimizer 0 \(SGD\) holds 1 parameters that are none of the model's"):
+        moved(homes, [stranger], ELSEWHERE)
+    assert_same(homes, plains)
+
+
+def check_state_of_another_shape_at_home_is_refused(rank: int, world: int, folder: Path) -> None:
+    _, homes = parameters(rank)
+    optimizer = torch.optim.SGD(homes)
+    first = named(homes)
+    optimizer.state[first["uneven"]]["row"] = first["alone"].detach()
+    with pytest.raises(StateError, match="optimizer 0 row of parameter 'uneven' is a home tensor of shape"):
+        moved(homes, [optimizer], ELSEWHERE)
+
+
+def check_lists_inside_the_state_move_as_well(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    optimizer = torch.optim.SGD(homes)
+    for home, plain in zip(homes, plains, strict=True):
+        optimizer.state[home]["history"] = [HomeTensor.from_full(plain.detach(), home.home_layout), Tensor([1.0])]
+    plan = moved(homes, [optimizer], ELSEWHERE)
+    assert "optimizer 0 history/0" in {tensor.kind for tensor in plan.tensors}
+    assert_same([optimizer.state[home]["history"][0] for home in homes], plains)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD)[name] if report]
+    assert not failures, "\n".join(failures)

@@ -5,12 +5,14 @@ that minimise max_i t_i(x_i), each t_i non-decreasing.                          
 The optimum is t_i(x) for some i and x, so bisection over those values is exact, without tolerances.
 
 Cut (blocks): find 0 = k_0 < k_1 < ... < k_n = total that minimise max_i c_i(k_{i-1}, k_i).             (3)
-Dynamic programming over (i, k_i) is exact for any c_i; blocks that are all alike are spread instead.
+Dynamic programming over (i, k_i) is exact for any c_i; blocks that are all alike are dealt instead.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +73,32 @@ def _least_deadline(receivers: _Receivers, index: int, total: int) -> float:
 def _latest(receivers: _Receivers, counts: Sequence[int]) -> int:
     movable = [index for index, count in enumerate(counts) if count > receivers.low[index]]
     return max(movable, key=lambda index: (receivers.costs[index](counts[index]), index))
+
+
+def deal(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:
+    """Return the sizes that solve (3) where only the first and the last item differ from the others.
+
+    Each stage gets one, and each further one goes to the stage that would then be done first, which is exact for
+    costs that do not fall. None when there are fewer items than stages, or they do not fit.
+    """
+
+    def taking(index: int, count: int) -> float:
+        start = 0 if index == 0 else total - count if index == num_stages - 1 else 1
+        return seconds(index, start, start + count)
+
+    if num_stages == 1:
+        return (total,) if seconds(0, 0, total) < math.inf else None
+    if total < num_stages:
+        return None
+    counts = [1] * num_stages
+    heap = [(taking(index, 2), -index) for index in range(num_stages)]
+    heapq.heapify(heap)
+    for _ in range(total - num_stages):
+        _, place = heap[0]
+        counts[-place] += 1
+        heapq.heapreplace(heap, (taking(-place, counts[-place] + 1), place))
+    fits = all(taking(index, count) < math.inf for index, count in enumerate(counts))
+    return tuple(counts) if fits else None
 
 
 def cut(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:

@@ -12,14 +12,18 @@ price, and so on until no plan is faster. Gradient sync, gather and optimizer ar
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hetu_fx.planner.allocate import spread
-from hetu_fx.planner.cost import memory_problems, predict, sync_seconds
+from hetu_fx.planner.builder import Builder
+from hetu_fx.planner.cost import sync_seconds
 from hetu_fx.planner.deadline import DeadlineTable, Option, Segment
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.replica import Builder, Family, Replica, Rules
+from hetu_fx.planner.recompute import fitted
+from hetu_fx.planner.replica import Family, Replica, Rules
 from hetu_fx.planner.space import PlanOptions, Space, alone, orders
 from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster
@@ -58,12 +62,12 @@ class _Search:
     def __init__(self, costs: ProgramCosts, cluster: Cluster, options: PlanOptions, plans: dict[Plan, float]) -> None:
         self._costs, self._cluster, self._options = costs, cluster, options
         memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in cluster.devices}
-        self._rules = Rules(options.schedule, options.zero, options.micro_batches, memory)
+        self._rules = Rules(options.schedule, options.zero, options.micro_batches, memory, options.recompute)
         self.space = Space.of(costs, cluster, options)
         micro_rows = max(1, round(costs.rows / len(cluster.devices)))
         self.builder = Builder(costs, cluster, self._rules, micro_rows)
         self.plans = plans
-        self._limits: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._ways: dict[tuple[int, int], tuple[tuple[int, int, Replica], ...]] = {}
 
     def descend(self, num_devices: int, replicas: Mapping[Segment, list[Replica]], num_replicas: int) -> None:
         """Lower the deadline until no plan of so many replicas meets it."""
@@ -75,7 +79,8 @@ class _Search:
             if segments is None:
                 return
             chosen = [table.options[best[segment][1]].replica for segment in segments]
-            seconds = self._price([Family.of(one, num_replicas, self._rules) for one in chosen])
+            as_chosen = replace(self._rules, recompute=False)
+            seconds = self._price([Family.of(one, num_replicas, as_chosen) for one in chosen])
             # a plan may cost more than the deadline that it was found for: its ends are the slowest replica's
             deadline = seconds * (1 - _FASTER) if seconds <= deadline else deadline * (1 - _STEP)
 
@@ -85,15 +90,31 @@ class _Search:
         for segment, found in replicas.items():
             for one in found:
                 end = sync[0] + sync[1] * one.parameter_bytes + owned * one.update_seconds
-                for count, most in self._limits_of(one, num_replicas):
-                    yield Option(segment, one, count, most, end)
+                for count, most, made in self._ways_of(one, num_replicas):
+                    yield Option(segment, replace(made, pipeline=one.pipeline), count, most, end)
 
-    def _limits_of(self, replica: Replica, num_replicas: int) -> tuple[tuple[int, int], ...]:
+    def _ways_of(self, replica: Replica, num_replicas: int) -> tuple[tuple[int, int, Replica], ...]:
         """Return the ways in which a replica fits memory, worked out once for all that hold the same."""
         key = (id(replica.holdings), num_replicas)  # the builder keeps them, one object for all that are alike
-        if key not in self._limits:
-            self._limits[key] = Family.of(replica, num_replicas, self._rules).limits
-        return self._limits[key]
+        if key not in self._ways:
+            limits = Family.of(replica, num_replicas, self._rules).limits
+            self._ways[key] = tuple(way for limit in limits for way in self._lighter(replica, num_replicas, *limit))
+        return self._ways[key]
+
+    def _lighter(
+        self, replica: Replica, num_replicas: int, count: int, most: int
+    ) -> Iterator[tuple[int, int, Replica]]:
+        """Yield a replica, then with more and more recomputed: each does twice the rows of the one before."""
+        if most:
+            yield count, most, replica
+        fair = math.ceil(self._costs.rows / (num_replicas * count))
+        while self._rules.recompute and most < 2 * fair:
+            counts = replica.least_recompute(max(1, min(2 * most, 2 * fair)), count, num_replicas, self._rules)
+            if counts is None:
+                return
+            made = replica.recomputing(counts)
+            most = made.most_micro_rows(count, num_replicas, self._rules)
+            yield count, most, made
 
     def _sync_line(self, num_replicas: int) -> tuple[float, float]:
         """Return (seconds, seconds per byte) of gradient sync and gather, on the slowest link there is."""
@@ -126,11 +147,11 @@ class _Search:
         pipelines.sort(key=lambda pipeline: min(pipeline.devices))
         given = self._options
         plan = Plan(tuple(pipelines), given.schedule, given.zero, given.name, given.max_length)
-        prediction = predict(plan, self._costs, self._cluster)
-        if memory_problems(prediction, self._cluster, given.memory_fraction):
+        found = fitted(plan, self._costs, self._cluster, given)
+        if found is None:
             return math.inf
-        self.plans[plan] = prediction.seconds
-        return prediction.seconds
+        self.plans[found[0]] = found[1].seconds
+        return found[1].seconds
 
 
 def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segment, list[Replica]]:
@@ -139,7 +160,7 @@ def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segm
     for start in range(len(order)):
         for stop in range(start + 1, len(order) + 1):
             found = (builder.build(groups) for groups in space.replicas(order[start:stop]))
-            result[start, stop] = [one for one in found if one is not None]
+            result[start, stop] = list(itertools.chain.from_iterable(found))
     return result
 
 

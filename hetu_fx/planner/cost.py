@@ -119,7 +119,7 @@ def _stage_costs(
 ) -> StageCosts:
     stage = pipeline.stages[index]
     parts = costs.on(stage).stage(stops[index], stops[index + 1])
-    again = _again_lines(stage, costs.again(stage, stops[index]), cluster)
+    again = again_lines(stage, costs.again(stage, stops[index]), cluster)
     compute = tuple(map(add, compute_lines(stage, parts, cluster), again))
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
@@ -131,7 +131,7 @@ def _stage_costs(
     return StageCosts(stage, parts, compute, sums, returns, to_next, to_previous, again)
 
 
-def _again_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
+def again_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
     """Return the forward of blocks that are recomputed, of each device; what they have sent is kept."""
     lines = compute_lines(stage, parts, cluster)
     return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.per_row / FORWARD_AND_BACKWARD) for n in lines)

@@ -104,11 +104,16 @@ def _estimates(problem: Problem) -> Iterator[str]:
 def _simplest(found: Mapping[Plan, float]) -> Plan:
     """Return the plan with the fewest stages and shards of those negligibly slower than the best.
 
-    Of equally fast ones that is one of few micro-batches, with states spread.
+    One that recomputes nothing comes first. Of equally fast ones that is one of few micro-batches, with states spread.
     """
     limit = min(found.values()) * (1 + NEGLIGIBLE)
     near = [plan for plan, seconds in found.items() if seconds <= limit]
-    return min(near, key=lambda plan: (_num_seams(plan), plan.sequence_parallel, found[plan], *_simplicity(plan)))
+
+    def order(plan: Plan) -> tuple[object, ...]:
+        again = any(stage.recompute for *_, stage in plan.stages)
+        return again, _num_seams(plan), plan.sequence_parallel, found[plan], *_simplicity(plan)
+
+    return min(near, key=order)
 
 
 def _simplicity(plan: Plan) -> tuple[int, int, str]:

@@ -283,6 +283,11 @@ class ProgramCosts:
         return {}
 
     @cached_property
+    def known_recompute(self) -> dict[object, int | None]:
+        """What has been worked out of blocks to recompute."""
+        return {}
+
+    @cached_property
     def known_peaks(self) -> dict[object, tuple[tuple[str, int], ...]]:
         """What has been worked out of peaks."""
         return {}

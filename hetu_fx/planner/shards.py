@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hetu_fx.planner.memory import Shard, Terms, in_flight, instants, most_rows, peak
@@ -86,6 +86,11 @@ class Piece:
             known[key] = most_rows(limit, instants(shard, num_in_flight, micro_batches))
         return known[key]
 
+    def recomputing(self, blocks: int) -> Piece:
+        """Return the same with so many blocks, its first ones, recomputed."""
+        stage = Stage(tuple(range(self.group)), recompute=blocks)
+        return replace(self, costs=self.costs.kept_by(stage, self.start))
+
     def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:
         """Return what its device holds at its peak, by term."""
         key = rows, num_in_flight, micro_batches, homes, self._place
@@ -117,7 +122,7 @@ def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -
     """
     found: dict[int, Terms] = {}
     rows = pipeline_rows(costs.rows, plan)
-    for place in _places(plan, costs, speeds):
+    for place in places_in(plan, costs, speeds):
         pipeline = plan.pipelines[place.pipeline]
         count = max(1, min(pipeline.micro_batches, rows[place.pipeline]))
         kept = in_flight(plan.schedule, place.stage, len(pipeline.stages), count)
@@ -127,10 +132,11 @@ def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -
 
 def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Shard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
-    return {place.rank: place.piece.shard(place.homes) for place in _places(plan, costs, speeds)}
+    return {place.rank: place.piece.shard(place.homes) for place in places_in(plan, costs, speeds)}
 
 
-def _places(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[Place]:
+def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[Place]:
+    """Yield every device of a plan with what it is given to hold; states are spread by `speeds`."""
     asked = costs.under(plan)
     stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
     readers, tied_speed = _readers(plan, stops, speeds), _tied_speed(plan, asked, stops, speeds)

@@ -31,8 +31,9 @@ class PlanOptions:
     micro_batches are the counts to choose from; memory_fraction how much of a device's memory a plan may
     fill; tensor_parallel and pipelines may be switched off (a model that mixes rows cannot be cut into
     micro-batches: give micro_batches=(1,)). With sequence_parallel, tensor parallel groups share the sequence where
-    that is predicted to be faster or memory asks for it; off, as what gloo takes for it is not priced yet. name and
-    max_length are put on the plan.
+    that is predicted to be faster or memory asks for it; off, as what gloo takes for it is not priced yet. With
+    recompute, stages recompute as few of their blocks as they must to fit memory. name and max_length are put on the
+    plan.
     """
 
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -42,6 +43,7 @@ class PlanOptions:
     tensor_parallel: bool = True
     pipelines: bool = True
     sequence_parallel: bool = False
+    recompute: bool = True
     name: str | None = None
     max_length: int | None = None
 

@@ -4,11 +4,12 @@ import pytest
 
 from benchmarks.exhaustive_plans import all_plans
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.builder import Builder
 from hetu_fx.planner.contiguous import best_segments
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
 from hetu_fx.planner.program import PartCosts, ProgramCosts
-from hetu_fx.planner.replica import Builder, Rules
+from hetu_fx.planner.replica import Rules
 from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import FAST_LINK, paper, transformer
@@ -49,8 +50,7 @@ def test_devices_that_lose_much_time_to_meet_make_no_group() -> None:
 def test_of_devices_that_are_alike_but_for_that_those_on_time_make_the_group() -> None:
     late = Cluster.on_paper([1e9] * 4, intra=FAST_LINK, meeting_seconds=[1.0, 0.0, 1.0, 0.0])
     builder = Builder(BIG, late, Rules("1f1b", 1, (1,), dict.fromkeys(range(4), 1 << 40)), 1)
-    replicas = [builder.build(((a, b),)) for a, b in ((0, 2), (1, 3))]
-    slow, fast = (replica.seconds(1, 1) for replica in replicas if replica is not None)
+    slow, fast = (one.seconds(1, 1) for pair in ((0, 2), (1, 3)) for one in builder.build((pair,)))
     assert slow > fast + 1.0
 
 
@@ -107,8 +107,7 @@ def test_blocks_that_differ_are_cut_where_it_is_even() -> None:
     costs = replace(BIG, blocks=(heavy, base, base, base), before=PartCosts(), after=PartCosts())
     cluster = paper(1, 1)
     rules = Rules("1f1b", 1, (1,), {device.rank: device.memory_bytes for device in cluster.devices})
-    replica = Builder(costs, cluster, rules, micro_rows=1).build(((0,), (1,)))
-    assert replica is not None
+    (replica,) = Builder(costs, cluster, rules, micro_rows=1).build(((0,), (1,)))
     assert [stage.blocks for stage in replica.pipeline.stages] == [1, 3]
 
 

@@ -57,7 +57,7 @@ class Template:
         count = len(self.pipelines)
         for index, groups in enumerate(self.pipelines):
             share = rows // count + (index < rows % count)
-            yield Family(self.family.replica.on(groups), self.family.limits).pipeline(share)
+            yield self.family.on(groups).pipeline(share)
 
 
 def classes_of(problem: Problem) -> dict[DeviceClass, list[Device]]:

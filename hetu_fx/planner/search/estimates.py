@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import reduce
 
 from hetu_fx.planner.cost import (
     Line,
+    again_lines,
     compute_lines,
     hand_over_line,
     optimizer_seconds,
     sync_seconds,
     tensor_parallel_lines,
 )
-from hetu_fx.planner.replica import Holding, Replica, Rules
+from hetu_fx.planner.replica import Holding, Replica, Rules, StageEstimate
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.shards import Piece
 from hetu_fx.planner.space import Groups
@@ -41,20 +42,7 @@ def rules_of(problem: Problem, zero: int) -> Rules:
     """Return what holds for the replicas of a problem's plans."""
     options, devices = problem.options, problem.cluster.devices
     memory = {device.rank: int(device.memory_bytes * options.memory_fraction) for device in devices}
-    return Rules(options.schedule, zero, options.micro_batches, memory)
-
-
-@dataclass(frozen=True, slots=True)
-class StageEstimate:
-    """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what a device of it is given.
-
-    `update_seconds` is the slowest device's optimizer step if it owned all that it holds.
-    """
-
-    seconds: Line
-    memory: int
-    piece: Piece
-    update_seconds: float
+    return Rules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
 
 class Estimates:
@@ -123,11 +111,12 @@ class Estimates:
         piece = Piece(self._costs, start, stop, 1 / len(devices), len(devices))
         around = self._around(devices)
         seconds = reduce(Line.upper, compute_lines(stage, parts, around))
+        again = self._costs.again(replace(stage, recompute=stop - start), start)
         held = piece.parameter_bytes
         return StageEstimate(
             seconds=sum(tensor_parallel_lines(stage, parts, around), seconds),
-            memory=min(self._memory[rank] for rank in devices),
-            piece=piece,
+            again=reduce(Line.upper, again_lines(stage, again, around)),
+            holdings=(Holding(0, min(self._memory[rank] for rank in devices), piece),),
             update_seconds=max(optimizer_seconds(held, around.device(rank)) for rank in devices),
         )
 
@@ -146,9 +135,10 @@ class Estimates:
         lines = [stage.seconds for stage in stages]
         for i, edge in enumerate(edges):
             lines[i], lines[i + 1] = lines[i] + edge, lines[i + 1] + edge
-        held = [Holding(i, stage.memory, stage.piece) for i, stage in enumerate(stages)]
+        held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
         pipeline = Pipeline(tuple(Stage(g, blocks=n) for g, n in zip(groups, blocks, strict=True)))
-        return Replica(pipeline, tuple(lines), tuple(held), max(stage.update_seconds for stage in stages))
+        update, again = max(stage.update_seconds for stage in stages), tuple(stage.again for stage in stages)
+        return Replica(pipeline, tuple(lines), tuple(held), update, again)
 
     def _hand_over(self, group: Sequence[int], other: Sequence[int], block: int) -> Line:
         size = self._costs.boundary(block)

@@ -2,8 +2,8 @@
 
 HeteroAuto plans for micro-batches of one size; here several numbers of replicas and micro-batches are tried, and the
 cost model that all searches share says which plan is best. Seconds of a layer come from measured times if there are
-some of every kind, else from the cost model, so that kinds are compared by figures of one source. Recomputation is left
-out, as a plan cannot ask for it.
+some of every kind, else from the cost model, so that kinds are compared by figures of one source. HeteroAuto recomputes
+all layers of a stage or none; what is planned is the least of them that fits memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import product
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.contiguous import replica_counts
 from hetu_fx.planner.cost import FLOPS_PER_BYTE, FORWARD_AND_BACKWARD, optimizer_seconds
+from hetu_fx.planner.heteroauto.cost import HeteroStage
 from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
 from hetu_fx.planner.heteroauto.result import HeteroResult
 from hetu_fx.planner.heteroauto.search import search_below
@@ -32,7 +33,6 @@ MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
 
 _WORTH = 1.25  # what HeteroAuto's own prices say is slower than the best so far by this factor is not tried
-_FREEDOM = Freedom(recompute=False)
 _MEMORY_STEP = 1.1  # what is measured to be free differs a little from device to device
 
 
@@ -80,7 +80,7 @@ def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: 
         replicas=(replicas,),
         schedule=problem.options.schedule,
         zero=problem.options.zero,
-        freedom=_FREEDOM,
+        freedom=Freedom(recompute=problem.options.recompute),
     )
 
 
@@ -159,12 +159,16 @@ def plans_of(problem: Problem, result: HeteroResult, micro_batches: int) -> Iter
         placed = _placed(problem.cluster, result, by_replica)
         pipelines = tuple(
             Pipeline(
-                tuple(Stage(placed[i, number], blocks=stage.layers) for i, stage in enumerate(result.stages)),
+                tuple(_stage(placed[i, number], stage) for i, stage in enumerate(result.stages)),
                 micro_batches=micro_batches,
             )
             for number in range(result.replicas)
         )
         yield Plan(pipelines, options.schedule, options.zero, options.name, options.max_length)
+
+
+def _stage(devices: tuple[int, ...], stage: HeteroStage) -> Stage:
+    return Stage(devices, blocks=stage.layers, recompute=stage.layers if stage.recompute else 0)
 
 
 def _placed(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -209,8 +213,8 @@ def _fitting(problem: Problem, replicas: int, micro_batches: int, below: float) 
             return {}  # nothing is known of groups that some kind could form
         if result is None:
             return {}  # nor does anything fit in less memory
-        priced = {plan: problem.price(plan) for plan in plans_of(problem, result, micro_batches)}
-        fitting = {plan: seconds for plan, seconds in priced.items() if seconds is not None}
+        priced = (problem.fitted(plan) for plan in plans_of(problem, result, micro_batches))
+        fitting = dict(pair for pair in priced if pair is not None)
         if fitting:
             return fitting
     return {}

@@ -1,9 +1,10 @@
-"""The best homogeneous plan: every number of pipelines x group size x stages x micro-batches x ZeRO stage.
+"""The best homogeneous plan: every number of pipelines x group size x stages x micro-batches x recompute x ZeRO.
 
 Pipelines are equal, stages as even as blocks can be, shards even, as Megatron-LM has them (Narayanan et al., Efficient
 Large-Scale Language Model Training on GPU Clusters, SC 2021). Groups stand side by side in the order of the nodes or of
 the speeds, either pipeline after pipeline or, as there, stage after stage. Of numbers of stages with the same largest
-stage the least is tried, besides those that leave no device over: the others are slower and hold as much.
+stage the least is tried, besides those that leave no device over: the others are slower and hold as much. Of what may
+be recomputed the least that fits memory is tried: more takes longer.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetu_fx.planner.contiguous import replica_counts
-from hetu_fx.planner.replica import Family, Replica, Rules
+from hetu_fx.planner.replica import Family, Replica, Rules, Way
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.space import Groups
@@ -85,8 +86,8 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         last = arrangement.groups(0)[-1][-1]
         for given in rules:
             end = estimates.ends(replicas, firsts, last, given.zero)
-            for count, seconds in _runs(replicas, arrangement.degrees, problem.costs.rows, given):
-                yield Candidate(seconds + end, arrangement, count, given.zero)
+            for way in _ways(replicas, arrangement.degrees, problem.costs.rows, given):
+                yield Candidate(way.seconds + end, arrangement, way.micro_batches, given.zero)
 
 
 def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:
@@ -96,14 +97,17 @@ def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -
     return list({id(replica): replica for replica in found}.values())
 
 
-def _runs(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Rules) -> Iterator[tuple[int, float]]:
-    """Yield (micro-batches, seconds of the slowest pipeline) of the ways to run them that fit memory."""
+def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Rules) -> Iterator[Way]:
+    """Yield the ways to run pipelines that fit memory, as the slowest of them takes."""
     rows = math.ceil(total / degrees.pipelines)
-    limits = [dict(Family.of(replica, degrees.pipelines, rules).limits) for replica in replicas]
-    for count in sorted({min(count, rows) for count in rules.micro_batches}):
-        given = next(known for known in rules.micro_batches if min(known, rows) == count)
-        if all(math.ceil(rows / count) <= limit.get(given, 0) for limit in limits):
-            yield count, max(replica.seconds(rows, count) for replica in replicas)
+    counts = {min(count, rows): count for count in reversed(rules.micro_batches)}
+    asked = replace(rules, micro_batches=tuple(sorted(counts.values())))
+    found = [Family.of(replica, degrees.pipelines, asked).ways(rows) for replica in replicas]
+    for count in sorted(counts):
+        ways = [way for own in found for way in own if min(way.micro_batches, rows) == count]
+        if len(ways) == len(replicas):
+            slowest = max(ways, key=lambda way: way.seconds)
+            yield replace(slowest, micro_batches=count)
 
 
 def arrangements(problem: Problem) -> Iterator[Arrangement]:
@@ -147,8 +151,8 @@ def finalists(num_devices: int) -> int:
 
 def best_priced(found: Sequence[Plan], problem: Problem, most: int) -> dict[Plan, float]:
     """Return the first so many plans that fit, with their seconds by the cost model."""
-    pairs = ((plan, problem.price(plan)) for plan in found[: 4 * most])
-    fitting = ((plan, seconds) for plan, seconds in pairs if seconds is not None)
+    priced = (problem.fitted(plan) for plan in found[: 4 * most])
+    fitting = (pair for pair in priced if pair is not None)
     return dict(itertools.islice(fitting, most))
 
 

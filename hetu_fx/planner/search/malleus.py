@@ -77,8 +77,8 @@ def degrees(problem: Problem) -> tuple[int, ...]:
     return tuple(size for size in (1 << i for i in range(most.bit_length())) if size <= most and units % size == 0)
 
 
-def situation(problem: Problem, shape: Shape) -> Situation:
-    """Return what Malleus plans for; raises `PlanError` for a shape that cannot be."""
+def situation(problem: Problem, shape: Shape, *, recompute: bool = False) -> Situation:
+    """Return what Malleus plans for, all blocks recomputed or none; raises `PlanError` for a shape that cannot be."""
     rows, fraction = math.ceil(problem.costs.rows / shape.micro_batches), problem.options.memory_fraction
     devices = [replace(d, memory_bytes=int(d.memory_bytes * fraction)) for d in problem.cluster.devices]
     seconds = {size: layer_seconds(problem, size, rows) for size in degrees(problem) if size <= shape.largest_group}
@@ -88,7 +88,7 @@ def situation(problem: Problem, shape: Shape) -> Situation:
         num_micro_batches=shape.micro_batches,
         num_pipelines=shape.pipelines,
         layer_seconds=_worthwhile(seconds),
-        memory=layer_memory(problem, shape, rows),
+        memory=layer_memory(problem, shape, rows, recompute=recompute),
     )
 
 
@@ -122,15 +122,23 @@ def _worthwhile(seconds: Mapping[int, float]) -> dict[int, float]:
     return result
 
 
-def layer_memory(problem: Problem, shape: Shape, rows: int) -> LayerMemory | None:
-    """Return the bytes of a block on a group, cut as thin as the largest group cuts it; None if it holds nothing."""
+def layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool = False) -> LayerMemory | None:
+    """Return the bytes of a block on a group, cut as thin as the largest group cuts it; None if it holds nothing.
+
+    A block that is recomputed keeps what enters it and what its group has sent.
+    """
     size, costs = shape.largest_group, problem.costs
+    entered = max(costs.boundary_bytes, default=0.0)
 
     def bytes_of(part: PartCosts) -> tuple[float, float]:
         held = fixed_bytes(part.parameter_bytes_at(1 / size), zero=problem.options.zero, num_replicas=shape.pipelines)
         return size * sum(count for _, count in held), size * rows * part.activation_bytes_at(1 / size)
 
-    state, kept = max((bytes_of(block) for block in costs.blocks), key=sum)
+    def lighter(block: PartCosts) -> tuple[float, float]:
+        state, kept = bytes_of(block)
+        return state, min(kept, size * rows * (entered + block.reduced_bytes * (size > 1)))
+
+    state, kept = max((lighter(block) if recompute else bytes_of(block) for block in costs.blocks), key=sum)
     edge = max(sum(bytes_of(part)) for part in (costs.before, costs.after))
     return LayerMemory.linear(state, kept, edge_bytes=edge) if state + kept else None
 
@@ -143,10 +151,10 @@ def _find(problem: Problem) -> Candidates:
     for number, shape in enumerate(tried, 1):
         problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
         plan = _plan(problem, shape)
-        for candidate in () if plan is None else (plan, _with_rows_shared(plan, problem)):
-            seconds = problem.price(candidate)
-            if seconds is not None:
-                found[candidate] = seconds
+        priced = None if plan is None else problem.fitted(plan)
+        if priced is not None:
+            shared = problem.fitted(_with_rows_shared(priced[0], problem))
+            found |= dict(pair for pair in (priced, shared) if pair is not None)
     return found | _adapted(problem, healthy, even)
 
 
@@ -168,15 +176,21 @@ def without_stragglers(problem: Problem) -> Problem:
 
 
 def _plan(problem: Problem, shape: Shape) -> Plan | None:
-    """Return Malleus' plan of one shape; None when there is none of that shape."""
-    try:
-        made = search(situation(problem, shape), problem.before).to_plan()
-    except PlanError:
-        return None  # another shape may fit
+    """Return Malleus' plan of one shape, with recomputed blocks where it needs them; None where there is none."""
     options = problem.options
+    made = next(filter(None, (_found(problem, shape, again) for again in sorted({False, options.recompute}))), None)
+    if made is None:
+        return None  # another shape may fit
     if not options.pipelines and any(len(pipeline.stages) > 1 for pipeline in made.pipelines):
         return None
     return Plan(made.pipelines, options.schedule, options.zero, options.name, options.max_length)
+
+
+def _found(problem: Problem, shape: Shape, recompute: bool) -> Plan | None:
+    try:
+        return search(situation(problem, shape, recompute=recompute), problem.before).to_plan()
+    except PlanError:
+        return None
 
 
 def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hetu_fx.planner.cost import memory_problems, predict
+from hetu_fx.planner.cost import predict
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.recompute import fitted
 from hetu_fx.planner.space import PlanOptions
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
@@ -52,11 +53,10 @@ class Problem:
         more = tuple(count for count in doubled if counts[-1] > 1 and count <= rows)
         return replace(self, options=replace(self.options, micro_batches=counts + more))
 
-    def price(self, plan: Plan) -> float | None:
-        """Return the predicted seconds of a plan; None when it does not fit memory."""
-        prediction = predict(plan, self.costs, self.cluster)
-        too_much = memory_problems(prediction, self.cluster, self.options.memory_fraction)
-        return None if too_much else prediction.seconds
+    def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
+        """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits."""
+        found = fitted(plan.with_blocks(self.costs.num_blocks), self.costs, self.cluster, self.options)
+        return None if found is None else (found[0], found[1].seconds)
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

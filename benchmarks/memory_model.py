@@ -8,15 +8,11 @@ has touched do not count. Predicted is what the planner knows before anything ru
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,9 +23,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contest import train_step
+from benchmarks.fleet import in_fleet, run_workers, say, worker_parser, write_result
 from benchmarks.models import Size, batch, gpt2, llama
-from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.emulate import EmulateSpec, run
+from benchmarks.report import Bar, Row, finish
+from hetu_fx.emulate import EmulateSpec
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.shards import device_bytes
 from hetu_fx.plans import Pipeline, Plan, Stage
@@ -75,19 +72,11 @@ QUICK = ("one device", "2 replicas", "2 stages x tensor parallel 2")
 
 def main() -> int:
     """Measure in processes, and judge."""
-    made = parser("memory_model", "Predicted and measured peak memory of every process.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    options = made.parse_args()
+    options = worker_parser("memory_model", "Predicted and measured peak memory of every process.").parse_args()
     if options.worker is not None:
         return work(options.worker, quick=options.quick)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.memory_model", "--worker", str(result)]
-        spec = EmulateSpec(speeds=(1.0,) * RANKS)
-        status = run(spec, command + ["--quick"] * options.quick, timeout_seconds=2400, limit="affinity")
-        if status != 0:
-            return status
-        return judge(json.loads(result.read_text()))
+    spec, arguments = EmulateSpec(speeds=(1.0,) * RANKS), ["--quick"] * options.quick
+    return judge(run_workers("memory_model", arguments, spec, timeout_seconds=2400, limit="affinity"))
 
 
 def judge(rows: list[dict[str, object]]) -> int:
@@ -102,12 +91,8 @@ def judge(rows: list[dict[str, object]]) -> int:
 
 def work(result: Path, *, quick: bool) -> int:
     """Be one rank."""
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    rows = [line for model, plans in cases(quick).items() for line in lines_of(model, plans)]
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    with in_fleet():
+        write_result(result, [line for model, plans in cases(quick).items() for line in lines_of(model, plans)])
     return 0
 
 
@@ -126,8 +111,7 @@ def compare(model_name: str, plan_name: str, costs: ProgramCosts) -> list[Row]:
     """Measure a case on all ranks; collective."""
     make, whole = MODELS[model_name]
     plan = PLANS[plan_name]
-    if dist.get_rank() == 0:
-        print(f"{model_name}, {plan_name}", file=sys.stderr, flush=True)
+    say(f"{model_name}, {plan_name}")
     peaks: list[int] = [0] * RANKS
     dist.all_gather_object(peaks, measured_peak(make, whole, plan))
     predicted = device_bytes(plan, costs, dict.fromkeys(range(RANKS), 1.0))

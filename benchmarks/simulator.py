@@ -8,27 +8,31 @@ not. A quick run takes fewer rounds of each plan, and stops after QUICK_SECONDS 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
 from scipy.stats import kendalltau
 
-from benchmarks.contest import adamw, barrier, slowest, timed, train_step
+from benchmarks.fleet import (
+    in_fleet,
+    measured_seconds,
+    run_workers,
+    say,
+    set_speeds,
+    with_own_speeds,
+    worker_parser,
+    write_result,
+)
 from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.report import Bar, Row, finish
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.emulate import EmulateSpec, change_speed, current_speeds, run
-from hetu_fx.planner.cost import predict, stage_costs
+from hetu_fx.emulate import EmulateSpec
+from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.simulate import simulate
 from hetu_fx.plans import Pipeline, Plan, Stage
@@ -106,19 +110,12 @@ ORDER = (*FIRST, *(name for name in PLANS if name not in FIRST))  # of all kinds
 
 def main() -> int:
     """Measure in processes, and judge."""
-    made = parser("simulator", "Simulated and measured step times of many plans on unequal emulated devices.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    options = made.parse_args()
+    purpose = "Simulated and measured step times of many plans on unequal emulated devices."
+    options = worker_parser("simulator", purpose).parse_args()
     if options.worker is not None:
         return work(options.worker, quick=options.quick)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.simulator", "--worker", str(result)]
-        command += ["--quick"] * options.quick
-        status = run(EmulateSpec(speeds=EQUAL), command, timeout_seconds=TIME_LIMIT_SECONDS, limit="cgroups")
-        if status != 0:
-            return status
-        return judge(json.loads(result.read_text()))
+    spec, arguments = EmulateSpec(speeds=EQUAL), ["--quick"] * options.quick
+    return judge(run_workers("simulator", arguments, spec, timeout_seconds=TIME_LIMIT_SECONDS, limit="cgroups"))
 
 
 def judge(result: Mapping[str, list[dict[str, float]]]) -> int:
@@ -143,29 +140,33 @@ def ratio_of(row: Mapping[str, float]) -> float:
 def work(result: Path, *, quick: bool) -> int:
     """Be one rank."""
     start = time.monotonic()
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    table, whole = GroupTable(), batch(SIZE.rows, SIZE.tokens)
-    execution = GraphExecution(Programs(llama(SIZE), None), whole, None)
-    costs = from_first(table, execution.costs(SIZE.rows, memory=False))
-    set_speeds(SPEEDS)
-    cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
-    profiled = with_own_speeds(cluster, costs)
-    say(f"by products of matrices\n{cluster}\nby the model\n{profiled}")
-    rows: list[Row] = []
-    for name in ORDER:
-        if quick and from_first(table, time.monotonic() - start) > QUICK_SECONDS:
-            break
-        seconds = measured_seconds(PLANS[name], rounds=3 if quick else 7)
-        paper = {"measured seconds": seconds, **on_paper(PLANS[name], costs, profiled, cluster)}
-        rows.append({"plan": name, **paper, "simulated / measured": ratio_of(paper)})
-        passed = time.monotonic() - start
-        say(f"{passed:.0f} s: {name}: measured {seconds:.3f} s, simulated {paper['simulated seconds']:.3f} s")
-    if dist.get_rank() == 0:
+    with in_fleet():
+        table, whole = GroupTable(), batch(SIZE.rows, SIZE.tokens)
+        execution = GraphExecution(Programs(llama(SIZE), None), whole, None)
+        costs = from_first(table, execution.costs(SIZE.rows, memory=False))
+        set_speeds(SPEEDS)
+        cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
+        small = batch(PROFILE_ROWS, SIZE.tokens)
+        profiled = with_own_speeds(cluster, costs, lambda: llama(SIZE), small, PROFILE_ROUNDS)
+        say(f"by products of matrices\n{cluster}\nby the model\n{profiled}")
+        rows: list[Row] = []
+        for name in ORDER:
+            if quick and from_first(table, time.monotonic() - start) > QUICK_SECONDS:
+                break
+            seconds = plan_seconds(PLANS[name], rounds=3 if quick else 7)
+            paper = {"measured seconds": seconds, **on_paper(PLANS[name], costs, profiled, cluster)}
+            rows.append({"plan": name, **paper, "simulated / measured": ratio_of(paper)})
+            passed = time.monotonic() - start
+            say(f"{passed:.0f} s: {name}: measured {seconds:.3f} s, simulated {paper['simulated seconds']:.3f} s")
         about = {"parameters": num_parameters(llama(SIZE)), "cluster": cluster.to_json()}
-        result.write_text(json.dumps({"rows": rows, "about": about}))
-    barrier()
-    dist.destroy_process_group()
+        write_result(result, {"rows": rows, "about": about})
     return 0
+
+
+def plan_seconds(plan: Plan, *, rounds: int) -> float:
+    """Return the median time of a step; collective."""
+    whole = batch(SIZE.rows, SIZE.tokens)
+    return measured_seconds(plan, lambda: llama(SIZE), whole, rounds=rounds, equal=EQUAL, speeds=SPEEDS)
 
 
 def on_paper(plan: Plan, costs: ProgramCosts, profiled: Cluster, unprofiled: Cluster) -> dict[str, float]:
@@ -175,58 +176,6 @@ def on_paper(plan: Plan, costs: ProgramCosts, profiled: Cluster, unprofiled: Clu
         "formula": predict(plan, costs, profiled).seconds,
         "unprofiled": simulate(plan, costs, unprofiled).seconds,
     }
-
-
-def with_own_speeds(cluster: Cluster, costs: ProgramCosts) -> Cluster:
-    """Return the cluster with the speeds at which its devices run this model, all at once; collective."""
-    model, rank = llama(SIZE), dist.get_rank()
-    small = batch(PROFILE_ROWS, SIZE.tokens)
-
-    def compute() -> None:
-        model.zero_grad()
-        model(**small).loss.backward()
-
-    compute()
-    seconds = statistics.median(timed(compute) for _ in range(PROFILE_ROUNDS))
-    (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], costs, cluster)
-    factor = stage_cost.slowest_compute(PROFILE_ROWS) / seconds
-    factors: list[float] = [1.0] * len(SPEEDS)
-    dist.all_gather_object(factors, factor)
-    pairs = zip(cluster.devices, factors, strict=True)
-    return replace(
-        cluster, devices=tuple(replace(d, flops_per_second=d.flops_per_second * times) for d, times in pairs)
-    )
-
-
-def measured_seconds(plan: Plan, *, rounds: int) -> float:
-    """Return the median time of a step until the last rank is done; collective."""
-    import hetu_fx
-
-    set_speeds(EQUAL)
-    whole, plain = batch(SIZE.rows, SIZE.tokens), llama(SIZE)
-    optimizer = adamw(plain)
-    model = hetu_fx.auto_parallelize(plain, whole, plan=plan, optimizer=optimizer, data="global")
-    step = train_step(model, optimizer, whole)
-    step()
-    set_speeds(SPEEDS)
-    step()
-    return statistics.median(slowest(timed(step)) for _ in range(rounds))
-
-
-def set_speeds(speeds: tuple[float, ...]) -> None:
-    """Give every device its speed; collective. Those that become slower go first, so that all fit the cores."""
-    barrier()
-    if dist.get_rank() == 0:
-        before = current_speeds()
-        for rank in sorted(range(len(speeds)), key=lambda rank: speeds[rank] - before[rank]):
-            change_speed(rank, speeds[rank])
-    barrier()
-
-
-def say(text: str) -> None:
-    """Tell how far it is."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,9 @@ of the ideal is communication, imbalance and overhead.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,9 +18,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contest import Step, adamw, run_rounds, timed, train_step
+from benchmarks.fleet import in_fleet, run_workers, say, worker_parser, write_result
 from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from hetu_fx.emulate import EmulateSpec, run
+from benchmarks.report import Bar, Row, finish, median_ratio
+from hetu_fx.emulate import EmulateSpec
 from hetu_fx.switching.health import HealthTracker
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
@@ -37,18 +34,10 @@ EVEN, FAIR, AUTO = "DDP, even rows", "DDP, rows by speed (inexact mean)", "hetu_
 
 def main() -> int:
     """Run the contest under the emulator and judge it."""
-    made = parser("unequal", "Step time on four emulated devices of unequal speed.")
-    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    options = made.parse_args()
+    options = worker_parser("unequal", "Step time on four emulated devices of unequal speed.").parse_args()
     if options.worker is not None:
         return work(options.worker, rounds=3 if options.quick else 9)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.unequal", "--worker", str(result)]
-        status = run(EmulateSpec(speeds=SPEEDS), command + ["--quick"] * options.quick, timeout_seconds=1800)
-        if status != 0:
-            return status
-        return judge(json.loads(result.read_text()))
+    return judge(run_workers("unequal", ["--quick"] * options.quick, EmulateSpec(speeds=SPEEDS), timeout_seconds=1800))
 
 
 def judge(result: Mapping[str, dict[str, list[float]]]) -> int:
@@ -75,20 +64,17 @@ def row(name: str, seconds: list[float], ideal: list[float]) -> Row:
 
 def work(result: Path, *, rounds: int) -> int:
     """Be one rank of the contest."""
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-    steps = contestants()
-    ideal = Ideal()
-    ideal_seconds = []
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds):
-        ideal_seconds.append(ideal.seconds())
-        for name, values in run_rounds(steps, rounds=1, warm_up=2 if number == 0 else 0).items():
-            seconds[name] += values
-    if dist.get_rank() == 0:
+    with in_fleet():
+        steps = contestants()
+        ideal = Ideal()
+        ideal_seconds = []
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(rounds):
+            ideal_seconds.append(ideal.seconds())
+            for name, values in run_rounds(steps, rounds=1, warm_up=2 if number == 0 else 0).items():
+                seconds[name] += values
         about = {"parameters": num_parameters(llama(SIZE)), "rounds": rounds}
-        result.write_text(json.dumps({"seconds": seconds, "ideal": {"seconds": ideal_seconds}, "about": about}))
-    dist.barrier()
-    dist.destroy_process_group()
+        write_result(result, {"seconds": seconds, "ideal": {"seconds": ideal_seconds}, "about": about})
     return 0
 
 
@@ -101,17 +87,11 @@ def contestants() -> dict[str, Step]:
     optimizer = adamw(plain)
     model = hetu_fx.auto_parallelize(plain, whole, plan="auto", optimizer=optimizer, data="global")
     step = train_step(model, optimizer, whole)
-    show(model.hetu.explain())
+    say(model.hetu.explain())
     for _ in range(SETTLING_STEPS):
         step()
-    show(model.hetu.explain())
+    say(model.hetu.explain())
     return {EVEN: ddp_step(SIZE.rows // dist.get_world_size()), FAIR: ddp_step(fair_rows()), AUTO: step}
-
-
-def show(text: str) -> None:
-    """Print a text once."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
 
 
 def ddp_step(rows: int) -> Step:

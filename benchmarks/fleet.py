@@ -1,0 +1,127 @@
+"""Processes that a benchmark starts on emulated devices, and what they do alike.
+
+A benchmark runs itself on every device (`--worker FILE`); rank 0 writes what was found to the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.contest import adamw, barrier, slowest, timed, train_step
+from benchmarks.report import parser
+from hetu_fx.emulate import EmulateSpec, change_speed, current_speeds, run
+from hetu_fx.planner.cost import stage_costs
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan
+from hetu_fx.topology import Cluster
+
+MakeModel = Callable[[], nn.Module]
+Batch = Mapping[str, Tensor]
+
+
+def worker_parser(name: str, purpose: str) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark that runs itself on every device."""
+    made = parser(name, purpose)
+    made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
+def run_workers(name: str, arguments: Sequence[str], spec: EmulateSpec, **how: Any) -> Any:
+    """Run the benchmark on every device; give what rank 0 wrote. Ends this process where a worker fails.
+
+    `how` is for `emulate.run`: timeout_seconds, limit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--worker", str(result), *arguments]
+        status = run(spec, command, **how)
+        if status != 0:
+            sys.exit(status)
+        return json.loads(result.read_text())
+
+
+@contextmanager
+def in_fleet() -> Iterator[None]:
+    """Be one rank meanwhile."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    yield
+    barrier()
+    dist.destroy_process_group()
+
+
+def write_result(path: Path, value: object) -> None:
+    """Give a value to the process that started the workers: rank 0's."""
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(value))
+
+
+def say(text: str) -> None:
+    """Tell how far it is, once."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def set_speeds(speeds: Sequence[float]) -> None:
+    """Give every device its speed; collective. Those that become slower go first, so that all fit the cores."""
+    barrier()
+    if dist.get_rank() == 0:
+        before = current_speeds()
+        for rank in sorted(range(len(speeds)), key=lambda rank: speeds[rank] - before[rank]):
+            change_speed(rank, speeds[rank])
+    barrier()
+
+
+def with_own_speeds(cluster: Cluster, costs: ProgramCosts, make: MakeModel, small: Batch, rounds: int) -> Cluster:
+    """Return the cluster with the speeds at which its devices run this model, all at once; collective.
+
+    `small` is a batch of a few rows, of the length that `costs` are for.
+    """
+    model, rank, rows = make(), dist.get_rank(), len(next(iter(small.values())))
+
+    def compute() -> None:
+        model.zero_grad()
+        model(**small).loss.backward()
+
+    compute()
+    seconds = statistics.median(timed(compute) for _ in range(rounds))
+    (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], costs, cluster)
+    factor = stage_cost.slowest_compute(rows) / seconds
+    factors: list[float] = [1.0] * dist.get_world_size()
+    dist.all_gather_object(factors, factor)
+    pairs = zip(cluster.devices, factors, strict=True)
+    return replace(
+        cluster, devices=tuple(replace(d, flops_per_second=d.flops_per_second * times) for d, times in pairs)
+    )
+
+
+def measured_seconds(
+    plan: Plan, make: MakeModel, whole: Batch, *, rounds: int, equal: Sequence[float], speeds: Sequence[float]
+) -> float:
+    """Return the median time of a step until the last rank is done; collective.
+
+    The model is made while devices have `equal` speeds, and timed at `speeds`.
+    """
+    import hetu_fx
+
+    set_speeds(equal)
+    plain = make()
+    optimizer = adamw(plain)
+    model = hetu_fx.auto_parallelize(plain, dict(whole), plan=plan, optimizer=optimizer, data="global")
+    step = train_step(model, optimizer, whole)
+    step()
+    set_speeds(speeds)
+    step()
+    return statistics.median(slowest(timed(step)) for _ in range(rounds))

@@ -21,9 +21,13 @@ from hetu_fx.transforms.stages import TENSOR, AnnotatedGraph
 from hetu_fx.transforms.states import Summed
 
 
-def tensor_cut(graph: Graph, factors: FactorMap, flow: Flow) -> FactorCut:
-    """Return what a group cuts, which values and cotangents it sums, and what it does in parts of a sequence."""
-    annotated = Annotate(Plan.tensor_parallel((0, 1)), wants_values=False)(graph, factors, flow)
+def tensor_cut(graph: Graph, factors: FactorMap, flow: Flow, split: tuple[tuple[str, int], ...] = ()) -> FactorCut:
+    """Return what a group cuts, which values and cotangents it sums, and what it does in parts of a sequence.
+
+    `split` is what it cuts first, as `Plan.split`. Raises `PlanError` where a parameter has no such dim.
+    """
+    plan = replace(Plan.tensor_parallel((0, 1)), split=split)
+    annotated = Annotate(plan, wants_values=False)(graph, factors, flow)
     classes, outside = annotated.classes, read_outside(annotated)
     axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated, TENSOR), outside=outside)
     needs = [need for decision in axis.decisions.values() for need in decision.needs]

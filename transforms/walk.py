@@ -19,7 +19,7 @@ from torch import fx
 
 from hetu_fx.deduction.factors import flat
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 from hetu_fx.transforms.cheapest import cheapest
 from hetu_fx.transforms.items import is_item, whole_of
 from hetu_fx.transforms.prices import Prices
@@ -135,7 +135,7 @@ class ForwardWalk:
         Raises:
             DeductionError: an op can run in no way; names it, the user's line and the way out.
         """
-        leaves = {leaf.node: self._leaf_state(leaf.node) for leaf in self.graph.leaves}
+        leaves = {leaf.node: self._leaf_state(leaf) for leaf in self.graph.leaves}
         tracks: Sequence[_Track] = [_Track(leaves)]
         for node in self.graph.graph.nodes:
             if is_item(node):
@@ -148,9 +148,11 @@ class ForwardWalk:
                     track.forget(dead)
         return self._result(cheapest(tracks)[0], leaves)
 
-    def _leaf_state(self, node: fx.Node) -> AxisState:
-        mine = [c for c in flat(self.factors.dims(node)) if c in self.ways.splits]
-        return SplitOn(mine[0]) if mine else WHOLE
+    def _leaf_state(self, leaf: Leaf) -> AxisState:
+        """Return how a leaf lies; of the batch, a device of a group is given all columns of its rows."""
+        mine = [c for c in flat(self.factors.dims(leaf.node)) if c in self.ways.splits]
+        given = [c for c in mine if c.is_batch] if leaf.kind is LeafKind.INPUT else mine
+        return SplitOn(given[0]) if given else WHOLE
 
     def _take_item(self, track: _Track, item: fx.Node) -> None:
         decision = track.open[whole_of(item)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,11 @@ from tests.transforms.plans import (
     deduced,
     device_graph,
     feeder,
+    is_hetu,
     pipeline,
     program_of,
     run_in_lockstep,
+    same_as_one_device,
     talk,
     zoo_program,
 )
@@ -176,3 +180,12 @@ def test_a_size_made_of_activations_is_not_sent_to_another_stage() -> None:
     program = program_of(Chosen(), (torch.randn(4, 6),))
     with pytest.raises(DeductionError, match=r"size computed from activations \('.*test_specialize\.py:\d+"):
         device_graph(program, Plan((pipeline((0,), (1,)),)), 0, wants_values=True)
+
+
+def test_columns_of_the_batch_are_cut_where_a_group_splits_them() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(9, 14), nn.Tanh(), nn.Linear(14, 5)).double()
+    plan = replace(Plan.tensor_parallel((0, 1), (2, 1)), split=(("0.weight", 1),))
+    batch = (torch.randn(4, 9, dtype=torch.float64),)
+    devices = same_as_one_device(net, batch, plan, loss_fn=lambda output, x: output.square().mean())
+    assert any(op_name(node) == "local_slice" for node in devices[0].graph.nodes if is_hetu(node))

@@ -43,6 +43,7 @@ class SnapshotWriter:
         self.holders = holders(of_all(table, node_name()))
         self.last: Moment | None = None  # the newest that is known to be whole
         self._group = _own_group(table, self.life)
+        self._aside = table if table.size == 1 else table.beside("snapshots")  # the steps go on while it waits
         self._executor = ThreadPoolExecutor(1, "hetu_fx_snapshots")
         self._pending: Future[None] | None = None
         release_at_exit(self)
@@ -82,7 +83,7 @@ class SnapshotWriter:
         if self._group is None:
             return failure is not None
         failures = torch.tensor([failure is not None], dtype=torch.int32)
-        with guarded("agreement on a snapshot", range(self.world), self._table):
+        with guarded("agreement on a snapshot", range(self.world), self._aside):
             dist.all_reduce(failures, group=self._group)
         return bool(failures)
 
@@ -94,7 +95,7 @@ class SnapshotWriter:
         mine = self.memory.bytes_of(own)
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = mine.numel()
-        with guarded("copies of snapshots", range(self.world), self._table):
+        with guarded("copies of snapshots", range(self.world), self._aside):
             dist.all_reduce(sizes, group=self._group)
             sent = dist.isend(mine, self._table.to_global(holder), group=self._group)
             failures = [_failure_of(lambda o=owner: self._keep(own.moment, o, int(sizes[o]))) for owner in self._kept()]

@@ -127,6 +127,11 @@ class Stage:
         return tuple(itertools.product(context, tensor))
 
     @property
+    def work_shares(self) -> tuple[float, ...]:
+        """Return each device's share of the sequence where the devices share that, else of what is split."""
+        return tuple(context if self.shares_sequence else tensor for context, tensor in self.shares)
+
+    @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the devices that split weights with each other, one group for each part of the sequence."""
         size = len(self.devices) // self.context
@@ -136,6 +141,10 @@ class Stage:
     def context_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the devices that share the sequence, and hold the same of all weights."""
         return tuple(zip(*self.tensor_groups, strict=True))
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """Return the other devices that hold the same of all weights as one of the stage does."""
+        return tuple(other for group in self.context_groups if rank in group for other in group if other != rank)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this stage, defaults left out."""

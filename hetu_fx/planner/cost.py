@@ -26,6 +26,7 @@ from operator import add
 from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
 from hetu_fx.planner.memory import Terms
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.rounds import SUM, Rounds, rounds_of
 from hetu_fx.planner.shards import device_bytes, stops_of, tied_holders
 from hetu_fx.planner.tied import Tied
 from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
@@ -62,17 +63,25 @@ class Line:
 class StageCosts:
     """A stage on its devices: seconds per micro-batch by term, and what it holds.
 
-    `again` is what `compute` has of forwards that are done once more in the backward, of each device.
+    `by_device` are the costs of its part of the program for each device, which differ in a grid alone; `rounds` is what
+    the devices send each other; `again` is what `compute` has of forwards that are done once more in the backward, of
+    each device.
     """
 
     stage: Stage
-    parts: PartCosts
+    by_device: tuple[PartCosts, ...]
+    rounds: tuple[Rounds, ...]
     compute: tuple[Line, ...]
     sums: Line
     returns: Line
     to_next: Line
     to_previous: Line
     again: tuple[Line, ...]
+
+    @property
+    def parts(self) -> PartCosts:
+        """Return the costs of its part of the program, for the first device."""
+        return self.by_device[0]
 
     @property
     def slowest_compute(self) -> Line:
@@ -95,8 +104,12 @@ class StageCosts:
         return self.slowest_compute + self.tensor_parallel + self.hand_over
 
     def share(self, index: int) -> float:
-        """Return the share of the stage's index-th device in what is cut."""
-        return self.stage.ratios[index] / sum(self.stage.ratios)
+        """Return the share of the stage's index-th device in what its costs cut."""
+        return self.stage.work_shares[index]
+
+    def parameter_bytes(self, index: int) -> float:
+        """Return the parameter bytes that the stage's index-th device holds."""
+        return self.by_device[index].parameter_bytes_at(self.share(index))
 
 
 def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> float:
@@ -118,30 +131,40 @@ def _stage_costs(
     pipeline: Pipeline, index: int, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster
 ) -> StageCosts:
     stage = pipeline.stages[index]
-    parts = costs.on(stage).stage(stops[index], stops[index + 1])
-    again = again_lines(stage, costs.again(stage, stops[index]), cluster)
-    compute = tuple(map(add, compute_lines(stage, parts, cluster), again))
+    positions = range(len(stage.devices))
+    parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
+    again = _again_lines(stage, [costs.again(stage, stops[index], i) for i in positions], cluster)
+    compute = tuple(map(add, _device_lines(stage, parts, cluster), again))
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
         size = costs.boundary(stops[index + 1])
         to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
     if index > 0:
         to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
-    sums, returns = tensor_parallel_lines(stage, parts, cluster)
-    return StageCosts(stage, parts, compute, sums, returns, to_next, to_previous, again)
+    rounds = tuple(rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
+    sums, returns = _round_lines(rounds, cluster)
+    return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)
 
 
 def again_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
+    """Return the forward of blocks that each device of a stage that is no grid does again."""
+    return _again_lines(stage, (parts,) * len(stage.devices), cluster)
+
+
+def _again_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return the forward of blocks that are recomputed, of each device; what they have sent is kept."""
-    lines = compute_lines(stage, parts, cluster)
+    lines = _device_lines(stage, parts, cluster)
     return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.per_row / FORWARD_AND_BACKWARD) for n in lines)
 
 
 def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
-    """Return (1) of each device of a stage."""
-    total = sum(stage.ratios)
-    pairs = zip(stage.devices, stage.ratios, strict=True)
-    return tuple(_compute_line(cluster.device(rank), ratio / total, parts, cluster) for rank, ratio in pairs)
+    """Return (1) of each device of a stage that is no grid."""
+    return _device_lines(stage, (parts,) * len(stage.devices), cluster)
+
+
+def _device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
+    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
+    return tuple(_compute_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
 
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
@@ -151,16 +174,26 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
 
 
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
-    """Return (2) of the forward and of the backward; a gather or a reduce-scatter of (2') is half an all-reduce."""
-    times = 0.5 if stage.shares_sequence else 1.0
-    meeting = cluster.meeting_seconds(stage.devices)
+    """Return (2) of the forward and of the backward, of a stage that is no grid."""
+    return _round_lines(tuple(rounds_of(stage, parts, (parts,))), cluster)
 
-    def line(count: int, num_bytes: float) -> Line:
-        empty = cheapest_all_reduce_cost(0.0, stage.devices, cluster)
-        full = cheapest_all_reduce_cost(num_bytes, stage.devices, cluster)
-        return Line(count * (times * empty + meeting), times * (full - empty))
 
-    return line(parts.num_reductions, parts.reduced_bytes), line(parts.num_returns, parts.returned_bytes)
+def _round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line]:
+    """Return (2) and (2') of the forward and of the backward: of each kind the slowest group."""
+    forward, backward = Line(), Line()
+    for kind in dict.fromkeys(one.kind for one in rounds):
+        groups = [one for one in rounds if one.kind == kind]
+        lines = [_round_line(one, one.num_forward, one.forward, cluster) for one in groups]
+        returns = [_round_line(one, one.num_backward, one.backward, cluster) for one in groups]
+        forward, backward = forward + reduce(Line.upper, lines), backward + reduce(Line.upper, returns)
+    return forward, backward
+
+
+def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
+    """Return the seconds of one direction; a gather or a reduce-scatter is half an all-reduce."""
+    times, meeting = one.kind / SUM, cluster.meeting_seconds(one.ranks)
+    empty, full = (cheapest_all_reduce_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
+    return Line(count * (times * empty + meeting), times * (full - empty))
 
 
 def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
@@ -213,7 +246,7 @@ class Place:
     @property
     def parameter_bytes(self) -> float:
         """Return the parameter bytes that the device holds."""
-        return self.costs.parts.parameter_bytes_at(self.share)
+        return self.costs.parameter_bytes(self.position)
 
     def num_copies(self, plan: Plan) -> int:
         """Return how many devices hold the device's parameters, near enough where replicas differ."""
@@ -222,7 +255,7 @@ class Place:
     def end_terms(self, plan: Plan, cluster: Cluster) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds, with one device of each other pipeline and tied stage."""
         peers = [p.devices[0] for p in plan.pipelines if self.rank not in p.devices]
-        beside = [rank for rank in self.costs.stage.devices if self.costs.stage.shares_sequence and rank != self.rank]
+        beside = self.costs.stage.beside(self.rank)
         travels = [(self.parameter_bytes, (self.rank, *beside, *peers))]
         travels += [(one.at(self.share), (self.rank, *others)) for one, others in self.tied]
         ends = [sync_seconds(size, ranks, cluster, plan.zero) for size, ranks in travels]

@@ -48,6 +48,10 @@ class Amount:
         split = self.split_fixed + self.sequence_fixed, self.split_per_row + self.sequence_per_row
         return Amount(self.fixed, self.per_row, *split)
 
+    def narrowed(self, share: float) -> Amount:
+        """Return what a device holds that has `share` of what is split."""
+        return Amount(*self.line(share))
+
     def by_sequence(self, gathered: float) -> Amount:
         """Return what a context parallel group holds: shares of all that grows with rows, but what it gathers."""
         return Amount(self.fixed, self.per_row, 0.0, max(0.0, self.per_row - gathered))
@@ -101,6 +105,10 @@ class PartMemory:
         columns = zip(*(_AMOUNTS(part) for part in parts), strict=True)
         return cls(*(Amount.combined(column, weights) for column in columns))
 
+    def narrowed(self, share: float) -> PartMemory:
+        """Return what it is for a device that has `share` of what is split."""
+        return PartMemory(*(amount.narrowed(share) for amount in _AMOUNTS(self)))
+
     def by_sequence(self, gathered: float) -> PartMemory:
         """Return what it is for a context parallel group, which gathers so many bytes per row."""
         return PartMemory(*(amount.by_sequence(gathered) for amount in _AMOUNTS(self)))
@@ -127,6 +135,10 @@ class ProgramMemory:
         parts = zip(*(program.parts for program in programs), strict=True)
         everywhere = Amount.combined([program.everywhere for program in programs], weights)
         return cls(tuple(PartMemory.combined(one, weights) for one in parts), everywhere)
+
+    def narrowed(self, share: float) -> ProgramMemory:
+        """Return what it is for a device that has `share` of what is split."""
+        return ProgramMemory(tuple(part.narrowed(share) for part in self.parts), self.everywhere.narrowed(share))
 
     def by_sequence(self, gathered: Sequence[float]) -> ProgramMemory:
         """Return what it is for context parallel groups, which gather so many bytes per row of each part."""

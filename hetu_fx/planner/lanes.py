@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -76,9 +77,10 @@ class Lane:
 
     def reduction_traffic(self, part: int, work: Work, rows: int) -> Traffic:
         """Return what goes around for them: twice for a sum, once where the sequence is shared."""
-        costs = self.costs[part]
-        size = costs.parts.reduced_bytes if work is Work.FORWARD else costs.parts.returned_bytes
-        return ring_traffic([costs.stage.devices], size * rows, 1 if costs.stage.shares_sequence else 2)
+        is_forward, found = work is Work.FORWARD, self.costs[part].rounds
+        sizes = [(one, one.forward if is_forward else one.backward) for one in found]
+        traffic = (ring_traffic([one.ranks], size * rows, one.kind) for one, size in sizes)
+        return tuple(itertools.chain.from_iterable(traffic))
 
     def handed_bytes(self, part: int, rows: int) -> float:
         """Return the bytes that a part gets from the one before it for `rows` rows; none at the ends."""
@@ -86,7 +88,7 @@ class Lane:
 
     def footprint(self, part: int, position: int) -> StageFootprint:
         """Return what a device of a part holds of micro-batches."""
-        program = self.program.kept_by(self.costs[part].stage, self.stops[part])
+        program = self.program.kept_by(self.costs[part].stage, self.stops[part], position)
         return program.footprint(self.stops[part], self.stops[part + 1], self.costs[part].share(position))
 
     def weights(self, part: int, blocks: Sequence[tuple[int, int]]) -> tuple[float, ...]:

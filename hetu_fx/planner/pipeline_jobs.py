@@ -166,7 +166,7 @@ class PipelineJobs:
             print_ = self.lane.footprint(part, position)
             kept = highest_at((print_.kept,), rows)
             most = highest_at(print_.forward if entry.work is Work.FORWARD else print_.later, rows)
-            made = costs.parts.parameter_bytes_at(costs.share(position)) if is_first else 0.0
+            made = costs.parameter_bytes(position) if is_first else 0.0
             match entry.work:
                 case Work.FORWARD:
                     start[rank], end[rank] = most, kept - most

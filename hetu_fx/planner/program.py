@@ -80,6 +80,23 @@ class PartCosts:
             sequence_activation_bytes=0.0,
         )
 
+    def narrowed(self, share: float) -> PartCosts:
+        """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
+        return replace(
+            self,
+            flops=self.flops_at(share),
+            split_flops=0.0,
+            traffic_bytes=self.traffic_bytes_at(share),
+            split_traffic_bytes=0.0,
+            activation_bytes=self.activation_bytes_at(share),
+            split_activation_bytes=0.0,
+            parameter_bytes=self.parameter_bytes_at(share),
+            split_parameter_bytes=0.0,
+            sequence_traffic_bytes=0.0,
+            sequence_activation_bytes=0.0,
+            gathered_bytes=self.gathered_bytes * share,
+        )
+
     @property
     def in_sequence(self) -> PartCosts:
         """Return the costs for a tensor parallel group that shares the sequence."""
@@ -183,6 +200,20 @@ class ProgramCosts:
         whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
         return whole._with_parts([part.by_sequence for part in self.parts], memory)
 
+    def narrowed(self, share: float) -> ProgramCosts:
+        """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
+        if share not in self._narrowed:
+            memory = None if self.memory is None else self.memory.narrowed(share)
+            tied = tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied)
+            parts = [part.narrowed(share) for part in self.parts]
+            self._narrowed[share] = replace(self, tied=tied)._with_parts(parts, memory)
+        return self._narrowed[share]
+
+    @cached_property
+    def _narrowed(self) -> dict[float, ProgramCosts]:
+        """What narrowed() worked out."""
+        return {}
+
     def _with_parts(self, parts: Sequence[PartCosts], memory: ProgramMemory | None) -> ProgramCosts:
         before, *blocks, after = parts
         return replace(self, before=before, blocks=tuple(blocks), after=after, memory=memory)
@@ -191,21 +222,29 @@ class ProgramCosts:
         """Return the costs as a plan asks for them."""
         return self.in_sequence if plan.sequence_parallel else self
 
-    def on(self, stage: Stage) -> ProgramCosts:
-        """Return the costs for the way in which a stage's devices share work."""
+    def on(self, stage: Stage, position: int = 0) -> ProgramCosts:
+        """Return the costs for the way in which a stage's devices share work; in a grid, of a device by position."""
+        if stage.is_grid:
+            return self.narrowed(stage.shares[position][1]).by_sequence
         return self.by_sequence if stage.shares_sequence else self
 
-    def kept_by(self, stage: Stage, start: int) -> ProgramCosts:
+    def kept_by(self, stage: Stage, start: int, position: int = 0) -> ProgramCosts:
         """Return the same, with what a stage with the blocks from `start` keeps of those that it recomputes."""
-        shared = self.on(stage)
-        return shared._recomputing(start, start + stage.recompute, stage) if stage.recompute else shared
+        shared = self.on(stage, position)
+        if not stage.recompute:
+            return shared
+        summed = [block.reduced_bytes if stage.is_grid else 0.0 for block in self.blocks]
+        return shared._recomputing(start, start + stage.recompute, stage, summed)
 
-    def again(self, stage: Stage, start: int) -> PartCosts:
+    def again(self, stage: Stage, start: int, position: int = 0) -> PartCosts:
         """Return the costs of the blocks whose forward a stage with the blocks from `start` does once more."""
-        return reduce(add, self.on(stage).blocks[start : start + stage.recompute], PartCosts())
+        return reduce(add, self.on(stage, position).blocks[start : start + stage.recompute], PartCosts())
 
-    def _recomputing(self, start: int, stop: int, stage: Stage) -> ProgramCosts:
-        """Return the program with blocks that keep what they hand on, and what a group has sent."""
+    def _recomputing(self, start: int, stop: int, stage: Stage, summed: Sequence[float]) -> ProgramCosts:
+        """Return the program with blocks that keep what they hand on, and what a group has sent.
+
+        `summed` are the bytes per row that each block sums over tensor parallel groups beside what the devices gather.
+        """
         key = start, stop, stage.shares_sequence, len(stage.devices) > 1
         if key not in self._recomputed:
             memory = self.memory or _assumed(self.parts)
@@ -213,7 +252,8 @@ class ProgramCosts:
             for block in range(start, stop):
                 handed = self.boundary(block + 1) or self.boundary(block)
                 sent = self.blocks[block].reduced_bytes * (len(stage.devices) > 1)
-                kept = Amount(0.0, handed + sent, 0.0, handed * stage.shares_sequence)
+                shared = handed * stage.shares_sequence + summed[block]
+                kept = Amount(0.0, handed + sent + summed[block], 0.0, shared)
                 parts[block + 1] = parts[block + 1].recomputed(kept)
             self._recomputed[key] = replace(self, memory=replace(memory, parts=tuple(parts)))
         return self._recomputed[key]

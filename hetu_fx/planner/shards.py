@@ -144,22 +144,25 @@ def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> I
         start, stop = stops[number][index : index + 2]
         holders = readers[start]
         tied = tied_speed if asked.shared(start, stop) else holders.speed
-        group = 1 if stage.shares_sequence else len(stage.devices)
+        group = len(stage.context_groups)
         for position, rank in enumerate(stage.devices):
-            share, own = stage.ratios[position] / sum(stage.ratios), speeds[rank]
+            share, own = stage.shares[position][1], speeds[rank]
+            split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
             homes = Homes(
                 zero=plan.zero,
                 num_copies=len(plan.pipelines) * stage.context,
-                split=min(1.0, own / (holders.columns[position] if holders.columns else holders.speed * share)),
-                whole=own / holders.speed,
-                tied=own / tied,
+                split=split,
+                # In a grid nearly all weights are split: all count as if they were.
+                whole=split if stage.is_grid else own / holders.speed,
+                tied=split if stage.is_grid else own / tied,
             )
-            yield Place(rank, number, index, Piece(asked.kept_by(stage, start), start, stop, share, group), homes)
+            program = asked.kept_by(stage, start, position)
+            yield Place(rank, number, index, Piece(program, start, stop, stage.work_shares[position], group), homes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """Those that hold a block: the speed of all, and of those at each position of their groups if these split alike.
+    """Those that hold a block: the speed of all, and of those with each part of its weights if they split alike.
 
     Then the holders of a shard own it together. Else all own parts of the whole, in proportion to their speeds.
     """
@@ -170,10 +173,10 @@ class _Holders:
     @classmethod
     def of(cls, stages: Sequence[Stage], speeds: Mapping[int, float]) -> _Holders:
         whole = _speed(stages, speeds)
-        if len({(stage.ratios, stage.context) for stage in stages}) > 1:
+        if len({tensor for stage in stages for _, tensor in [stage.axes]}) > 1:
             return cls(whole)
-        columns = zip(*(stage.devices for stage in stages), strict=True)
-        return cls(whole, tuple(sum(speeds[rank] for rank in column) for column in columns))
+        columns = zip(*(stage.context_groups for stage in stages), strict=True)
+        return cls(whole, tuple(sum(speeds[rank] for ranks in column for rank in ranks) for column in columns))
 
 
 def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> dict[int, _Holders]:

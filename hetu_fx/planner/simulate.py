@@ -158,9 +158,9 @@ class _Step:
 
     def _held(self, bucket: Bucket, group: Stage) -> dict[int, float]:
         """Return the bytes of a bucket's parameters by device of a group."""
-        parts, total = self.costs.on(group).between(bucket.start, bucket.stop), sum(group.ratios)
-        pairs = zip(group.devices, group.ratios, strict=True)
-        return {rank: parts.parameter_bytes_at(ratio / total) for rank, ratio in pairs}
+        parts = [self.costs.on(group, i).between(bucket.start, bucket.stop) for i in range(len(group.devices))]
+        triples = zip(group.devices, group.work_shares, parts, strict=True)
+        return {rank: part.parameter_bytes_at(share) for rank, share, part in triples}
 
     def _travel(self, kind: str, bucket: Bucket, after: Sequence[int], term: int) -> int:
         """Add a bucket's way to or from home; `term` picks its seconds from those of `sync_seconds`."""
@@ -176,18 +176,17 @@ class _Step:
         for number, group in enumerate(groups):
             others = [other.devices[0] for i, other in enumerate(groups) if i != number]
             for rank, size in self._held(bucket, group).items():
-                beside = [other for other in group.devices if group.shares_sequence and other != rank]
-                ranks = (rank, *beside, *others)
+                ranks = (rank, *group.beside(rank), *others)
                 empty, full = (sync_seconds(n, ranks, self.cluster, self.plan.zero)[term] for n in (0.0, size))
                 yield Line(empty, full - empty)
 
     def _rings(self, bucket: Bucket) -> tuple[list[list[int]], float]:
-        """Return the rings that a bucket goes around, and the bytes of each: one of all where some share a sequence."""
-        groups, whole = self._groups(bucket), self.costs.between(bucket.start, bucket.stop).parameter_bytes
-        if any(group.shares_sequence for group in groups):
-            return [self._members(bucket)], whole
-        largest = max(len(group.devices) for group in groups)
-        return [[group.devices[i % len(group.devices)] for group in groups] for i in range(largest)], whole / largest
+        """Return the rings that a bucket goes around, one for each part of its weights, and the bytes of each."""
+        whole = self.costs.between(bucket.start, bucket.stop).parameter_bytes
+        columns = [group.context_groups for group in self._groups(bucket)]
+        largest = max(map(len, columns))
+        rings = [[rank for column in columns for rank in column[i % len(column)]] for i in range(largest)]
+        return rings, whole / largest
 
     def _travel_memory(self, kind: str, bucket: Bucket) -> tuple[Held, Held]:
         """Return what devices hold more: gathered copies and messages until they are there, gradients' to the end."""

@@ -15,6 +15,7 @@ from hetu_fx.planner.cost import (
     tensor_parallel_lines,
 )
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.rounds import GATHER, SUM
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import FAST_LINK, paper, transformer
@@ -91,6 +92,26 @@ def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() 
     assert [d["activations"] for d in held] == [math.ceil(16 * (1000 + share * kept)) for share in (0.75, 0.25)]
     synced = [dict(d.seconds)["gradient_sync"] for d in predict(Plan((Pipeline((stage,)),)), costs, cluster).devices]
     assert min(synced) > 0
+
+
+def test_a_grid_sums_in_its_tensor_groups_and_gathers_between_them() -> None:
+    block = replace(transformer().blocks[0], gathered_bytes=1000.0, num_gathers=2)
+    costs, cluster = ProgramCosts(16, PartCosts(), (block,), PartCosts()), paper(1, 1, 1, 1)
+    stage = Stage((0, 1, 2, 3), (2, 1), 1, context=2, context_ratios=(3, 1))
+    (priced,) = stage_costs(Pipeline((stage,)), costs, cluster)
+    flops = [block.flops_at(tensor) * context for context, tensor in stage.shares]
+    assert priced.compute[0].per_row > priced.compute[1].per_row > priced.compute[3].per_row
+    assert [line.per_row for line in priced.compute] >= [3 * count / 1e9 for count in flops]
+    # gathers of two thirds of the heads in each direction, sums of three quarters of the tokens
+    (gathers, _), (sums, _) = ([r for r in priced.rounds if r.kind == kind] for kind in (GATHER, SUM))
+    assert (gathers.ranks, gathers.forward) == ((0, 2), pytest.approx(1000 * 2 / 3))
+    assert (sums.ranks, sums.forward) == ((0, 1), pytest.approx(block.reduced_bytes * 3 / 4))
+    latency = 2 * block.num_reductions + 2
+    assert priced.sums.fixed == pytest.approx(latency * FAST_LINK.latency_seconds)
+    assert priced.sums.per_row == pytest.approx((gathers.forward / 2 + sums.forward) / 1e10)
+    devices = predict(Plan((Pipeline((stage,)),)), costs, cluster).devices
+    synced = [dict(device.seconds)["gradient_sync"] for device in devices]
+    assert synced[0] == synced[2] > synced[1] == synced[3] > 0
 
 
 def test_blocks_that_are_recomputed_keep_little_and_cost_their_forward_once_more() -> None:

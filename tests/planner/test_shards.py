@@ -61,6 +61,17 @@ def test_devices_that_share_the_sequence_copy_every_parameter_and_own_it_togethe
     assert {(shard.copied, shard.owned, shard.synced) for shard in without.values()} == {(0, whole, whole)}
 
 
+def test_groups_that_share_the_sequence_hold_their_shards_of_weights_and_parts_of_the_rest() -> None:
+    stage = Stage((0, 1, 2, 3), (3, 1), context=2, context_ratios=(2, 1))
+    shards = shards_of(Plan((Pipeline((stage,)),)), COSTS, EQUAL)
+    group = shards_of(Plan.tensor_parallel([0, 1], [3, 1]), COSTS, EQUAL)
+    assert [shards[i].parameters for i in range(4)] == pytest.approx([group[i % 2].parameters for i in range(4)])
+    assert [shards[i].owned for i in range(4)] == pytest.approx([group[i % 2].parameters / 2 for i in range(4)])
+    kept = [shards[i].footprint.kept[1] for i in range(4)]
+    assert kept[0] == pytest.approx(2 * kept[2])
+    assert kept[0] == pytest.approx(2 / 3 * group[0].footprint.kept[1])
+
+
 def test_a_group_that_shares_the_sequence_keeps_less() -> None:
     plan = Plan.tensor_parallel([0, 1])
     plain, shared = (shards_of(replace(plan, sequence_parallel=on), COSTS, EQUAL)[0] for on in (False, True))

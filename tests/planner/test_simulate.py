@@ -177,6 +177,7 @@ PLANS = {
     "sequence": replace(Plan.tensor_parallel((0, 1), (3, 1)), sequence_parallel=True),
     "ring": Plan.context_parallel((0, 1), (3, 1)),
     "ring without zero": replace(Plan.context_parallel((0, 1), (3, 1)), zero=0),
+    "grid": Plan((Pipeline((Stage((0, 1, 2, 3), (3, 1), context=2, context_ratios=(2, 1), recompute=1),)),)),
     "ring beside one": Plan((Pipeline((Stage((0, 1), context=2),)), Pipeline((Stage((2,)),)))),
 }
 

@@ -53,6 +53,15 @@ def set_working(work: Work | None) -> None:
 _tables_over: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
+_waits: list[tuple[str, float]] = []  # communications under way, in all threads
+
+
+def oldest_wait() -> tuple[str, float] | None:
+    """Return what this process waits for, and since when (time.perf_counter); None if it does not communicate."""
+    waits = list(_waits)
+    return min(waits, key=lambda wait: wait[1], default=None)
+
+
 class GroupTable:
     """Maps sorted tuples of logical ranks to process groups.
 
@@ -130,9 +139,11 @@ class GroupTable:
         start, working = perf_counter(), _working if self.pauses_work else None
         if working is not None:
             working.pause()
+        _waits.append((what, start))
         try:
             yield
         finally:
+            _waits.remove((what, start))
             if working is not None:
                 working.resume()
             self._tell(what, start, perf_counter())

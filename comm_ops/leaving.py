@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _world
 
 
 class HoldsGroups(Protocol):
@@ -37,13 +38,19 @@ def _leave() -> None:
 
     After an error nothing is waited for, so that the peers notice at once.
     """
-    if not _holders or hasattr(sys, "last_type"):
-        return
+    if _holders and not hasattr(sys, "last_type"):
+        leave_world()
+
+
+def leave_world() -> None:
+    """Free all groups, and leave the world; another one can be joined then."""
     for holder in _holders:
         holder.release()
     _clear_defaults()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Torch names groups by their number: a start that failed half-way must not count in the next world.
+    _world.group_count = 0
 
 
 def _clear_defaults() -> None:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
+from hetu_fx.comm_ops.severing import opening_connections
+
 
 @dataclass(frozen=True, slots=True)
 class GroupCreation:
@@ -31,9 +33,10 @@ def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGr
     """
     backend, store = _world.pg_map[_get_default_group()]
     me = members.index(dist.get_rank())
-    created = _new_process_group_helper(
-        len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
-    )
+    with opening_connections():
+        created = _new_process_group_helper(
+            len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
+        )
     group: ProcessGroup = created[0]
     _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
     return group

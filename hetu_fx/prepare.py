@@ -18,6 +18,7 @@ from hetu_fx.adaptation import Adaptation
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.comm_ops.rendezvous import launcher_store
+from hetu_fx.comm_ops.severing import opening_connections
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
@@ -110,12 +111,14 @@ def join_world() -> None:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the script with "
             f"torchrun or accelerate launch"
         )
-    backend, store = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo", launcher_store()
-    if store is None:
-        dist.init_process_group(backend)
-    else:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    with opening_connections():
+        store = launcher_store()
+        backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+        if store is None:
+            dist.init_process_group(backend)
+        else:
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def warn_if_alone(table: GroupTable) -> None:

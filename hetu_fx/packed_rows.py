@@ -1,4 +1,4 @@
-"""Several sequences in one row: positions that restart, and no loss where one sequence would predict another.
+"""Sequences in rows: several in one row, with positions that restart and no loss where one would predict another.
 
 A model whose attention masks follow from position ids keeps the sequences of a row apart, and its loss and gradients
 are those of each sequence alone, weighted by their tokens. The models of transformers are such where no mask is given
@@ -7,7 +7,8 @@ and no cache is kept; with a cache, which is their default, they attend over the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,10 +65,68 @@ def packed(
     """
     _check(sequences, rows)
     width = max(sum(len(sequences[i]) for i in row) for row in rows)
+    filling = Filling({"input_ids": padding, "labels": IGNORED}, "position_ids", ("labels",))
     width += -width % multiple
-    filled = [_row([sequences[i] for i in row], width, padding) for row in rows]
-    tensors = {name: torch.stack([row[name] for row in filled]) for name in ("input_ids", "position_ids", "labels")}
+    tensors = filled({"input_ids": sequences, "labels": sequences}, rows, width, filling)
     return {**tensors, "use_cache": False}
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What stands in rows besides the sequences' own values.
+
+    Attributes:
+        padding: what stands where no token is, by input; 0 where nothing is said.
+        positions: the input of positions, which count from 0 in every sequence and in what fills the row; None: none.
+        first_unused: inputs whose first value in a sequence is for nothing, and is replaced by the padding: labels
+            that the model compares with the token before.
+    """
+
+    padding: Mapping[str, int] = field(default_factory=dict)
+    positions: str | None = None
+    first_unused: tuple[str, ...] = ()
+
+
+def filled(
+    inputs: Mapping[str, Sequence[torch.Tensor]], rows: Sequence[Sequence[int]], width: int, filling: Filling
+) -> dict[str, torch.Tensor]:
+    """Return every input as rows that hold these sequences one after another.
+
+    Args:
+        inputs: by input, its part of each sequence, of shape (tokens, ...).
+        rows: for each row the positions of its sequences.
+        width: tokens of a row, as many at least as those of its sequences.
+        filling: what else stands in them.
+
+    Returns:
+        Tensors of shape (rows, width, ...).
+    """
+    made = {name: _filled(name, parts, rows, width, filling) for name, parts in inputs.items()}
+    if filling.positions is not None:
+        parts = next(iter(inputs.values()))
+        counted = [_positions([len(parts[i]) for i in row], width) for row in rows]
+        made[filling.positions] = torch.stack(counted).to(parts[0].device)
+    return made
+
+
+def _filled(
+    name: str, parts: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], width: int, filling: Filling
+) -> torch.Tensor:
+    padding = filling.padding.get(name, 0)
+    made = parts[0].new_full((len(rows), width, *parts[0].shape[1:]), padding)
+    for number, row in enumerate(rows):
+        start = 0
+        for position in row:
+            stop = start + len(parts[position])
+            made[number, start:stop] = parts[position]
+            if name in filling.first_unused:
+                made[number, start] = padding
+            start = stop
+    return made
+
+
+def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
+    return torch.cat([torch.arange(length) for length in (*lengths, width - sum(lengths))])
 
 
 def _check(sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> None:
@@ -80,15 +139,3 @@ def _check(sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> 
     odd = [i for i, sequence in enumerate(sequences) if sequence.dim() != 1 or not len(sequence)]
     if odd:
         raise BatchError(f"sequences {odd} are not token ids of shape (tokens,) with a token or more; pass each as one")
-
-
-def _row(parts: Sequence[torch.Tensor], width: int, padding: int) -> dict[str, torch.Tensor]:
-    filler = torch.full((width - sum(map(len, parts)),), padding, dtype=torch.int64)
-    pieces = [*parts, filler]
-    ignored = torch.tensor([IGNORED])
-    labels = [torch.cat((ignored, part[1:])) for part in parts]
-    return {
-        "input_ids": torch.cat(pieces),
-        "position_ids": torch.cat([torch.arange(len(piece)) for piece in pieces]),
-        "labels": torch.cat([*labels, torch.full_like(filler, IGNORED)]),
-    }

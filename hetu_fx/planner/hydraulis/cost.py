@@ -132,7 +132,7 @@ class Strategy:
     pipelines: tuple[Scheme, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pipelines", tuple(sorted(self.pipelines, key=_order)))
+        object.__setattr__(self, "pipelines", tuple(sorted(self.pipelines, key=order_of)))
         if not self.pipelines:
             raise PlanError("a strategy has no pipelines; give the scheme of at least one")
 
@@ -199,7 +199,8 @@ def check_each_once(what: str, groups: Sequence[Sequence[int]], count: int) -> N
         raise PlanError(f"{what} has sequences {wrong} missing or unknown and {twice} twice; give each exactly once")
 
 
-def _order(scheme: Scheme) -> tuple[float, ...]:
+def order_of(scheme: Scheme) -> tuple[float, ...]:
+    """Return what the pipelines of a strategy are sorted by."""
     times = scheme.times
     sizes = (-scheme.max_length, -scheme.tensor_parallel, scheme.stages)
     return (*sizes, times.a, times.b, times.c, scheme.filling_tokens)

@@ -1,0 +1,45 @@
+"""What Hydraulis' cost model knows of the pipelines of a plan: their times by length, and what they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hetu_fx.planner.cost import stage_costs
+from hetu_fx.planner.hydraulis.assignment import ANY_LENGTH, Candidate
+from hetu_fx.planner.hydraulis.cost import Scheme, TimeFit, fit_times
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Pipeline, Plan
+from hetu_fx.topology import Cluster
+
+_BESIDES = ("gradient_sync", "gather", "optimizer")  # terms of a step that do not depend on the batch
+
+
+def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> Candidate:
+    """Return a plan as what may run a batch.
+
+    Args:
+        name: of the variant.
+        plan: the plan.
+        by_length: what a row costs, at three lengths at least.
+        cluster: the devices.
+
+    A pipeline's micro-batch holds its `max_length`, or the plan's; what has neither holds any number of tokens.
+    """
+    written = plan.with_blocks(next(iter(by_length.values())).num_blocks)
+    schemes = tuple(
+        Scheme(len(pipeline.stages[0].devices), len(pipeline.stages), times_of(pipeline, by_length, cluster), held)
+        for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
+    )
+    devices = plan.predicted.devices if plan.predicted else ()
+    besides = [math.fsum(seconds for term, seconds in device.seconds if term in _BESIDES) for device in devices]
+    return Candidate(name, plan, schemes, max(besides, default=0.0))
+
+
+def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
+    """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs."""
+    stages = {length: stage_costs(pipeline, costs, cluster) for length, costs in by_length.items()}
+    fit = fit_times([(length, max(s.seconds.per_row for s in found)) for length, found in stages.items()]).fit
+    fixed = max(stage.seconds.fixed for found in stages.values() for stage in found)
+    return replace(fit, c=fit.c + fixed)

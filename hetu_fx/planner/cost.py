@@ -18,12 +18,13 @@ Nothing is overlapped. Communication is priced by the same functions as the comm
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 
 from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
+from hetu_fx.planner.columns import Columns
 from hetu_fx.planner.memory import Terms
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.rounds import SUM, Rounds, rounds_of
@@ -223,7 +224,8 @@ def optimizer_seconds(num_bytes: float, device: Device) -> float:
 class Place:
     """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and time.
 
-    `tied` are the parameters that other stages read too, each with a device of every one of those.
+    `peers` are the ranks that hold the same in all pipelines, this one included; `tied` are the parameters that other
+    stages read too, each with a device of every one of those.
     """
 
     rank: int
@@ -231,6 +233,7 @@ class Place:
     position: int
     rows: int
     micro_batches: int
+    peers: tuple[int, ...]
     tied: tuple[tuple[Tied, tuple[int, ...]], ...] = ()
 
     @property
@@ -252,16 +255,24 @@ class Place:
         """Return how many devices hold the device's parameters, near enough where replicas differ."""
         return len(plan.pipelines) * self.costs.stage.context
 
-    def end_terms(self, plan: Plan, cluster: Cluster) -> tuple[float, float, float]:
-        """Return (gradient sync, gather, optimizer) seconds, with one device of each other pipeline and tied stage."""
-        peers = [p.devices[0] for p in plan.pipelines if self.rank not in p.devices]
-        beside = self.costs.stage.beside(self.rank)
-        travels = [(self.parameter_bytes, (self.rank, *beside, *peers))]
-        travels += [(one.at(self.share), (self.rank, *others)) for one, others in self.tied]
-        ends = [sync_seconds(size, ranks, cluster, plan.zero) for size, ranks in travels]
+    def end_terms(self, plan: Plan, cluster: Cluster, sync: Sync) -> tuple[float, float, float]:
+        """Return (gradient sync, gather, optimizer) seconds, with the devices that hold the same; `sync` prices a ring.
+
+        Those of each other pipeline are `peers`, those of each other stage stand with what is `tied`.
+        """
+        ends = [sync(self.parameter_bytes, (*self.costs.stage.beside(self.rank), *self.peers))]
+        ends += [sync(one.at(self.share), (self.rank, *others)) for one, others in self.tied]
+        synced, gather = (math.fsum(column) for column in zip(*ends, strict=True))
+        return synced, gather, self.update_seconds(plan, cluster)
+
+    def update_seconds(self, plan: Plan, cluster: Cluster) -> float:
+        """Return the seconds of the update of what the device owns."""
         owned = self.parameter_bytes / (self.num_copies(plan) if plan.zero else 1)
-        sync, gather = (math.fsum(column) for column in zip(*ends, strict=True))
-        return sync, gather, optimizer_seconds(owned, cluster.device(self.rank))
+        return optimizer_seconds(owned, cluster.device(self.rank))
+
+
+Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]
+"""(gradient sync, gather) seconds of so many bytes over the ranks that hold them."""
 
 
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
@@ -276,7 +287,8 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     for pipeline, count in zip(plan.pipelines, rows, strict=True):
         lines = [stage.seconds for stage in stage_costs(pipeline, costs.under(plan), cluster)]
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
-    ends = [place.end_terms(plan, cluster) for place in places]
+    sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
+    ends = [place.end_terms(plan, cluster, sync) for place in places]
     end = math.fsum(max(column) for column in zip(*ends, strict=True))
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
     pairs = zip(places, ends, strict=True)
@@ -286,15 +298,16 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
 
 def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Place]:
     """Yield every device of a plan."""
-    for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
+    columns, rows = Columns(plan, costs.num_blocks), pipeline_rows(costs.rows, plan)
+    for number, pipeline in enumerate(plan.pipelines):
         stages = stage_costs(pipeline, costs.under(plan), cluster)
-        count = max(1, min(pipeline.micro_batches, rows))
-        stops = stops_of(pipeline, costs.num_blocks)
+        count, stops = max(1, min(pipeline.micro_batches, rows[number])), columns.stops(number)
         for index, stage in enumerate(stages):
             holders = tied_holders(costs.under(plan).on(stage.stage), stops)
             tied = tuple((one, _others(pipeline, held, index)) for one, held in holders if index in held)
             for position, rank in enumerate(stage.stage.devices):
-                yield Place(rank, stage, position, rows, count, tied)
+                peers = columns.of(number, index, position)
+                yield Place(rank, stage, position, rows[number], count, peers, tied)
 
 
 def _others(pipeline: Pipeline, held: Sequence[int], index: int) -> tuple[int, ...]:

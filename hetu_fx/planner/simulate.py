@@ -106,7 +106,7 @@ class _Step:
                 waits[rank].append(job)
         idle_ranks = {rank for p in pipelines if not p.rows for rank in p.lane.pipeline.devices}
         for place in places_of(self.plan, self.costs, self.cluster):
-            seconds = {place.rank: place.end_terms(self.plan, self.cluster)[2]}
+            seconds = {place.rank: place.update_seconds(self.plan, self.cluster)}
             start, end = self._update_memory(place.rank, place.rank not in idle_ranks)
             self.jobs.compute("optimizer", "optimizer", seconds, waits.get(place.rank, ()), start, end)
 

@@ -1,0 +1,31 @@
+"""What the papers' systems are compared with in the benchmarks' ladders."""
+
+import pytest
+
+from benchmarks.ladder_hydraulis import LONGEST, SCHEMES, batch, homogeneous_seconds, packed_rows
+from benchmarks.ladder_malleus import measure, situations
+from benchmarks.published_malleus import LLAMA_32B
+from hetu_fx.planner.hydraulis.cost import SequenceBatch
+
+
+def test_rows_hold_every_sequence_once_within_the_context() -> None:
+    lengths = batch(0).lengths
+    rows = packed_rows(lengths)
+    assert sorted(length for row in rows for length in row) == sorted(lengths)
+    assert max(map(sum, rows)) <= LONGEST
+
+
+def test_equal_pipelines_take_as_long_as_the_one_with_most_rows() -> None:
+    scheme = SCHEMES[16, 1]
+    full = float(scheme.times.all_seconds([LONGEST]).sum()) + scheme.times.c
+    assert homogeneous_seconds(scheme, SequenceBatch((LONGEST,) * 4)) == full
+    assert homogeneous_seconds(scheme, SequenceBatch((LONGEST,) * 5)) == 2 * full
+
+
+def test_gains_are_over_what_the_slowest_device_makes_of_equal_stages() -> None:
+    rows = list(measure("32B", LLAMA_32B))
+    assert len(rows) == len(list(situations()))
+    for row in rows:
+        ours, equal, gain = (float(str(row[key])) for key in ("ours / healthy", "equal stages / healthy", "gain"))
+        assert 1 <= ours < equal
+        assert gain == pytest.approx(equal / ours)

@@ -38,7 +38,7 @@ class Bridge:
         self.plan = plan_bridge(entries, bucket_bytes)
         lowering = lowering or Lowering(table.topology)
         self.table = table
-        self._device = torch.device("cpu")
+        self._device, self._has_met = torch.device("cpu"), False
         by_name = {entry.name: entry for entry in entries}
         crossings = {
             name: (
@@ -86,6 +86,18 @@ class Bridge:
         with using(self.table):
             return self._gathers[number].start(pieces, self._device_of(pieces))
 
+    def meet(self) -> None:
+        """Make the process groups that gradients travel in; collective, and nothing once they are there.
+
+        That waits for peers, which must not happen amid a pipeline's schedule: a rank that begins to send the gradient
+        of a tied parameter home would wait for one that waits for its cotangents.
+        """
+        if not self._has_met:
+            with using(self.table):
+                for run in self._reduces:
+                    run.meet(self._device)
+            self._has_met = True
+
     def reduce_start(self, number: int, grads: Mapping[str, Tensor | None]) -> UnderWay:
         """Start one reduce bucket, whose gradients are ready; all ranks start all buckets in order."""
         with using(self.table):
@@ -114,11 +126,14 @@ class Bridge:
 class Reduction:
     """Reduces gradients as they become ready, so that their messages travel beside the rest of the backward.
 
+    Making the first one of a bridge is collective.
+
     Buckets start in their fixed order, each as soon as the gradients that this rank has for it (`expected`, by
     name) are there; `start` starts what is left, `finish` waits for all.
     """
 
     def __init__(self, bridge: Bridge, expected: Collection[str]) -> None:
+        bridge.meet()
         self._bridge = bridge
         self._ready: dict[str, Tensor | None] = {}
         self._open = [set(names) & set(expected) for names in bridge.reduce_buckets]

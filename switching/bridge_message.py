@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box, Region
+from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.comm_ops.lowering import Lowering
 from hetu_fx.switching.bridge_plan import Kind, Message, Part
 from hetu_fx.switching.exchange import Exchange, gather_segments, segments, sum_all, sum_segments
@@ -120,9 +121,18 @@ class MessageRun:
             return empty.new_zeros(slot.numel)
         return narrowed(value, slot.cuts).reshape(-1).to(empty.device)
 
+    def meet(self, table: GroupTable, itemsize: int, *, on_host: bool) -> None:
+        """Make the message's process group, if it is not there yet; collective over its ranks."""
+        if len(self.lane.ranks) > 1 and not self._in_levels(sum(self.sizes) * itemsize, on_host=on_host):
+            table.group(self.lane.ranks)
+
+    def _in_levels(self, num_bytes: int, *, on_host: bool) -> bool:
+        """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
+        return on_host and self.form.in_two_levels(num_bytes)
+
     def start(self, buffer: Tensor) -> Exchange:
-        """Start the message, in two levels where its form says so; NCCL finds its own way between nodes."""
-        if buffer.device.type == "cpu" and self.form.in_two_levels(buffer.nbytes):
+        """Start the message, in two levels where its form says so."""
+        if self._in_levels(buffer.nbytes, on_host=buffer.device.type == "cpu"):
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.form)
         match self.lane.kind:
             case Kind.SUM:

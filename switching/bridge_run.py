@@ -81,6 +81,12 @@ class BucketRun:
         ]
         return [(source.cuts(box), target.cuts(box)) for box in boxes]
 
+    def meet(self, device: torch.device) -> None:
+        """Make the process groups of the messages; collective over the ranks of each, in the order of all buckets."""
+        on_host = device.type == "cpu" or self.table.staged(device)
+        for message in self.messages:
+            message.meet(self.table, self.dtype.itemsize, on_host=on_host)
+
     @torch.no_grad()
     def start(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> UnderWay:
         """Pack this rank's tensors and start the messages. Raises StateError for a missing or misfit tensor."""

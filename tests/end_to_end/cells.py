@@ -85,6 +85,18 @@ PLANS: Mapping[str, Plan] = {
     "TP2>TP2 sequence parallel": Plan(
         (_one(Stage((0, 1), (2, 1)), Stage((2, 3)), micro_batches=2),), sequence_parallel=True
     ),
+    "TP2>CP2 3:1": Plan((_one(Stage((0, 1)), Stage((2, 3), (3, 1), context=2), micro_batches=3),)),
+    "CP2 3:1 recompute": Plan((_one(Stage((0, 1), (3, 1), context=2, recompute=1)),)),
+    "CP2 3:1 x TP2 2:1": Plan((_one(Stage((0, 1, 2, 3), (2, 1), context=2, context_ratios=(3, 1))),)),
+    "CP2 x TP2 ring recompute": Plan(
+        (_one(Stage((0, 1, 2, 3), context=2, recompute=1), micro_batches=2),), attention="ring"
+    ),
+    "CP2 x TP2>TP1 + 1": Plan(
+        (
+            _one(Stage((0, 1, 2, 3), (2, 1), context=2, context_ratios=(3, 1)), Stage((4,)), rows=3, micro_batches=2),
+            _one(Stage((5,)), rows=1),
+        )
+    ),
 }
 
 
@@ -139,12 +151,13 @@ COVERING = (
     *(Cell("llama", plan) for plan in PLANS),
     *(
         Cell("gpt2", plan)
-        for plan in ("DP 3:1", "TP2 3:1", "PP2", "TP2>TP1 + 1", "TP2 2:1 sequence parallel", "CP2 3:1")
+        for plan in ("DP 3:1", "TP2 3:1", "PP2", "TP2>TP1 + 1", "TP2 2:1 sequence parallel", "CP2 3:1", "TP2>CP2 3:1")
     ),
+    Cell("gpt2", "CP2 3:1 x TP2 2:1"),
     *(Cell("mlp", plan) for plan in ("1 device", "DP 3:1", "TP2", "PP2 + PP1", "TP2>TP1 + 1")),
     Cell("mlp", "TP2 2:1 sequence parallel"),
     *(Cell("conv", plan) for plan in ("DP 3:1", "TP2 3:1", "TP2 + TP1", "PP2")),
-    *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2", "CP2 3:1")),
+    *(Cell("bert", plan) for plan in ("TP2 + TP1", "PP2 x TP2", "CP2 3:1", "CP2 3:1 x TP2 2:1")),
     *(Cell("vit", plan) for plan in ("TP2 3:1", "PP2 + PP1", "TP2 2:1 sequence parallel")),
     *(Cell("t5", plan) for plan in ("DP 3:1", "TP2", "PP2", "TP2>TP1 + 1")),
     *(Cell("mixtral", plan) for plan in ("DP 3:1", "TP2", "PP2 + PP1")),

@@ -21,17 +21,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell
 
-DEVICES = ("cpu", "cpu", "cpu", "cpu")
 SECONDS_IN_ALL = 3000 if os.environ.get("HETU_FX_PARITY") == "full" else 900
 CELLS = ALL_CELLS if os.environ.get("HETU_FX_PARITY") == "full" else COVERING
+DEVICES = ("cpu",) * max(cell.ranks for cell in CELLS)
 
-SHARING = [plan for plan in PLANS if "sequence parallel" in plan or plan.startswith("CP")]
+SHARING = [plan for plan in PLANS if "sequence parallel" in plan or "CP" in plan]
+RECOMPUTING = [plan for plan in PLANS if "recompute" in plan]
 
 # Combinations that are refused by name, with a word of the reason.
 REFUSED: Mapping[tuple[str, str], str] = {
     **{("conv", plan): "sum over the whole batch" for plan in ("PP2", "PP2 x TP2", "PP2 + PP1", "TP2>TP1 + 1")},
     **{(model, plan): "no dim that its" for model in ("mlp", "conv") for plan in SHARING},
-    **{("mixtral", plan): "cannot share the sequence" for plan in SHARING if plan.startswith("CP")},
+    **{(model, plan): "recomputes 1 blocks, but holds 0" for model in ("mlp", "conv") for plan in RECOMPUTING},
+    **{("mixtral", plan): "cannot share the sequence" for plan in SHARING if "CP" in plan},
 }
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS_IN_ALL + 60)]

@@ -25,7 +25,7 @@ class Bridge:
     """Brings parameters from home to where they are computed with, and gradients home.
 
     Made alike on all ranks of `table`; every call is collective over them. `lowering` chooses the form of its messages
-    (None: the cheapest on the links of `table`).
+    (None: the cheapest on the links of `table`). `is_outdated` is set where parameters have got other homes since.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Bridge:
         lowering: Lowering | None = None,
     ) -> None:
         self.plan = plan_bridge(entries, bucket_bytes)
+        self.is_outdated = False
         lowering = lowering or Lowering(table.topology)
         self.table = table
         self._device, self._has_met = torch.device("cpu"), False

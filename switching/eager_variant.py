@@ -29,8 +29,18 @@ class EagerVariant(Variant):
         planned_rates: Mapping[int, float],
     ) -> None:
         super().__init__(name, plan, table, homes, planned_rates)
+        self._bridge = self._made()
+
+    @property
+    def bridge(self) -> Bridge:
+        """Return the bridge to and from the replicas."""
+        if self._bridge.is_outdated:
+            self._bridge = self._made()
+        return self._bridge
+
+    def _made(self) -> Bridge:
         with self.first_use.making():
-            self.bridge = Bridge([self._entry(name, home) for name, home in homes.items()], table)
+            return self.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
 
     def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
         """Every replica reads a copy, and has a summand of the gradient."""

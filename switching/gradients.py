@@ -10,11 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge import Bridge, Reduction
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.step import LossGradient, applied
@@ -161,8 +162,14 @@ class Collector:
         self._reduction.ready(name, self.kept.take(name, gradient))
 
     def finish(self) -> dict[str, Tensor]:
-        """Return the home gradients, once backward has run; empty if they are kept back."""
+        """Return the home gradients, once backward has run; empty if they are kept back.
+
+        Raises:
+            StateError: the parameters have changed their home since the forward.
+        """
         self.timer.stop()
+        if self.bridge.is_outdated:
+            self._refuse()
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         sums_first = self._sums_first
         if not sums_first:
@@ -177,6 +184,16 @@ class Collector:
         if sums_first:
             self._multiply(list(home.values()))
         return as_home(home, self.homes)
+
+    def _refuse(self) -> NoReturn:
+        """Wait for what is under way, which the next step would wait for in vain, and say why it comes too late."""
+        self._loss_gradient.correction()
+        if self._reduction is not None and not self._ran_ahead:
+            self._reduction.finish()
+        raise StateError(
+            "the parameters' home has changed between this step's forward and its backward; change it between steps: "
+            "after backward, or before the next forward"
+        )
 
     def _multiply(self, gradients: list[Tensor]) -> None:
         """Multiply gradients by what backward ran without of the loss's."""

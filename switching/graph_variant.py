@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class GraphVariant(Variant):
         super().__init__(name, plan, table, homes, planned_rates)
         self.backend = backend
         self._stages: dict[tuple[int, bool], StagePlan] = {}
+        self._outdated: set[tuple[int, bool]] = set()  # of the stages: those whose bridge leads to homes of before
 
     def stage(self, program: Program, wants_values: bool) -> StagePlan:
         """Return the program under this plan; made at the first call, which is collective."""
@@ -111,7 +112,17 @@ class GraphVariant(Variant):
                 own = bytes_of(program.graph), travelling_work(program.graph, program.factors)
                 sizes = from_first(self.table, own)  # ranks may have examples of other sizes
                 self._stages[key] = together(self.table, lambda: self._make(program, wants_values, sizes))
+        elif key in self._outdated:
+            with self.first_use.making():
+                made = self._stages[key]
+                self._stages[key] = replace(made, bridge=together(self.table, lambda: self._bridge(made.deduced)))
+        self._outdated.discard(key)
         return self._stages[key]
+
+    def rehome(self) -> None:
+        """Forget what belongs to the present homes; bridges to the new ones are made when they are needed."""
+        super().rehome()
+        self._outdated = set(self._stages)
 
     def _make(
         self, program: Program, wants_values: bool, sizes: tuple[tuple[float, ...], tuple[float, ...]]
@@ -125,11 +136,14 @@ class GraphVariant(Variant):
             deduced=deduced,
             device=device,
             engine=None if device is None else self._engine(device),
-            bridge=Bridge(bridge_entries(deduced, self.homes), self.table),
+            bridge=self._bridge(deduced),
             buffers={} if device is None else _leaf_annotations(deduced, device.layout, LeafKind.BUFFER),
             updates=_update_annotations(deduced),
             constants={} if device is None else self._constants(deduced, device.layout),
         )
+
+    def _bridge(self, deduced: DeducedGraph) -> Bridge:
+        return self.bridge_between(bridge_entries(deduced, self.homes))
 
     def _engine(self, device: DeviceGraph) -> Engine:
         place = next(iter(self.homes.values())).device

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.execution import Execution, Reading, StepInputs
+from hetu_fx.switching.migrate import migrate
 from hetu_fx.switching.policy import BatchFacts, Health, Policy, VariantFacts, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
 from hetu_fx.switching.step import Guess
+from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.switching.timer import ComputeTimer, clock_of
 from hetu_fx.switching.variant import Variant
 
@@ -85,6 +88,8 @@ class Runtime:
         self.policy: Policy = choose
         self.health = Health()
         self.observers: list[Observer] = []
+        self.drained: frozenset[int] = frozenset()
+        self.is_leaving: Callable[[], bool] = lambda: False
         self._groups_seen = len(table.creations)
         self._clock = clock_of(next(model.parameters()).device)
 
@@ -102,9 +107,30 @@ class Runtime:
 
     def pin(self, name: str | None) -> None:
         """Run one variant from the next step on (None: let the policy choose again)."""
-        if name is not None:
-            self._known(name)
+        if name is not None and not self.drained.isdisjoint(self._known(name).plan.devices):
+            raise StateError(
+                f"variant {name!r} uses devices {sorted(self.drained.intersection(self.variants[name].plan.devices))}, "
+                f"which are drained; use another variant, or model.hetu.admit them"
+            )
         self.pinned = name
+
+    @property
+    def usable(self) -> dict[str, Variant]:
+        """Return the variants that use no drained device, by name."""
+        return {n: variant for n, variant in self.variants.items() if self.drained.isdisjoint(variant.plan.devices)}
+
+    def switch_home(
+        self, annotations: Mapping[str, Annotation], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> SwitchPlan:
+        """Bring parameters and all that belongs to them to other homes, between steps; collective.
+
+        Gradients that were kept back come home first.
+        """
+        with using(self.table):
+            self.variants[self.current].flush()
+            for variant in self.variants.values():
+                variant.rehome()
+            return migrate(self.homes, annotations, optimizers, self.table)
 
     def charge_groups(self) -> None:
         """Count the groups that have been created since the last call as the current variant's."""
@@ -124,9 +150,16 @@ class Runtime:
     def _chosen(self, facts: StepFacts) -> str:
         """Return the variant that the policy chooses; it must exist and take the batch."""
         batch = BatchFacts(facts.longest, sum(facts.rows))
-        variants = {name: _facts_of(name, variant) for name, variant in self.variants.items()}
+        variants = {name: _facts_of(name, variant) for name, variant in self.usable.items()}
+        if not variants:
+            raise StateError(
+                f"every variant uses one of the drained devices {sorted(self.drained)}; add one that does not by "
+                f"model.hetu.add_variant(plan), or model.hetu.admit them"
+            )
         name = self.policy(tuple(variants.values()), batch, self.health)
         self._known(name)
+        if name not in variants:
+            raise StateError(f"the policy chose variant {name!r}, but its devices are drained; see model.hetu.drained")
         if not variants[name].fits(batch):
             raise BatchError(
                 f"the policy chose variant {name!r} for a batch whose longest sequence is {batch.longest}, but that "
@@ -156,7 +189,8 @@ class Runtime:
         local: LocalFacts | Exception
         try:
             batch = self.execution.read(args, kwargs, self.model.training)
-            local = replace(batch.facts, compute_seconds=self.report.timer.seconds)
+            seconds, leaves = self.report.timer.seconds, self.is_leaving()
+            local = replace(batch.facts, compute_seconds=seconds, is_leaving=leaves)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
         facts = agree(self.table, local)

@@ -24,8 +24,7 @@ from hetu_fx.documents import table_text
 from hetu_fx.errors import StateError
 
 FORMAT = "hetu_fx.switch/1"
-EXTRA_SHARE = 0.1
-"""What a bucket may take beside the state of the rank that holds most."""
+EXTRA_SHARE = 0.1  # what a bucket may take beside the state of the rank that holds most
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,9 @@ class StateTensor:
         """Return what is asked of the planner of messages."""
         return Move(self.source, self.target, self.shape, self.dtype.itemsize)
 
-    def bytes_before(self, rank: int) -> int:
-        """Count the bytes of a rank's part before."""
-        return _numel(self.source, rank, self.shape) * self.dtype.itemsize
-
-    def bytes_after(self, rank: int) -> int:
-        """Count the bytes of a rank's part after."""
-        return _numel(self.target, rank, self.shape) * self.dtype.itemsize
+    def part_bytes(self, at: Annotation, rank: int) -> int:
+        """Count the bytes of a rank's part where the tensor lies as `at` says."""
+        return math.prod(at.region(rank, self.shape).local_shape) * self.dtype.itemsize if at.holds(rank) else 0
 
     def stays(self, rank: int) -> bool:
         """Tell whether a rank's part stays as it is."""
@@ -80,8 +75,7 @@ class SwitchBucket:
 
     def extra_bytes(self, rank: int) -> int:
         """Count what a rank holds, at most, beside its state: what arrives, and what leaves or is put together."""
-        extras = extras_of(self.tensors, self.moves.transfers)
-        return sum(extra[rank] for extra in extras)
+        return sum(extra[rank] for extra in extras_of(self.tensors, self.moves.transfers))
 
 
 @dataclass(frozen=True)
@@ -172,31 +166,24 @@ def plan_switch(
         tensors: all of the state; those that stay count for its size only.
         world: number of ranks.
         node_of: gives the node of a rank; messages inside a node are preferred.
-        extra_share: what a bucket may take beside the state, as a part of the state of the rank that holds most. A
-            tensor that takes more is a bucket of its own.
+        extra_share: what a bucket may take, as a part of the state of the rank that holds most; one tensor may more.
 
     Raises:
         StateError: a share that is not above 0, or a tensor named twice.
     """
-    if not extra_share > 0:
+    if extra_share <= 0:
         raise StateError(f"extra_share is {extra_share}; give a part of the state above 0, such as {EXTRA_SHARE}")
     names = Counter((tensor.parameter, tensor.kind) for tensor in tensors)
     if len(names) < len(tensors):
         raise StateError(f"{max(names, key=names.__getitem__)} stands in the state more than once")
     state = tuple(
-        max(sum(t.bytes_before(rank) for t in tensors), sum(t.bytes_after(rank) for t in tensors))
+        max(sum(t.part_bytes(t.source, rank) for t in tensors), sum(t.part_bytes(t.target, rank) for t in tensors))
         for rank in range(world)
     )
     moving = [tensor for tensor in tensors if tensor.source != tensor.target]
     together = plan_moves([tensor.move for tensor in moving], node_of=node_of)
-    extras = extras_of(moving, together.transfers)
-    limit = int(max(state, default=0) * extra_share)
-    groups = _filled(extras, limit)
+    groups = _filled(extras_of(moving, together.transfers), int(max(state, default=0) * extra_share))
     return SwitchPlan(tuple(_bucket(moving, together.transfers, group) for group in groups), state)
-
-
-def _numel(annotation: Annotation, rank: int, shape: tuple[int, ...]) -> int:
-    return math.prod(annotation.region(rank, shape).local_shape) if annotation.holds(rank) else 0
 
 
 def extras_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> list[Counter[int]]:
@@ -214,7 +201,7 @@ def extras_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> 
     extras = []
     for number, tensor in enumerate(tensors):
         ranks = sorted({*tensor.source.ranks, *tensor.target.ranks})
-        new = {rank: 0 if tensor.stays(rank) else tensor.bytes_after(rank) for rank in ranks}
+        new = {rank: 0 if tensor.stays(rank) else tensor.part_bytes(tensor.target, rank) for rank in ranks}
         sizes = {rank: arriving[number][rank] + max(leaving[number][rank], new[rank]) for rank in ranks}
         extras.append(Counter(sizes))
     return extras

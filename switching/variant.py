@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -13,7 +13,7 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.comm_ops.process_group import GroupCreation
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
-from hetu_fx.switching.bridge import Bridge
+from hetu_fx.switching.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.gradients import KeptBack
 from hetu_fx.switching.home import HomeTensor
 
@@ -59,6 +59,7 @@ class Variant:
         self.kept_back = KeptBack()
         self.first_use = FirstUse()
         self._gathered: tuple[object, dict[str, Tensor]] = (None, {})
+        self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
 
     @property
     def predicted_seconds(self) -> float:
@@ -77,6 +78,20 @@ class Variant:
         if self._gathered[0] != state:
             self._gathered = (state, bridge.gather(pieces))
         return dict(self._gathered[1])
+
+    def bridge_between(self, entries: Sequence[BridgeEntry]) -> Bridge:
+        """Return the bridge of some entries; made once per home layout, which the entries tell."""
+        key = tuple(entries)
+        if key not in self._bridges:
+            self._bridges[key] = Bridge(key, self.table)
+        self._bridges[key].is_outdated = False
+        return self._bridges[key]
+
+    def rehome(self) -> None:
+        """Forget what belongs to the present homes of the parameters: they are about to change."""
+        self._gathered = (None, {})
+        for bridge in self._bridges.values():
+            bridge.is_outdated = True
 
     def flush(self) -> None:
         """Bring gradients that were kept back home into `.grad`; collective if there are any."""

@@ -8,7 +8,7 @@ rank sees the same agreed facts and plans alike, so nobody has to be asked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from hetu_fx.errors import StateError
@@ -116,7 +116,7 @@ class Adaptation:
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
                 variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
-        plan = self.planner(self.cluster, CALIBRATED)
+        plan = self.planner(self.cluster.without(tuple(self.runtime.drained)), CALIBRATED)
         current = self.runtime.variants[self.runtime.current]
         if plan.predicted and plan.predicted.seconds < current.predicted_seconds * (1 - LEAST_GAIN):
             name = self._variant_for({}, plan)
@@ -125,14 +125,17 @@ class Adaptation:
     def replan(self, rates: Mapping[int, float]) -> str:
         """Make a plan for the given rates; the policy weighs it against the others from the next step on.
 
-        Returns the new variant's name.
+        Drained devices are left out. Returns the new variant's name.
         """
         if self.cluster is None:
             raise StateError(
                 "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
                 "hetu_fx.auto_parallelize"
             )
-        name = self._variant_for(rates, self.planner(self.cluster.with_rates(rates), name_for(rates)))
+        drained = self.runtime.drained
+        cluster = self.cluster.without(tuple(drained))
+        rates = {rank: rate for rank, rate in rates.items() if rank not in drained}
+        name = self._variant_for(rates, self.planner(cluster.with_rates(rates), name_for(rates, drained)))
         self.runtime.health = Health(dict(rates))
         self.tracker.restart()
         self.changes.append(Replanned(self.runtime.step, dict(rates), name))
@@ -145,7 +148,7 @@ class Adaptation:
             if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
                 variant.expect(plan.predicted, rates)
                 return name
-        name = plan.name or name_for(rates)
+        name = plan.name or name_for(rates, self.runtime.drained)
         if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
             self.runtime.add_variant(plan, name, planned_rates=rates)
         return name
@@ -158,7 +161,11 @@ def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
     return cluster.with_speeds({device.rank: speed for device, speed in zip(known, speeds, strict=True)})
 
 
-def name_for(rates: Mapping[int, float]) -> str:
-    """Name a variant for straggling rates, fit for a file name: `slow-1x2.5` where device 1 takes 2.5 times as long."""
+def name_for(rates: Mapping[int, float], drained: Collection[int] = ()) -> str:
+    """Name a variant for straggling rates, fit for a file name: `slow-1x2.5` where device 1 takes 2.5 times as long.
+
+    Devices that are left out stand first: `without-3-slow-1x2.5`.
+    """
+    left_out = ["without", *map(str, sorted(drained))] if drained else []
     slow = [f"{rank}x{rate:.3g}" for rank, rate in sorted(rates.items()) if rate != 1.0]
-    return "-".join(["slow", *slow]) if slow else "healthy"
+    return "-".join([*left_out, *(["slow", *slow] if slow else [])]) or "healthy"

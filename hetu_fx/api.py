@@ -17,12 +17,14 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.exporting import export_runtime
 from hetu_fx.plans import Plan
 from hetu_fx.prepare import Plans, Preparation, prepare
+from hetu_fx.rehoming import Home, Optimizers, Rehoming
 from hetu_fx.run_log import RunLog, Sink
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
 from hetu_fx.saving import load_model, save_model
 from hetu_fx.snapshots import Snapshots
 from hetu_fx.switching.policy import Policy
 from hetu_fx.switching.runtime import Runtime, Settings
+from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.topology import Cluster
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,7 +57,7 @@ def auto_parallelize(
             fastest runs it), or the path of a plan file.
         cluster: what the devices are; None measures them now.
         optimizer: an optimizer made before this call; its parameters stay the same objects, and state that it has
-            already is cut to this process's part.
+            already is cut to this process's part, and moves with the parameters (`model.hetu.switch_home`).
         loss_fn: for a model that returns no loss: called as loss_fn(output, **batch) (or *batch).
         data: "per_rank": each process passes its own rows (the global batch is all of them, in rank order);
             "global": every process passes the same whole batch.
@@ -89,16 +91,18 @@ def auto_parallelize(
         model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
     )
     runtime, adaptation = prepare(preparation)
-    _attach(model, Handle(runtime, adaptation))
+    rehoming = Rehoming(runtime, adaptation, [] if optimizer is None else [optimizer])
+    _attach(model, Handle(runtime, adaptation, rehoming))
     return model
 
 
 class Handle:
     """What a parallel model can be asked and told; `model.hetu`."""
 
-    def __init__(self, runtime: Runtime, adaptation: Adaptation) -> None:
+    def __init__(self, runtime: Runtime, adaptation: Adaptation, rehoming: Rehoming) -> None:
         self._runtime = runtime
         self._adaptation = adaptation
+        self._rehoming = rehoming
 
     @property
     def plan(self) -> Plan:
@@ -176,6 +180,56 @@ class Handle:
         Collective; every process must pass the same rates.
         """
         return self._adaptation.replan(rates)
+
+    @property
+    def drained(self) -> tuple[int, ...]:
+        """Return the devices that are drained: they hold nothing and no variant that uses them runs."""
+        return tuple(sorted(self._runtime.drained))
+
+    def switch_home(self, home: Home, *, optimizer: Optimizers | None = None) -> SwitchPlan:
+        """Change which process owns what of the parameters, of their gradients and of the optimizer's state.
+
+        Collective, between steps: after a backward, before the next forward. Parameters, gradients, state tensors and
+        optimizers stay the same objects, values stay as they are bit by bit, and nothing goes through a file. Changing
+        the variant needs no change of home; this is for a plan that stays, and for devices that have no memory for
+        their part. Other home tensors (averages of parameters that the user keeps) stay where they are.
+
+        Args:
+            home: a Plan, or the name of a variant: near where that reads the parameters, in proportion to the devices'
+                speed; or devices: on these only, near where the current plan reads; or a mapping of devices to their
+                shares.
+            optimizer: one optimizer or several that hold state for the parameters. Those that were passed here or to
+                `auto_parallelize` are known already; () says that there is none.
+
+        Returns what has been moved: bytes, messages, and the extra memory that it took.
+
+        Raises:
+            HetuFxError: on every process.
+        """
+        return self._rehoming.switch_home(home, optimizer)
+
+    def drain(self, *ranks: int, optimizer: Optimizers | None = None) -> SwitchPlan:
+        """Take devices out of all work now: others take over what they own. Collective, between steps.
+
+        Where devices are known (cluster=..., or plan="auto") a plan without these is made; else a variant must be
+        there, or be added, that does not use them. A variant that does is not run until they are admitted again. Their
+        processes go on calling the model, and may bring rows as before; they compute nothing.
+
+        Args and errors are as `switch_home`'s.
+        """
+        return self._rehoming.drain(ranks, optimizer)
+
+    def admit(self, *ranks: int, optimizer: Optimizers | None = None) -> SwitchPlan:
+        """Give drained devices work and a part of the state again; collective, between steps. See `drain`."""
+        return self._rehoming.admit(ranks, optimizer)
+
+    def drain_on_sigterm(self, *, optimizer: Optimizers | None = None) -> None:
+        """Drain a device before the first step after its process gets SIGTERM; collective, once.
+
+        A second SIGTERM does what it did before this call. If all devices are asked to leave, all stay: save a
+        checkpoint then.
+        """
+        self._rehoming.drain_on_sigterm(optimizer)
 
     def on_communication(self, listener: Callable[[str, float, float], None] | None) -> None:
         """Call `listener(what, start, end)` after each communication of this process; None: no more.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.adaptation import Adaptation
-from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.comm_ops.rendezvous import launcher_store
 from hetu_fx.comm_ops.severing import opening_connections
@@ -23,13 +22,13 @@ from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
+from hetu_fx.rehoming import choose_homes, speeds
 from hetu_fx.switching.agreement import agree, from_first, together
 from hetu_fx.switching.eager_execution import EagerExecution
 from hetu_fx.switching.execution import Execution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home_layout import HomeLayout, home_layout
 from hetu_fx.switching.home_parameters import move_home, move_optimizer_state
-from hetu_fx.switching.home_plan import make_home_layouts
 from hetu_fx.switching.programs import Programs
 from hetu_fx.switching.runtime import Runtime, Settings, names_of
 from hetu_fx.topology import Cluster
@@ -227,12 +226,10 @@ def _checked_layouts(
     """
     for plan in plans:
         execution.check(plan, table.size)
-    read, *_ = [execution.compute_annotations(plan) for plan in plans]
-    everyone = tuple(range(table.size))
+    for plan in plans[1:]:
+        execution.compute_annotations(plan)  # raises what is wrong with it
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    compute = {name: read.get(name, Annotation.replicated(everyone)) for name in shapes}
-    weights = [1.0 if cluster is None else cluster.device(rank).speed for rank in everyone]
-    annotations = make_home_layouts(shapes, everyone, compute, weights, plans[0].zero)
+    annotations = choose_homes(execution, plans[0], shapes, speeds(cluster, table.size))
     return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
 
 

@@ -45,6 +45,23 @@ def test_variants_are_named_for_their_slow_devices(rates: dict[int, float], name
     assert name_for(rates) == name
 
 
+def test_variants_for_some_devices_are_named_for_those_left_out() -> None:
+    assert name_for({0: 1.0}, {3, 1}) == "without-1-3"
+    assert name_for({0: 2.0}, {3}) == "without-3-slow-0x2"
+
+
+def test_drained_devices_are_planned_without() -> None:
+    asked: list[Cluster] = []
+    adaptation = adaptation_with(Plan.single())
+    adaptation.cluster = Cluster.on_paper((1e9, 1e9, 1e9))
+    adaptation.runtime.drained = frozenset({1})
+    adaptation.planner = lambda cluster, name: asked.append(cluster) or replace(Plan.single(), name=name)
+    adaptation.replan({1: 3.0, 2: 2.0})
+    assert asked[0].ranks == (0, 2)
+    assert asked[0].device(2).rate == 2.0
+    assert adaptation.runtime.health.rates == {2: 2.0}
+
+
 def test_a_plan_that_a_variant_runs_already_makes_no_new_variant() -> None:
     adaptation = adaptation_with(Plan.single())
     runtime = adaptation.runtime

@@ -23,7 +23,7 @@ FLOORS = (
     "cli cli_* demo demo_*",
     "integrations",
     "api",
-    "planning simulating profiling* prepare adaptation saving export* checkpoint snapshots report run_log run_log_*",
+    "planning simulating profiling* prepare rehoming adaptation saving export* checkpoint snapshots report run_log*",
     "switching.runtime",
     "switching.graph_execution switching.eager_execution",
     "switching.run_step switching.eager_step",

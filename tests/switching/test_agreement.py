@@ -44,6 +44,12 @@ def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
     assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0))
 
 
+def test_ranks_that_ask_to_be_drained_are_told_to_all(other: Any) -> None:
+    other(replace(FACTS, is_leaving=True))
+    assert agree(TWO, FACTS).leaving == (1,)
+    assert agree(ALONE, replace(FACTS, is_leaving=True)).leaving == (0,)
+
+
 def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:
     other(PlanError("too few blocks"))
     with pytest.raises(BatchError, match=r"could not start this step: rank 1: PlanError: too few blocks"):

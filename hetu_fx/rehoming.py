@@ -73,6 +73,7 @@ class Rehoming:
         self.runtime, self.adaptation = runtime, adaptation
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
         self._is_told = bool(optimizers)
+        self._chosen: dict[tuple[Plan, tuple[float, ...]], dict[str, Annotation]] = {}
         self._has_signal = False
         runtime.observers.append(self.observe)
 
@@ -175,7 +176,10 @@ class Rehoming:
             left = [0.0 if rank in runtime.drained else weight for rank, weight in enumerate(weights)]
             if not any(left):
                 raise PlanError(f"homes are asked for with shares {list(weights)}, but no device with one is left")
-            return choose_homes(runtime.execution, plan, shapes, left)
+            key = plan, tuple(left)
+            if key not in self._chosen:
+                self._chosen[key] = choose_homes(runtime.execution, plan, shapes, left)
+            return self._chosen[key]
 
         done = runtime.switch_home(together(runtime.table, chosen), self.optimizers)
         _log.info("homes are near %s: %s", plan.summary(), done.summary())

@@ -1,0 +1,66 @@
+"""Seconds and bytes of switches among plans, for the state of a model with AdamW on four processes.
+
+Two kinds: another variant (parameters are gathered from home into another plan's layout) and another home (parameters
+and optimizer state change their owners). Both beside torch.distributed.checkpoint, which saves the same state from one
+home and loads it into the other.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.switch_ranks import FULL, HOME, QUICK, RESULT, VARIANT, WORLD, work
+
+SPEEDUP_BAR, BYTES_BAR = 10.0, 1.0
+Switch = Mapping[str, Any]
+
+
+def main() -> int:
+    """Run on processes of this machine and judge."""
+    options = parser("switch", "Seconds and bytes of switches among plans, against a checkpoint.").parse_args()
+    size, rounds = (QUICK, 3) if options.quick else (FULL, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(work, (Path(folder), size, rounds), nprocs=WORLD)
+        return judge(json.loads((Path(folder) / RESULT).read_text()))
+
+
+def judge(result: Mapping[str, Any]) -> int:
+    """Turn seconds and bytes into bars and rows."""
+    saved, loaded = result["save"], result["load"]
+    checkpoint = [a + b for a, b in zip(saved, loaded, strict=True)]
+    bars, rows = [], []
+    for kind in (HOME, VARIANT):
+        switches: Sequence[Switch] = result[kind]
+        speedups = [median_ratio(checkpoint, switch["seconds"]) for switch in switches]
+        excess = sum(switch["bytes"] for switch in switches) / sum(switch["least bytes"] for switch in switches)
+        bars.append(Bar(f"checkpoint over {kind}, median", statistics.median(speedups), SPEEDUP_BAR, at_least=True))
+        bars.append(Bar(f"bytes of {kind} over the least", excess, BYTES_BAR, at_least=False))
+        rows += [row(kind, switch, speedup) for switch, speedup in zip(switches, speedups, strict=True)]
+    rows += [{"what": f"checkpoint {way}", "seconds": statistics.median(result[way])} for way in ("save", "load")]
+    return finish("switch", bars, rows, **result["about"])
+
+
+def row(kind: str, switch: Switch, speedup: float) -> Row:
+    """Make a line of the table."""
+    return {
+        "what": f"{kind} {switch['from']} to {switch['to']}",
+        "seconds": statistics.median(switch["seconds"]),
+        "MB": switch["bytes"] / 1e6,
+        "least MB": switch["least bytes"] / 1e6,
+        "messages": switch["messages"],
+        "extra memory, of the state": switch["extra"],
+        "checkpoint takes, times": speedup,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""One rank of the switch benchmark: trains a step under every plan, and times the ways from one to another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+
+import hetu_fx
+from benchmarks.contest import adamw, barrier, slowest, timed, train_step
+from benchmarks.models import Size, batch, llama, num_parameters
+from hetu_fx.comm_ops.bsr_plan import Move
+from hetu_fx.comm_ops.bsr_report import least_bytes
+from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.switching.bridge import BridgePlan
+from hetu_fx.switching.home import HomeTensor
+
+WORLD = 4
+QUICK, FULL = Size(width=512, layers=4, rows=8, tokens=16), Size(width=1024, layers=9, rows=8, tokens=16)
+HOME, VARIANT, RESULT = "home", "variant", "result.json"
+# Every plan to every other one, once.
+ROUND = ("DP", "TP", "DP", "PP", "DP", "unequal", "TP", "PP", "TP", "unequal", "PP", "unequal", "DP")
+
+
+def plans(layers: int) -> dict[str, Plan]:
+    """Make the plans by name."""
+    stages = [layers // WORLD + (rank < layers % WORLD) for rank in range(WORLD)]
+    halves = Stage((2,), (), layers // 2), Stage((3,), (), layers - layers // 2)
+    return {
+        "DP": Plan.data_parallel(range(WORLD)),
+        "TP": Plan.tensor_parallel(range(WORLD)),
+        "PP": Plan((Pipeline(tuple(Stage((rank,), (), blocks) for rank, blocks in enumerate(stages)), 1, 2),)),
+        "unequal": Plan((Pipeline((Stage((0, 1), (3, 1), layers),), rows=2), Pipeline(halves, rows=1))),
+    }
+
+
+def work(rank: int, folder: Path, size: Size, rounds: int) -> None:
+    """Be one rank: time all switches, and let rank 0 write them."""
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", meeting, timeout=timedelta(minutes=10), rank=rank, world_size=WORLD)
+    torch.set_num_threads(1)
+    model: Any = llama(size)
+    about = {"parameters": num_parameters(model), "size": str(size), "rounds": rounds}
+    optimizer = adamw(model)
+    named = plans(size.layers)
+    data = batch(size.rows, size.tokens)
+    hetu_fx.auto_parallelize(model, data, plan=named["DP"], optimizer=optimizer, data="global")
+    for name, plan in named.items():
+        model.hetu.add_variant(plan, name)
+        model.hetu.switch(name)
+        train_step(model, optimizer, data)()  # makes graphs, groups and optimizer state
+    optimizer.zero_grad()
+    model.hetu.switch_home("DP")
+    found: dict[str, Any] = {HOME: home_switches(model, rounds), VARIANT: variant_switches(model, data, rounds)}
+    found |= checkpoints(model, optimizer, folder, rounds) | {"about": about}
+    if rank == 0:
+        (folder / RESULT).write_text(json.dumps(found))
+    barrier()
+    dist.destroy_process_group()
+
+
+def home_switches(model: Any, rounds: int) -> list[dict[str, Any]]:
+    """Change the home from every plan's to every other's, in turns; give seconds and bytes."""
+    switches: dict[tuple[str, str], dict[str, Any]] = {}
+    for _ in range(rounds):
+        for pair in pairwise(ROUND):
+            done: list[Any] = []
+            seconds = slowest(timed(lambda to=pair[1], done=done: done.append(model.hetu.switch_home(to))))
+            (plan,) = done
+            known = switches.setdefault(pair, {"from": pair[0], "to": pair[1], "seconds": []})
+            known["seconds"].append(seconds)
+            known["extra"] = plan.peak_extra_bytes / max(plan.state_bytes)
+            known |= {"bytes": plan.total_bytes, "least bytes": plan.least_bytes, "messages": plan.num_messages}
+    return list(switches.values())
+
+
+def variant_switches(model: Any, data: Mapping[str, torch.Tensor], rounds: int) -> list[dict[str, Any]]:
+    """Gather the parameters from a home near DP into every plan's layout: what the step after a switch waits for."""
+    switches = []
+    for name in ("DP", "TP", "PP", "unequal"):
+        model.hetu.switch(name)
+        model(**data)
+        variant = model.hetu._runtime.variants[name]
+        (stage,) = variant._stages.values()
+        seconds = []
+        for _ in range(rounds):
+            variant._gathered = (None, {})
+            seconds.append(slowest(timed(partial(variant.gather, stage.bridge))))
+        told = bytes_of(stage.bridge.plan) | {"messages": len(stage.bridge.plan.gathers), "extra": ""}
+        switches.append({"from": "home of DP", "to": name, "seconds": seconds, **told})
+    return switches
+
+
+def bytes_of(plan: BridgePlan) -> dict[str, int]:
+    """Count what a gather sends over all ranks, and what readers lack."""
+    entries = {entry.name: entry for entry in plan.entries}
+    least = {e.name: least_bytes(Move(e.home, e.compute, e.shape, e.dtype.itemsize)) for e in plan.entries}
+    sent = sum(
+        sum(message.sizes) * (len(message.lane.ranks) - 1) * bucket.dtype.itemsize
+        for bucket in plan.gathers
+        for message in bucket.messages
+    )
+    moved = sum(least[name] for bucket in plan.gathers for name in bucket.moved)
+    return {"bytes": sent + moved, "least bytes": sum(least[name] for name in entries)}
+
+
+def checkpoints(model: Any, optimizer: torch.optim.Optimizer, parent: Path, rounds: int) -> dict[str, list[float]]:
+    """Save the state under one home and load it under another, by torch.distributed.checkpoint."""
+    seconds: dict[str, list[float]] = {"save": [], "load": []}
+    for number in range(rounds):
+        folder = parent / str(number)
+        model.hetu.switch_home("DP")
+        state = state_of(model, optimizer)
+        seconds["save"].append(slowest(timed(partial(checkpoint.save, state, checkpoint_id=folder))))
+        model.hetu.switch_home("TP")
+        state = state_of(model, optimizer)
+        seconds["load"].append(slowest(timed(partial(checkpoint.load, state, checkpoint_id=folder))))
+    return seconds
+
+
+def state_of(model: Any, optimizer: torch.optim.Optimizer) -> Mapping[str, torch.Tensor]:
+    """Name the parameters and the optimizer's home tensors."""
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state[name] = parameter
+        kept = optimizer.state[parameter].items()
+        state |= {f"{name}/{key}": value for key, value in kept if isinstance(value, HomeTensor)}
+    return state

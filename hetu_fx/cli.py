@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from hetu_fx.cli_launch import add_launch, call_launch
 from hetu_fx.cli_log import add_log, call_log
 from hetu_fx.cli_measure import add_measure, call_measure
 from hetu_fx.cli_plan import add_plan, call_plan
@@ -120,6 +121,7 @@ COMMANDS = {
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
     "demo": Command("train a model on four unequal emulated devices, and compare", add_demo, call_demo),
+    "launch": Command("run a script in several processes; lost ones do not end the others", add_launch, call_launch),
     "log": Command("say what the log of a run holds: variants, times, changes", add_log, call_log),
     "passes": Command("list the graph passes in their order", add_nothing, call_passes),
     "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     "cli cli_* demo demo_*",
     "integrations",
+    "launch_worker",
     "api",
     "planning simulating profiling* prepare rehoming adaptation saving export* checkpoint snapshots report run_log*",
     "switching.runtime",
@@ -40,6 +41,7 @@ FLOORS = (
     "deduction",
     "comm_ops",
     "environment graph plans pipeline stage prediction explanation schedule timeline timeline_html emulate emulate_*",
+    "launch launch_spec launch_store launch_channel",
     "annotations",
     "topology devices measure measure_* chips sequences packed_rows",
     "checks",

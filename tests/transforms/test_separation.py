@@ -1,0 +1,93 @@
+"""Sequences of a row are told apart by masks that follow from position ids; anything else in which tokens meet is not.
+
+What is judged here is what decides between packing and rows of one sequence; that packed rows then train as each
+sequence alone is tested with the runtime.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from hetu_fx.switching.programs import Programs
+from hetu_fx.transforms.separation import why_not_packed, why_not_padded
+
+WORDS = 19
+
+
+class Reader(nn.Module):
+    """A language model of one layer in which tokens meet as `meet` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.project = nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        mixed = self.meet(self.project(self.embed(input_ids)), position_ids)
+        return cross_entropy(self.head(mixed)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ByPositions(Reader):
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        number = (positions == 0).cumsum(1)
+        mask = (number[:, :, None] == number[:, None]) & (positions[:, :, None] >= positions[:, None])
+        return scaled_dot_product_attention(x, x, x, mask)
+
+
+class Causal(Reader):
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x + positions[..., None], x, x, is_causal=True)
+
+
+class Everywhere(Reader):
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x + positions[..., None], x, x)
+
+
+class Shifted(ByPositions):
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().meet(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1], positions)
+
+
+class Pooled(ByPositions):
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().meet(x, positions) + x.mean(1, keepdim=True)
+
+
+def judged(kind: type[Reader]) -> tuple[str, str]:
+    ids = torch.ones(3, 11, dtype=torch.int64)
+    batch = {"input_ids": ids, "position_ids": torch.arange(11).expand(3, -1).clone(), "labels": ids.clone()}
+    program = Programs(kind(), None).first(batch, training=True)
+    known = program.graph, program.factors, program.flow
+    return why_not_packed(*known, "position_ids"), why_not_padded(*known)
+
+
+def test_a_mask_that_follows_from_positions_keeps_sequences_apart() -> None:
+    packed, padded = judged(ByPositions)
+    assert packed == ""
+    assert "is not causal" in padded
+
+
+def test_causal_attention_does_not_see_what_fills_a_row_but_sees_other_sequences() -> None:
+    packed, padded = judged(Causal)
+    assert "has no mask that follows from 'position_ids'" in packed
+    assert padded == ""
+
+
+def test_attention_without_a_mask_sees_everything() -> None:
+    packed, padded = judged(Everywhere)
+    assert "has no mask" in packed
+    assert "is not causal" in padded
+
+
+@pytest.mark.parametrize("kind", [Shifted, Pooled])
+def test_tokens_that_meet_outside_attention_are_not_kept_apart(kind: type[Reader]) -> None:
+    packed, padded = judged(kind)
+    assert "which takes no mask" in packed
+    assert padded, "what fills a row would be seen as well"

@@ -1,0 +1,75 @@
+"""Whether the sequences of a packed row can be kept apart, and whether what fills a row is seen by it.
+
+Where tokens of a row meet, parameters still to come, something must say which may: an attention mask. In a packed row
+it has to follow from position ids, which restart with each sequence; in a row that is filled up at its end a causal
+mask will do. Any other op in which tokens meet (a convolution, a recurrence, a mean) knows nothing of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import fx
+
+from hetu_fx.deduction.factors import FactorMap
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.masks import ATTENTION
+from hetu_fx.transforms.flow import Flow, reached_from
+from hetu_fx.transforms.sequence import sequence_classes
+
+
+def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str) -> str:
+    """Return why position ids do not keep the sequences of a row apart; "" where they do.
+
+    Args:
+        graph: a captured program that has the input `positions`.
+        factors, flow: what is known of it.
+        positions: the input of position ids.
+    """
+    follows = reached_from(graph, [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.name == positions])
+
+    def is_masked(attention: fx.Node) -> bool:
+        mask = argument(attention, "attn_mask")
+        return isinstance(mask, fx.Node) and mask in follows and mask not in flow.parameters
+
+    return _first_reason(graph, factors, flow, is_masked, f"has no mask that follows from {positions!r}")
+
+
+def why_not_padded(graph: Graph, factors: FactorMap, flow: Flow) -> str:
+    """Return why tokens may see what fills a row after them; "" where they do not."""
+    return _first_reason(graph, factors, flow, lambda node: bool(argument(node, "is_causal")), "is not causal")
+
+
+def _first_reason(
+    graph: Graph, factors: FactorMap, flow: Flow, is_masked: Callable[[fx.Node], bool], lacks: str
+) -> str:
+    for node in _meetings(graph, factors, flow):
+        where = f"{node.target} ({meta.source_line(node)})"
+        if node.target is not ATTENTION:
+            return f"tokens of a row meet in {where}, which takes no mask"
+        if not is_masked(node):
+            return f"{where} {lacks}"
+    return ""
+
+
+def _meetings(graph: Graph, factors: FactorMap, flow: Flow) -> Iterator[fx.Node]:
+    """Yield the ops on activations in which tokens meet before the last parameter is read."""
+    tokens = sequence_classes(graph, factors, flow, frozenset())
+    feeding = _before_parameters(graph, flow)
+    for node in graph.graph.nodes:
+        if not factors.is_op(node) or node not in feeding or not flow.is_mixed(node):
+            continue
+        op = factors.op(node)
+        if not op.known or tokens & (op.whole | op.reduced | op.sharded | op.placed):
+            yield node
+
+
+def _before_parameters(graph: Graph, flow: Flow) -> frozenset[fx.Node]:
+    """Return the nodes from whose values something is computed with a parameter."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node in found or any(operand in flow.parameters - flow.inputs for operand in node.all_input_nodes):
+            found.update(node.all_input_nodes)
+    return frozenset(found)

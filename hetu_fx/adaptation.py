@@ -79,7 +79,7 @@ class Adaptation:
     def observe(self, facts: StepFacts) -> None:
         """Take in the last step's compute times; plan again if a device has become slower or healthy again."""
         report = self.runtime.report
-        if self.cluster is None or report.variant == "":
+        if self.cluster is None or report.variant == "" or report.planned is not None:
             return
         seconds = dict(enumerate(facts.compute_seconds))
         self.tracker.observe(seconds, self._work(self.cluster, report.variant, report.rows))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,9 +23,12 @@ from hetu_fx.run_log import RunLog, Sink
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
 from hetu_fx.saving import load_model, save_model
 from hetu_fx.snapshots import Snapshots
+from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.policy import Policy
+from hetu_fx.switching.programs import Batch
 from hetu_fx.switching.runtime import Runtime, Settings
 from hetu_fx.switching.switch_plan import SwitchPlan
+from hetu_fx.switching.sequence_reader import SequenceReader
 from hetu_fx.topology import Cluster
 
 M = TypeVar("M", bound=nn.Module)
@@ -124,7 +128,8 @@ class Handle:
         """Return what the last step did, and what this process has paid once so far.
 
         `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `groups` lists
-        the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant.
+        the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
+        `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run).
         """
         report = self._runtime.report
         self._runtime.charge_groups()
@@ -136,6 +141,7 @@ class Handle:
             "switches": self._runtime.switches,
             "groups": tuple(self._runtime.table.creations),
             "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
+            "planning": self._reader.planner.stats if self._reader else None,
         }
 
     @property
@@ -154,6 +160,37 @@ class Handle:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         self._runtime.policy = policy
+
+    @property
+    def sequences(self) -> SequenceReader:
+        """How batches of sequences of mixed lengths run: its `options` and its `policy` can be replaced."""
+        if self._reader is None:
+            raise StateError("sequences of mixed lengths run as captured graphs; use capture='graph'")
+        return self._reader
+
+    @property
+    def _reader(self) -> SequenceReader | None:
+        execution = self._runtime.execution
+        return execution.sequences if isinstance(execution, GraphExecution) else None
+
+    def ahead(self, batches: Iterable[Batch], count: int = 2) -> Iterator[Batch]:
+        """Yield the batches, `count` of them read in advance, whose plans are made meanwhile in a thread.
+
+        The plan of a batch of sequences of mixed lengths says which variant runs it and which pipeline has which
+        sequences. It follows from their lengths, so every process makes the same one.
+
+        Args:
+            batches: mappings with nested tensors (`hetu_fx.nested_batch` makes them), such as a DataLoader gives.
+            count: how many batches to read in advance.
+        """
+        waiting: deque[Batch] = deque()
+        for batch in batches:
+            waiting.append(batch)
+            for one in waiting:
+                self.sequences.ahead(one, self._runtime.model.training, self._runtime.able())
+            if len(waiting) > count:
+                yield waiting.popleft()
+        yield from waiting
 
     def explain(self) -> str:
         """Return the current plan as a table, with what was predicted, and what its first use has taken here."""

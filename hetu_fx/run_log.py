@@ -7,7 +7,8 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     health      the devices' straggling rates changed: those that are not 1
     switch      another variant than the step before runs
     step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
-                batch's, predicted seconds, and the compute seconds of every process
+                batch's, predicted seconds, and the compute seconds of every process; of sequences of mixed lengths
+                also what planning it took (`planning_seconds`) and how long the step waited for that
     evaluation  a batch without training: variant, rows and seconds
 
 Steps are told when the next batch starts, for only then is known how long they took.
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.sequence_planner import Planned
 
 FORMAT = "hetu_fx.log/1"
 
@@ -60,6 +62,7 @@ class State:
         rows: its rows per pipeline.
         variants: all there are.
         rates: straggling rates of devices, of those that are not 1.
+        planned: of the last batch, if it had sequences of mixed lengths.
     """
 
     step: int = 0
@@ -67,6 +70,7 @@ class State:
     rows: tuple[int, ...] = ()
     variants: Mapping[str, Variant] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
+    planned: Planned | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,11 @@ def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     ran = {"variant": after.variant, "longest": batch.longest, "rows": list(after.rows), "seconds": batch.seconds}
     if after.step == before.step:
         return {"event": "evaluation", "step": after.step, **ran}
-    predicted = after.variants[after.variant].predicted_seconds
-    times = {"predicted_seconds": predicted or None, "compute_seconds": list(batch.compute_seconds)}
+    planned = after.planned
+    predicted = after.variants[after.variant].predicted_seconds if planned is None else planned.seconds
+    times: dict[str, Any] = {"predicted_seconds": predicted or None, "compute_seconds": list(batch.compute_seconds)}
+    if planned is not None:
+        times |= {"planning_seconds": planned.planning_seconds, "waited_seconds": planned.waited_seconds}
     return {"event": "step", "step": after.step, **ran, **times}
 
 
@@ -152,7 +159,7 @@ class RunLog:
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
-        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates)
+        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned)
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

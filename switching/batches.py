@@ -9,13 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import input_tensors
+from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts
+from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.programs import Batch, Programs, batch_of, form_of
+from hetu_fx.switching.rows import Interval, RowPlan
 from hetu_fx.switching.shapes import Bindings, bind
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One micro-batch: its tensors by input name, its rows, the number of the first, and what its sizes are."""
+
+    tensors: Mapping[str, Tensor]
+    rows: int
+    first_row: int
+    bindings: Bindings
 
 
 @dataclass(frozen=True)
@@ -27,12 +41,33 @@ class ReadBatch:
         tensors: its tensors by input name.
         facts: what the other ranks must know.
         bindings: what the graph's symbols stand for; the batch symbol stands for this rank's rows.
+        splits: its micro-batches are not those of the plan, which may have but one.
     """
 
     program: Program
     tensors: Mapping[str, Tensor]
     facts: LocalFacts
     bindings: Bindings
+    splits: bool = False
+
+    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[Cut]:
+        """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`."""
+        per_row = {n: t for n, t in self.tensors.items() if n in self.program.row_inputs}
+        others = {n: t for n, t in self.tensors.items() if n not in per_row}
+        mine = rows_for_pipeline(per_row, rows, plan, table, shared=shared)
+        place = plan.place(table.rank)
+        if place is None:
+            return []
+        start = rows.pipelines[place[0]].start
+        return [
+            self._cut(cut_rows(mine, Interval(i.start - start, i.stop - start)) | others, i)
+            for i in rows.micro_batches[place[0]]
+        ]
+
+    def _cut(self, tensors: Mapping[str, Tensor], interval: Interval) -> Cut:
+        symbol = self.program.graph.batch_symbol
+        bindings = dict(self.bindings) if symbol is None else {**self.bindings, symbol: len(interval)}
+        return Cut(tensors, len(interval), interval.start, bindings)
 
 
 def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool) -> ReadBatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts
 from hetu_fx.switching.buffers import Buffers
 from hetu_fx.switching.rows import RowPlan
+from hetu_fx.switching.sequence_planner import Planned
 from hetu_fx.switching.step import Guess
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.switching.variant import Variant
@@ -24,13 +25,18 @@ from hetu_fx.topology import Cluster
 V = TypeVar("V", bound=Variant)
 
 
-def check_takes_any_row(plan: Plan) -> None:
-    """Raise `PlanError` for pipelines that take short sequences only: rows go to pipelines by share, not by length."""
-    limited = {i: p.max_length for i, p in enumerate(plan.pipelines) if p.max_length is not None}
+def check_takes_any_row(plan: Plan, length: int | None = None) -> None:
+    """Raise `PlanError` for pipelines that do not take rows of a length (None: of any).
+
+    Rows go to pipelines by share; sequences of a batch of mixed lengths go by their own.
+    """
+    limits = {i: p.max_length for i, p in enumerate(plan.pipelines) if p.max_length is not None}
+    limited = {i: most for i, most in limits.items() if length is None or most < length}
     if limited:
         raise PlanError(
             f"pipelines take sequences up to a length of their own, {limited} by index, but rows are handed out by "
-            f"shares, whatever their length; give a plan all of whose pipelines take any sequence (without max_length)"
+            f"shares, whatever their length{'' if length is None else f' of {length}'}; give a plan all of whose "
+            f"pipelines take them (without max_length), or pass sequences of mixed lengths as nested tensors"
         )
 
 
@@ -80,12 +86,46 @@ class StepOutputs:
     loss: Tensor | None
 
 
+Run = Callable[[V, StepInputs], StepOutputs]
+
+
+@dataclass(frozen=True)
+class Part(Generic[V]):
+    """A part of a step that one variant runs: its name, the rows, and how it runs them (collective)."""
+
+    variant: str
+    rows: RowPlan
+    run: Run[V]
+
+
+@dataclass(frozen=True)
+class Division(Generic[V]):
+    """A batch of sequences, divided into parts that run one after another: their losses and gradients add up.
+
+    Attributes:
+        parts: in the order in which they run.
+        counts: those of the whole batch.
+        output: makes what the model returns of the loss.
+        planned: what all parts together are expected to take, and what planning them took.
+    """
+
+    parts: tuple[Part[V], ...]
+    counts: tuple[float, ...]
+    output: Callable[[Tensor], Any]
+    planned: Planned
+
+
 @dataclass(frozen=True)
 class Reading(Generic[V]):
-    """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective)."""
+    """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective).
+
+    A batch of sequences of mixed lengths has `divide` in place of `run`: from the variants that it may run on to its
+    division.
+    """
 
     facts: LocalFacts
-    run: Callable[[V, StepInputs], StepOutputs]
+    run: Run[V] | None
+    divide: Callable[[Sequence[V]], Division[V]] | None = None
 
 
 class Execution(Protocol[V]):

@@ -17,10 +17,12 @@ from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
 from hetu_fx.switching.batches import ReadBatch, example_size, read_batch
-from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
+from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
 from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
-from hetu_fx.switching.programs import Batch, Programs
+from hetu_fx.switching.mixed import sequences_of
+from hetu_fx.switching.programs import Batch, Programs, batch_of
 from hetu_fx.switching.run_step import run_step
+from hetu_fx.switching.sequence_reader import SequenceReader
 from hetu_fx.topology import Cluster
 from hetu_fx.transforms.lower import check_backend
 
@@ -40,6 +42,7 @@ class GraphExecution:
     def __init__(self, programs: Programs, example: Batch, backend: Any) -> None:
         check_backend(backend)
         self.programs, self.backend = programs, backend
+        self.sequences = SequenceReader(programs)
         self.forward, self.loss_fn = programs.forward, programs.loss_fn
         self.program = programs.first(example, training=True)
         self.example_rows, self.example_length = example_size(example, programs, self.program)
@@ -60,7 +63,6 @@ class GraphExecution:
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""
-        check_takes_any_row(plan)
         plan.check(num_blocks=self.programs.num_blocks, world_size=world_size)
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
@@ -81,6 +83,9 @@ class GraphExecution:
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
+        sequences = sequences_of(batch_of(self.programs.signature, args, kwargs))
+        if sequences is not None:
+            return self.sequences.read(sequences, training)
         batch = read_batch(args, kwargs, self.programs, training)
         return Reading(batch.facts, partial(_run, batch))
 

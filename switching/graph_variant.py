@@ -101,17 +101,20 @@ class GraphVariant(Variant):
     ) -> None:
         super().__init__(name, plan, table, homes, planned_rates)
         self.backend = backend
-        self._stages: dict[tuple[int, bool], StagePlan] = {}
-        self._outdated: set[tuple[int, bool]] = set()  # of the stages: those whose bridge leads to homes of before
+        self._stages: dict[tuple[int, bool, bool], StagePlan] = {}
+        self._outdated: set[tuple[int, bool, bool]] = set()  # of the stages: whose bridge leads to homes of before
 
-    def stage(self, program: Program, wants_values: bool) -> StagePlan:
-        """Return the program under this plan; made at the first call, which is collective."""
-        key = (id(program), wants_values)
+    def stage(self, program: Program, wants_values: bool, *, splits: bool = False) -> StagePlan:
+        """Return the program under this plan; made at the first call, which is collective.
+
+        With `splits`, pipelines have several micro-batches, whatever the plan says.
+        """
+        key = (id(program), wants_values, splits)
         if key not in self._stages:
             with self.first_use.making():
                 own = bytes_of(program.graph), travelling_work(program.graph, program.factors)
                 sizes = from_first(self.table, own)  # ranks may have examples of other sizes
-                self._stages[key] = together(self.table, lambda: self._make(program, wants_values, sizes))
+                self._stages[key] = together(self.table, lambda: self._make(program, key, sizes))
         elif key in self._outdated:
             with self.first_use.making():
                 made = self._stages[key]
@@ -125,10 +128,12 @@ class GraphVariant(Variant):
         self._outdated = set(self._stages)
 
     def _make(
-        self, program: Program, wants_values: bool, sizes: tuple[tuple[float, ...], tuple[float, ...]]
+        self, program: Program, key: tuple[int, bool, bool], sizes: tuple[tuple[float, ...], tuple[float, ...]]
     ) -> StagePlan:
+        _, wants_values, splits = key
         deduce = Deduce(self.table.topology, *sizes)
-        deduced = deduce_program(program, self.plan, wants_values=wants_values, deduce=deduce)
+        plan = _with_several_micro_batches(self.plan) if splits else self.plan
+        deduced = deduce_program(program, plan, wants_values=wants_values, deduce=deduce)
         device = Specialize(self.table.rank)(deduced)
         if device is not None:
             device = Recompute(deduced.annotated)(ChooseForms(Lowering(self.table.topology))(device))
@@ -155,6 +160,11 @@ class GraphVariant(Variant):
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)
         values = deduced.annotated.graph.constants
         return {name: local_part(values[name], at, self.table.rank) for name, at in annotations.items()}
+
+
+def _with_several_micro_batches(plan: Plan) -> Plan:
+    pipelines = (replace(pipeline, micro_batches=max(2, pipeline.micro_batches)) for pipeline in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:

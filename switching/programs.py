@@ -54,10 +54,11 @@ class Programs:
         """Return the program for batches like this one; captures the model the first time."""
         key = form_of(batch, training)
         if key not in self._programs:
-            self._programs[key] = self._capture(batch, training)
+            self._programs[key] = self.trace(batch, training)
         return self._programs[key]
 
-    def _capture(self, batch: Batch, training: bool) -> Program:
+    def trace(self, batch: Batch, training: bool) -> Program:
+        """Capture the model for batches like this one, with this one's sizes as the example's."""
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
         # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
         # has some cannot be swapped for its home tensor.

@@ -12,19 +12,21 @@ from torch import Tensor
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.schedule import actions, forwards
-from hetu_fx.switching.batches import ReadBatch
+from hetu_fx.switching.batches import Cut, ReadBatch
 from hetu_fx.switching.engine import Feeds, MicroBatch, Outcome
 from hetu_fx.switching.execution import StepInputs, StepOutputs
-from hetu_fx.switching.feeds import cut_rows, rows_for_pipeline
 from hetu_fx.switching.gradients import Collector
 from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
+from hetu_fx.switching.mixed import AssignedRows
 from hetu_fx.switching.rows import Interval
 from hetu_fx.switching.step import GlobalLoss, LossGradient, applied
 from hetu_fx.switching.values import ValueRoute, anchored, hand_out, value_routes
 from hetu_fx.transforms.device_graph import ResultKind, SlotKind
 
+StepBatch = ReadBatch | AssignedRows
 
-def run_step(variant: GraphVariant, batch: ReadBatch, inputs: StepInputs) -> StepOutputs:
+
+def run_step(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StepOutputs:
     """Run one step; collective over the world."""
     with _without_autocast():
         return _Step(variant, batch, inputs).run()
@@ -33,13 +35,13 @@ def run_step(variant: GraphVariant, batch: ReadBatch, inputs: StepInputs) -> Ste
 class _Step:
     """One step: read top to bottom in `run`."""
 
-    def __init__(self, variant: GraphVariant, batch: ReadBatch, inputs: StepInputs) -> None:
+    def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.variant, self.batch, self.inputs = variant, batch, inputs
         self.table = variant.table
         self.program = batch.program
         graph = self.program.graph
         self.wants_values = inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
-        self.stage: StagePlan = variant.stage(self.program, self.wants_values)
+        self.stage: StagePlan = variant.stage(self.program, self.wants_values, splits=batch.splits)
         self.device = self.stage.device
         self.interval = self._own_interval()
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
@@ -70,28 +72,15 @@ class _Step:
         return self.inputs.rows.pipelines[self.device.layout.pipeline]
 
     def _micro_batches(self) -> list[MicroBatch]:
-        """Fetch this rank's pipeline's rows and cut them into micro-batches."""
-        batch, rows = self.batch, self.inputs.rows
-        per_row = {n: t for n, t in batch.tensors.items() if n in self.program.row_inputs}
-        others = {n: t for n, t in batch.tensors.items() if n not in per_row}
-        mine = rows_for_pipeline(per_row, rows, self.variant.plan, self.table, shared=self.inputs.shared)
-        if self.device is None:
-            return []
-        start = self.interval.start
-        return [
-            self._micro_batch(cut_rows(mine, Interval(i.start - start, i.stop - start)) | others, i)
-            for i in rows.micro_batches[self.device.layout.pipeline]
-        ]
+        inputs = self.inputs
+        cuts = self.batch.cuts(inputs.rows, self.variant.plan, self.table, shared=inputs.shared)
+        return [self._micro_batch(cut) for cut in cuts]
 
-    def _micro_batch(self, tensors: Mapping[str, Tensor], interval: Interval) -> MicroBatch:
-        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in tensors.items()}
-        state = torch.tensor([self.inputs.seed, self.inputs.step, interval.start], dtype=torch.int64)
+    def _micro_batch(self, cut: Cut) -> MicroBatch:
+        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in cut.tensors.items()}
+        state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
         feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
-        bindings = dict(self.batch.bindings)
-        symbol = self.program.graph.batch_symbol
-        if symbol is not None:
-            bindings[symbol] = len(interval)
-        return MicroBatch(len(interval), feeds, bindings)
+        return MicroBatch(cut.rows, feeds, cut.bindings)
 
     def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.PARAMETER, n): t for n, t in compute.items()}
@@ -117,6 +106,8 @@ class _Step:
     def _joined(self) -> dict[str, Tensor]:
         """Return this rank's pieces of the outputs, of all micro-batches together."""
         made = self.outcome.values
+        if not made:
+            return {}
         return {route.name: route.joined(made[route.name]) for route in self._routes() if route.name in made}
 
     def _run_under_autograd(

@@ -6,6 +6,8 @@ the stage runs, and one loss comes out on every rank.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -19,10 +21,11 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
-from hetu_fx.switching.execution import Execution, Reading, StepInputs
+from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.migrate import migrate
 from hetu_fx.switching.policy import BatchFacts, Health, Policy, VariantFacts, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
+from hetu_fx.switching.sequence_planner import Planned
 from hetu_fx.switching.step import Guess
 from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.switching.timer import ComputeTimer, clock_of
@@ -46,11 +49,12 @@ class Settings:
 
 @dataclass
 class StepReport:
-    """What the last step did: for `model.hetu.stats`."""
+    """What the last step did: for `model.hetu.stats`; `planned` if it ran sequences at lengths of their own."""
 
     variant: str = ""
     rows: tuple[int, ...] = ()
     timer: ComputeTimer = field(default_factory=ComputeTimer)
+    planned: Planned | None = None
 
 
 class LossAndOutput(NamedTuple):
@@ -144,6 +148,8 @@ class Runtime:
             batch, facts = self._agree(args, kwargs)
             for observe in self.observers:
                 observe(facts)
+            if batch.divide is not None:
+                return self._run_division(batch.divide(self.able()))
             self._switch(self.pinned or self._chosen(facts))
             return self._run(batch, facts)
 
@@ -178,6 +184,12 @@ class Runtime:
             return
         self._known(name)
         self.variants[self.current].flush()
+        self._become(name)
+
+    def _become(self, name: str) -> None:
+        """Change the variant inside a step: gradients that it keeps back stay with it."""
+        if name == self.current:
+            return
         self.buffers.sync()
         self.charge_groups()
         self.current = name
@@ -189,6 +201,8 @@ class Runtime:
         local: LocalFacts | Exception
         try:
             batch = self.execution.read(args, kwargs, self.model.training)
+            if batch.divide is not None and not self.settings.shared:
+                raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
             seconds, leaves = self.report.timer.seconds, self.is_leaving()
             local = replace(batch.facts, compute_seconds=seconds, is_leaving=leaves)
         except Exception as error:  # whatever it is, the others must not wait for this rank
@@ -201,10 +215,43 @@ class Runtime:
 
     def _run(self, batch: Reading[Any], facts: StepFacts) -> Any:
         rows = self._rows(facts)
+        self._count_step()
+        assert batch.run is not None
+        inputs = self._inputs(facts.counts, rows)
+        made = batch.run(self.variants[self.current], inputs)
+        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
+        return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
+
+    def able(self) -> list[Variant]:
+        """Return the variants that may run sequences."""
+        return list(self.usable.values()) if self.pinned is None else [self._known(self.pinned)]
+
+    def _run_division(self, division: Division[Any]) -> Any:
+        """Run the parts of a batch of sequences one after another, as one step."""
+        first, *_ = division.parts
+        for name, variant in self.variants.items():
+            if name != first.variant:
+                variant.flush()
+        self._count_step()
+        losses: list[torch.Tensor] = []
+        timer = ComputeTimer(self._clock)
+        for part in division.parts:
+            self._become(part.variant)
+            inputs = replace(self._inputs(division.counts, part.rows), outputs="loss", timer=timer)
+            made = part.run(self.variants[self.current], inputs)
+            assert made.loss is not None, "sequences are read for models with a loss alone"
+            losses.append(made.loss)
+            self.report = StepReport(self.current, tuple(map(len, part.rows.pipelines)), timer, division.planned)
+        loss = functools.reduce(operator.add, losses)
+        return division.output(loss) if self.execution.loss_fn is None else LossAndOutput(loss, None)
+
+    def _count_step(self) -> None:
         if self.model.training and torch.is_grad_enabled():
             self.step += 1
-        inputs = StepInputs(
-            counts=facts.counts,
+
+    def _inputs(self, counts: tuple[float, ...], rows: RowPlan) -> StepInputs:
+        return StepInputs(
+            counts=counts,
             rows=rows,
             step=self.step,
             buffers=self.buffers,
@@ -215,9 +262,6 @@ class Runtime:
             guess=self.guess,
             timer=ComputeTimer(self._clock),
         )
-        made = batch.run(self.variants[self.current], inputs)
-        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
-        return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
 
     def _rows(self, facts: StepFacts) -> RowPlan:
         if self.settings.shared and len(set(facts.rows)) > 1:
@@ -227,7 +271,9 @@ class Runtime:
             )
         if sum(facts.rows) == 0:
             raise BatchError("the batch has no rows on any rank")
-        return plan_rows(self.variants[self.current].plan, facts.rows, shared=self.settings.shared)
+        plan = self.variants[self.current].plan
+        check_takes_any_row(plan, facts.longest)
+        return plan_rows(plan, facts.rows, shared=self.settings.shared)
 
 
 def names_of(plans: Sequence[Plan]) -> list[str]:
@@ -236,9 +282,10 @@ def names_of(plans: Sequence[Plan]) -> list[str]:
 
 
 def _facts_of(name: str, variant: Variant) -> VariantFacts:
+    limits = (variant.plan.max_length, *(pipeline.max_length for pipeline in variant.plan.pipelines))
     return VariantFacts(
         name=name,
-        max_length=variant.plan.max_length,
+        max_length=min((limit for limit in limits if limit is not None), default=None),
         predicted_seconds=variant.predicted_seconds,
         devices=variant.plan.devices,
         planned_rates=variant.planned_rates,

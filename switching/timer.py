@@ -61,13 +61,16 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class ComputeTimer:
-    """Adds up the time between start and stop, less what communication pauses in between."""
+    """Adds up the time between the first start and the last stop of each stretch, less what communication pauses.
+
+    Parts of a step may be backward at once: what is started twice goes on until it is stopped twice.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or HostClock()
         self._counted, self._spans = 0.0, list[tuple[Any, Any]]()
         self._since: Any = None
-        self._pauses = 0
+        self._starts = self._pauses = 0
 
     @property
     def seconds(self) -> float:
@@ -77,14 +80,18 @@ class ComputeTimer:
         return self._counted
 
     def start(self) -> None:
-        """Start counting."""
-        self._pauses, self._since = 0, self._clock.now()
-        set_working(self)
+        """Start counting; nothing but to be stopped once more if it counts."""
+        self._starts += 1
+        if self._starts == 1:
+            self._pauses, self._since = 0, self._clock.now()
+            set_working(self)
 
     def stop(self) -> None:
-        """Stop counting; nothing if it has not been started."""
-        self._close()
-        set_working(None)
+        """Stop counting, once for every start; nothing if it has not been started."""
+        if self._starts == 1:
+            self._close()
+            set_working(None)
+        self._starts = max(0, self._starts - 1)
 
     def pause(self) -> None:
         """Leave out what follows, until as many calls of `resume`."""

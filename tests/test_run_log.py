@@ -18,6 +18,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.run_log import Batch, Entry, State, Variant, entries
 from hetu_fx.run_log_report import draw, read_log, summaries, summary_text
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
+from hetu_fx.switching.sequence_planner import Planned
 
 SHORT, LONG = Variant(Plan.single(), 1.5), Variant(Plan.single(), 0.0)
 VARIANTS = {"short": SHORT, "long": LONG}
@@ -43,6 +44,13 @@ def test_a_step_is_told_beside_what_was_predicted() -> None:
         "predicted_seconds": 1.5,
         "compute_seconds": [0.5, 0.25],
     }
+
+
+def test_a_step_of_mixed_lengths_tells_of_its_own_prediction_and_of_planning() -> None:
+    planned = Planned((), seconds=0.7, planning_seconds=0.1, waited_seconds=0.02)
+    (entry,) = entries(state(3, "short"), state(4, "short", planned=planned), Batch(128, 2.0))
+    told = (entry["predicted_seconds"], entry["planning_seconds"], entry["waited_seconds"])
+    assert told == (0.7, 0.1, 0.02)
 
 
 def test_nothing_is_predicted_of_a_plan_given_by_hand() -> None:

@@ -61,6 +61,14 @@ def test_several_spans_add_up_and_what_is_between_does_not(clock: Clock, table: 
     assert timer.seconds == 2
 
 
+def test_what_is_started_twice_goes_on_until_it_is_stopped_twice(clock: Clock, table: GroupTable) -> None:
+    timer = ComputeTimer()
+    for act in (timer.start, timer.start, timer.stop, timer.stop):
+        act()
+        clock.now += 1
+    assert timer.seconds == 3
+
+
 def test_stopping_twice_counts_once(clock: Clock, table: GroupTable) -> None:
     timer = ComputeTimer()
     timer.stop()

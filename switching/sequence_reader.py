@@ -1,0 +1,161 @@
+"""Reads batches of sequences of mixed lengths (nested tensors), and divides them among variants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from torch import Tensor
+
+from hetu_fx.planner.hydraulis.assignment import Candidate
+from hetu_fx.planner.hydraulis.candidates import candidate_of
+from hetu_fx.planner.hydraulis.policies import SequencePolicy
+from hetu_fx.planner.profile import program_costs
+from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.plans import Plan
+from hetu_fx.switching.agreement import LocalFacts
+from hetu_fx.switching.execution import Division, Part, Reading, StepInputs, StepOutputs
+from hetu_fx.switching.graph_variant import GraphVariant
+from hetu_fx.switching.mixed import AssignedRows, Sequences, first_rows, row_plan, sequences_of
+from hetu_fx.switching.program import Program
+from hetu_fx.switching.programs import Batch, Programs, form_of
+from hetu_fx.switching.run_step import run_step
+from hetu_fx.switching.sequence_form import (
+    SequenceForm,
+    SequenceOptions,
+    form_of_sequences,
+    length_of,
+    longest_row,
+    sample_rows,
+)
+from hetu_fx.switching.sequence_planner import SequencePlanner
+from hetu_fx.switching.variant import Variant
+from hetu_fx.topology import Cluster
+
+_SHARES = (1, 2, 4)  # these parts of the longest row are what times are fitted to
+_EQUAL_SPEED = 1e12  # FLOP/s of devices that nobody measured: only ratios matter then
+
+
+class SequenceReader:
+    """Reads batches of sequences for one model.
+
+    Attributes:
+        planner: plans what runs a batch.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self._options = SequenceOptions()
+        self.planner = SequencePlanner()
+        self._forms: dict[str, SequenceForm] = {}
+        self._costs: dict[str, dict[int, ProgramCosts]] = {}
+        self._known: dict[tuple[str, str], tuple[Plan, Cluster, Candidate]] = {}
+
+    @property
+    def options(self) -> SequenceOptions:
+        """What the model's inputs mean; assign others on every process."""
+        return self._options
+
+    @options.setter
+    def options(self, options: SequenceOptions) -> None:
+        self._options = options
+        self._forms.clear()
+        self._known.clear()
+
+    @property
+    def policy(self) -> SequencePolicy:
+        """What chooses the variants that run a batch; assign another one on every process."""
+        return self.planner.policy
+
+    @policy.setter
+    def policy(self, policy: SequencePolicy) -> None:
+        self.planner.policy = policy
+
+    def read(self, sequences: Sequences, training: bool) -> Reading[GraphVariant]:
+        """Read a batch.
+
+        Raises:
+            BatchError, CaptureError: the model cannot run it.
+        """
+        key = _key(sequences, training)
+        self._form(key, sequences, training)
+        digest = sha256(repr(sequences.lengths).encode()).hexdigest()[:16]
+        facts = LocalFacts(
+            rows=len(sequences.lengths),
+            signature=f"{key}; {len(sequences.lengths)} sequences, lengths {digest}",
+            longest=max(sequences.lengths),
+        )
+        return Reading(facts, None, partial(self._divide, key, sequences))
+
+    def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant]) -> None:
+        """Begin to plan for a batch to come, once one of its form has run."""
+        sequences = sequences_of(batch)
+        key = "" if sequences is None else _key(sequences, training)
+        if sequences is not None and key in self._forms:
+            candidates = self._candidates(key, variants)
+            self.planner.ahead(candidates, self._forms[key].request(sequences.lengths, self.options.tokens))
+
+    def _form(self, key: str, sequences: Sequences, training: bool) -> SequenceForm:
+        if key not in self._forms:
+            form = form_of_sequences(self.programs, sequences, self.options, training)
+            known, lengths = length_of(form.program, sequences), [longest_row(sequences) // s for s in _SHARES]
+            samples = {length: sample_rows(sequences, form.filling, length) for length in lengths if length != known}
+            programs = {length: self.programs.trace(rows, training) for length, rows in samples.items()}
+            programs |= {known: form.program}
+            self._costs[key] = {length: _row_costs(program) for length, program in programs.items()}
+            self._forms[key] = form
+        return self._forms[key]
+
+    def _candidates(self, key: str, variants: Sequence[Variant]) -> tuple[Candidate, ...]:
+        return tuple(self._candidate(key, variant) for variant in variants)
+
+    def _candidate(self, key: str, variant: Variant) -> Candidate:
+        cluster, (plan, devices, known) = _cluster_of(variant), self._known.get((key, variant.name), (None, None, None))
+        if known is None or plan is not variant.plan or devices != cluster:  # what is predicted of it may have changed
+            known = candidate_of(variant.name, variant.plan, self._costs[key], cluster)
+            self._known[key, variant.name] = variant.plan, cluster, known
+        return known
+
+    def _divide(self, key: str, sequences: Sequences, variants: Sequence[GraphVariant]) -> Division[GraphVariant]:
+        form = self._forms[key]
+        request = form.request(sequences.lengths, self.options.tokens)
+        planned = self.planner.take(self._candidates(key, variants), request)
+        assignments = planned.assignments
+        numbers = iter(first_rows([micro for found in assignments for micro in found.micro_batches]))
+        rows = [
+            AssignedRows(
+                form.program, sequences, form.filling, found, tuple(next(numbers) for _ in found.micro_batches)
+            )
+            for found in assignments
+        ]
+        world = variants[0].table.size
+        parts = tuple(Part(r.assignment.variant, row_plan(r.assignment, world), partial(_run, r)) for r in rows)
+        counts = tuple(map(sum, zip(*(one.counts for one in rows), strict=True)))
+        graph = form.program.graph
+
+        def output(loss: Tensor) -> Any:
+            return graph.rebuild({form.program.loss_name: loss})
+
+        return Division(parts, counts, output, planned)
+
+
+def _row_costs(program: Program) -> ProgramCosts:
+    return program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False)
+
+
+def _run(rows: AssignedRows, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+    return run_step(variant, rows, inputs)
+
+
+def _key(sequences: Sequences, training: bool) -> str:
+    """Return a text that is equal for batches of one form."""
+    parts: Mapping[str, Tensor] = {name: tensors[0] for name, tensors in sequences.inputs.items()}
+    return form_of({**parts, **sequences.others}, training)
+
+
+def _cluster_of(variant: Variant) -> Cluster:
+    """Return the devices; equal ones where nobody measured them."""
+    topology = variant.table.topology
+    return topology if isinstance(topology, Cluster) else Cluster.on_paper([_EQUAL_SPEED] * variant.table.size)

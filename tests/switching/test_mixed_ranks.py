@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -72,6 +73,19 @@ def nested(parts: Sequence[Tensor]) -> dict[str, Any]:
     return {"input_ids": tensor, "labels": tensor.clone(), "use_cache": False}
 
 
+class Neighbours(nn.Module):
+    """A language model whose tokens see the two before them in a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 12), nn.Linear(12, VOCABULARY)
+        self.mix = nn.Conv1d(12, 12, 3, padding=2)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False) -> dict[str, Tensor]:
+        mixed = self.mix(self.embed(input_ids).transpose(1, 2))[..., : input_ids.shape[1]]
+        return {"logits": self.head(mixed.transpose(1, 2).tanh())}
+
+
 class Alone:
     """A plain model that runs each sequence alone, and a parallel one that runs them all at once."""
 
@@ -130,6 +144,23 @@ def llamas() -> Alone:
     return pair
 
 
+def check_evaluation_gives_the_loss(rank: int, world: int, folder: Path) -> None:
+    pair = llamas()
+    with torch.no_grad():
+        found = pair.model(**nested(sequences(LENGTHS))).loss.item()
+    assert abs(found - pair.expected(sequences(LENGTHS))) < TOLERANCE * found
+    pair.plain.zero_grad()
+
+
+def check_a_model_that_cannot_keep_sequences_apart(rank: int, world: int, folder: Path) -> None:
+    """Its tokens meet in a convolution: only sequences of one length share a micro-batch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair = Alone(Neighbours, (REPLICAS,))
+        pair.step(sequences(LENGTHS))
+    assert any("only beside others of the same length" in str(warning.message) for warning in caught)
+
+
 def check_groups_of_lengths_add_up(rank: int, world: int, folder: Path) -> None:
     """As HotSPa: short sequences on one variant, long ones on another, and the gradients are those of one step."""
     pair = llamas()
@@ -185,3 +216,11 @@ def check_every_strategy(rank: int, world: int, folder: Path) -> None:
         pair.step(sequences(LENGTHS, seed))
         assert pair.model.hetu.stats["variant"] == plan.name
     pair.step(sequences(OTHERS))
+
+
+def check_a_model_that_is_told_not_to_pack(rank: int, world: int, folder: Path) -> None:
+    """Rows of one sequence are filled up to a multiple, as causal attention does not see that."""
+    pair = llamas()
+    pair.model.hetu.sequences.options = hetu_fx.SequenceOptions(packs=False, multiple=8)
+    pair.step(sequences(LENGTHS))
+    assert pair.model.hetu.stats["rows"] != (len(LENGTHS),)

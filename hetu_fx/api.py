@@ -27,8 +27,8 @@ from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.policy import Policy
 from hetu_fx.switching.programs import Batch
 from hetu_fx.switching.runtime import Runtime, Settings
-from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.switching.sequence_reader import SequenceReader
+from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.topology import Cluster
 
 M = TypeVar("M", bound=nn.Module)

@@ -18,7 +18,7 @@ from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
 from hetu_fx.profiling import Measuring, joined, with_times
-from hetu_fx.switching.agreement import from_first, together
+from hetu_fx.switching.agreement import by_first, from_first, together
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.programs import Batch, Programs
 from hetu_fx.topology import Cluster
@@ -54,7 +54,8 @@ def plan(
     costs = execution.costs(execution.example_rows)
     if cluster is None:
         table = GroupTable()
-        costs, cluster = from_first(table, costs), Cluster.measure(table)
+        costs, measured = from_first(table, costs), Cluster.measure(table)
+        return by_first(table, lambda: execution.plan(costs, measured, name, search))
     return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name, search)
 
 

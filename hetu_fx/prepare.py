@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.adaptation import Adaptation
+from hetu_fx.adaptation import Adaptation, Planner
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.comm_ops.rendezvous import launcher_store
 from hetu_fx.comm_ops.severing import opening_connections
@@ -23,7 +22,7 @@ from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
 from hetu_fx.rehoming import choose_homes, speeds
-from hetu_fx.switching.agreement import agree, from_first, together
+from hetu_fx.switching.agreement import agree, by_first, from_first, together
 from hetu_fx.switching.eager_execution import EagerExecution
 from hetu_fx.switching.execution import Execution
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -64,7 +63,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         rows = _rows_of_examples(wanted, execution, table)
         costs, cluster = _measured(wanted, execution, rows, table)
         table.topology = cluster
-        plans = together(table, lambda: _plans(wanted, execution, costs, cluster))
+        planner = _planner(execution, costs, table)
+        plans = _plans(wanted, costs, cluster, planner, table)
         layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:
@@ -72,7 +72,6 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     runtime = Runtime(wanted.model, table, execution, homes, _seeded(wanted.settings, table))
     for name, plan in zip(names_of(plans), plans, strict=True):
         runtime.add_variant(plan, name)
-    planner = functools.partial(execution.plan, costs)
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     runtime.observers.append(adaptation.observe)
     return runtime, adaptation
@@ -189,22 +188,28 @@ def _measured(
             return costs, together(table, lambda: Cluster.read(path))
 
 
+def _planner(execution: Execution[Any], costs: ProgramCosts, table: GroupTable) -> Planner:
+    """Return what plans on rank 0 for all ranks, as graphs of examples of unequal sizes differ; collective."""
+    return lambda cluster, name: by_first(table, lambda: execution.plan(costs, cluster, name))
+
+
 def _plans(
-    wanted: Preparation, execution: Execution[Any], costs: ProgramCosts, cluster: Cluster | None
+    wanted: Preparation, costs: ProgramCosts, cluster: Cluster | None, planner: Planner, table: GroupTable
 ) -> tuple[Plan, ...]:
-    plans = tuple(_given_plans(wanted, execution, costs, cluster))
+    if wanted.plan == "auto":
+        assert cluster is not None
+        return (planner(cluster, "auto"),)
+    return together(table, lambda: _priced(_given_plans(wanted), costs, cluster))
+
+
+def _priced(plans: Sequence[Plan], costs: ProgramCosts, cluster: Cluster | None) -> tuple[Plan, ...]:
     if cluster is None:
-        return plans
+        return tuple(plans)
     return tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
 
 
-def _given_plans(
-    wanted: Preparation, execution: Execution[Any], costs: ProgramCosts, cluster: Cluster | None
-) -> Sequence[Plan]:
+def _given_plans(wanted: Preparation) -> Sequence[Plan]:
     match wanted.plan:
-        case "auto":
-            assert cluster is not None
-            return (execution.plan(costs, cluster, "auto"),)
         case str() as word if not Path(word).exists():
             raise PlanError(f"plan={word!r} is neither 'auto' nor a plan file; write one by Plan.write, or use 'auto'")
         case str() | Path() as path:

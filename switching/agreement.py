@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,20 @@ def of_all(table: GroupTable, value: T) -> list[T]:
     with using(table), guarded("agreement", range(table.size)):
         dist.all_gather_object(values, value, group=table.base)
     return values
+
+
+def by_first(table: GroupTable, act: Callable[[], T]) -> T:
+    """Do something on rank 0 alone, and return its result, or raise its error, on every rank; collective."""
+    outcome: T | Exception | None = None
+    if table.rank == 0:
+        try:
+            outcome = act()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            outcome = error
+    told = from_first(table, outcome)
+    if isinstance(told, Exception):
+        raise told
+    return cast(T, told)
 
 
 def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:

@@ -20,6 +20,7 @@ from hetu_fx.switching.batches import ReadBatch, example_size, read_batch
 from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
 from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
 from hetu_fx.switching.mixed import sequences_of
+from hetu_fx.switching.planned_program import PlannedProgram
 from hetu_fx.switching.programs import Batch, Programs, batch_of
 from hetu_fx.switching.run_step import run_step
 from hetu_fx.switching.sequence_reader import SequenceReader
@@ -46,6 +47,7 @@ class GraphExecution:
         self.forward, self.loss_fn = programs.forward, programs.loss_fn
         self.program = programs.first(example, training=True)
         self.example_rows, self.example_length = example_size(example, programs, self.program)
+        self._planned: PlannedProgram | None = None
 
     def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
         """Return what a step of so many rows costs."""
@@ -54,7 +56,13 @@ class GraphExecution:
     def plan(self, costs: ProgramCosts, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
         """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
         options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name)
-        return make_plan(costs, cluster, options=options, search=search)
+        return make_plan(costs, cluster, options=options, search=search, captured=self.captured(costs))
+
+    def captured(self, costs: ProgramCosts) -> PlannedProgram:
+        """Return the program, as searches ask about it, with its costs."""
+        if self._planned is None or self._planned.costs != costs:
+            self._planned = PlannedProgram(self.program, costs)
+        return self._planned
 
     def profile(self) -> Profile:
         """Return what a step of the example batch costs, as a profile that can be written."""

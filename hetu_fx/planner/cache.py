@@ -1,8 +1,8 @@
 """Plans that have been made, kept by content: the same question is not searched twice.
 
 A file holds the answer to one question. Its name is a digest of all that the answer depends on: profile, cluster,
-options, the plan before, the search, and the code of the planner itself. Files are written atomically, and checked
-when they are read: one that is torn or of another question is made anew.
+options, the plan before, the captured graph, the search, and the code of the planner itself. Files are written
+atomically, and checked when they are read: one that is torn or of another question is made anew.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def question_key(problem: Problem, search: str) -> str:
         "cluster": problem.cluster.to_json(),
         "options": asdict(problem.options),
         "before": None if problem.before is None else problem.before.to_json(),
+        "captured": None if problem.captured is None else asdict(problem.captured.hap),
         "code": _code_digest(),
     }
-    text = json.dumps(question, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(question, sort_keys=True, separators=(",", ":"), default=sorted)  # sets are no JSON
     return hashlib.sha256(text.encode()).hexdigest()
 
 

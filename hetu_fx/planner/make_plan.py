@@ -12,7 +12,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import memory_problems
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.search.problem import Candidates, Problem, Search, predict_by_costs
+from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
 from hetu_fx.planner.search.table import DEFAULT, find_search
 from hetu_fx.planner.space import PlanOptions
 from hetu_fx.plans import Plan, Stage
@@ -26,7 +26,12 @@ __all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 
 
 def make_plan(
-    costs: ProgramCosts | Profile, cluster: Cluster, *, options: PlanOptions | None = None, search: str = DEFAULT
+    costs: ProgramCosts | Profile,
+    cluster: Cluster,
+    *,
+    options: PlanOptions | None = None,
+    search: str = DEFAULT,
+    captured: Captured | None = None,
 ) -> Plan:
     """Return the plan of least predicted seconds that fits memory, with its prediction and the runner-up.
 
@@ -34,7 +39,7 @@ def make_plan(
     a plan for each length of sequences (see `make_plans`).
     """
     profile = costs if isinstance(costs, Profile) else Profile(costs)
-    plans = make_plans(Problem(profile, cluster, options or PlanOptions()), search)
+    plans = make_plans(Problem(profile, cluster, options or PlanOptions(), captured=captured), search)
     if len(plans) > 1:
         lengths = [plan.max_length for plan in plans]
         raise PlanError(f"search {search!r} finds a plan for each longest sequence {lengths}; ask make_plans for them")
@@ -64,7 +69,8 @@ def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
 def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan:
     """Return the best of plans that compete, with its prediction, the limits of its devices and the runner-up."""
     best = _simplest(found)
-    prediction = _told(search.predict(best, problem), problem)
+    notes = [best.predicted.why] if best.predicted is not None else []
+    prediction = _told(search.predict(best, problem), problem, notes)
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))

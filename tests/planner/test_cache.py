@@ -13,6 +13,7 @@ from hetu_fx.planner.space import PlanOptions
 from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper, transformer
+from tests.planner.search.nets import problem
 
 PROBLEM = Problem(Profile(transformer()), paper(4, 2))
 
@@ -34,6 +35,7 @@ def test_the_key_depends_on_all_that_the_answer_depends_on() -> None:
         replace(PROBLEM, cluster=paper(4, 3)),
         replace(PROBLEM, options=PlanOptions(zero=0)),
         replace(PROBLEM, before=Plan.single()),
+        replace(PROBLEM, captured=problem(PROBLEM.cluster).captured),
     ]
     keys = {question_key(problem, DEFAULT) for problem in (PROBLEM, *others)} | {question_key(PROBLEM, "malleus")}
     assert len(keys) == len(others) + 2

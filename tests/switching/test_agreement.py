@@ -10,7 +10,7 @@ import pytest
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import BatchError, HetuFxError, PlanError, StateError
 from hetu_fx.switching import agreement
-from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree, any_of, together
+from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree, any_of, by_first, together
 
 FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), 0.5)
 ALONE = GroupTable.dry(0, 1)
@@ -119,9 +119,11 @@ def test_doing_together_alone_gives_the_result_or_the_error() -> None:
     def fail() -> int:
         raise PlanError("mine")
 
-    assert together(ALONE, lambda: 3) == 3
+    assert together(ALONE, lambda: 3) == by_first(ALONE, lambda: 3) == 3
     with pytest.raises(PlanError, match="mine"):
         together(ALONE, fail)
+    with pytest.raises(PlanError, match="mine"):
+        by_first(ALONE, fail)
 
 
 def test_alone_the_flags_of_any_rank_are_ones_own() -> None:

@@ -51,11 +51,24 @@ class Translation:
 def translate(
     problem: Problem, result: HapResult, cluster: Cluster, *, collectives: Collectives | None = None, zero: int = 1
 ) -> Translation:
-    """Return the plan that comes nearest to a HAP program.
+    """Return the plan that comes nearest to a HAP program: the first of `translations`."""
+    return translations(problem, result, cluster, collectives=collectives, zero=zero)[0]
+
+
+def translations(
+    problem: Problem,
+    result: HapResult,
+    cluster: Cluster,
+    *,
+    collectives: Collectives | None = None,
+    memory_fraction: float = 0.9,
+    zero: int = 1,
+) -> tuple[Translation, ...]:
+    """Return the plans that come near to a HAP program, those that take least seconds by its prices first.
 
     Raises `PlanError` when neither data nor tensor parallelism of all devices fits their memory.
     """
-    ask = _Ask(problem.in_one_segment(), result, cluster, collectives, zero)
+    ask = _Ask(problem.in_one_segment(), result, cluster, collectives, memory_fraction, zero)
     refusals: list[str] = []
     found = []
     for way in (ask.data_parallel, ask.tensor_parallel, ask.with_sequence):
@@ -65,14 +78,17 @@ def translate(
             refusals.append(str(refusal))
     if not found:
         raise PlanError(f"no plan can say what the program does: {'; '.join(dict.fromkeys(refusals))}")
-    plan, nearest, seconds = min(found, key=lambda each: each[2])
-    loss = seconds - result.seconds
-    why = _why(plan, ask.problem, result, loss)
-    plan = replace(plan, predicted=Prediction(seconds, nearest.prediction.devices, why=f"{nearest.why}; {why}"))
-    return Translation(plan, nearest, seconds, loss, why)
+    return tuple(_translation(ask, *each) for each in sorted(found, key=lambda each: each[2]))
 
 
 _Found = tuple[Plan, HapResult, float]
+
+
+def _translation(ask: _Ask, plan: Plan, nearest: HapResult, seconds: float) -> Translation:
+    loss = seconds - ask.result.seconds
+    why = _why(plan, ask.problem, ask.result, loss)
+    plan = replace(plan, predicted=Prediction(seconds, nearest.prediction.devices, why=f"{nearest.why}; {why}"))
+    return Translation(plan, nearest, seconds, loss, why)
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,7 @@ class _Ask:
     result: HapResult
     cluster: Cluster
     collectives: Collectives | None
+    memory_fraction: float
     zero: int
 
     def data_parallel(self) -> _Found:
@@ -129,7 +146,13 @@ class _Ask:
         return plan, found, _seconds(found, shares)
 
     def _search(self, problem: Problem) -> HapResult:
-        return search(problem, self.cluster, collectives=self.collectives, zero=self.zero)
+        return search(
+            problem,
+            self.cluster,
+            collectives=self.collectives,
+            memory_fraction=self.memory_fraction,
+            zero=self.zero,
+        )
 
 
 def _seconds(found: HapResult, shares: tuple[int, ...]) -> float:

@@ -43,6 +43,11 @@ def kinds_differ(problem: Problem) -> bool:
     return len({device.kind for device in problem.cluster.devices}) > 1
 
 
+def without_blocks(most: int) -> Callable[[Problem], bool]:
+    """Return what suits programs without repeated blocks on up to so many devices, of which some are unlike."""
+    return lambda problem: not problem.costs.num_blocks and up_to(most)(problem) and devices_differ(problem)
+
+
 def lengths_differ(problem: Problem) -> bool:
     """Tell whether batches have sequences of several lengths."""
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1

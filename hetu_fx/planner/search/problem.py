@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from hetu_fx.planner.cost import predict
+from hetu_fx.planner.hap import problem as hap
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.recompute import fitted
@@ -16,6 +18,26 @@ from hetu_fx.topology import Cluster
 
 Candidates = Mapping[Plan, float]
 """Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""
+
+
+Split = tuple[tuple[str, int], ...]
+"""What a plan's tensor parallel groups split first, as `Plan.split` says it."""
+
+
+class Captured(Protocol):
+    """What only the captured graph of a program tells."""
+
+    @property
+    def hap(self) -> hap.Problem:
+        """Return the program as HAP plans for it, with the rows of the problem's costs."""
+        ...
+
+    def costs_of(self, split: Split) -> ProgramCosts:
+        """Return what the program costs where groups split these dims first; its costs themselves if they do anyway.
+
+        Raises `PlanError` where a parameter has no such dim.
+        """
+        ...
 
 
 def nobody(message: str) -> None:
@@ -31,6 +53,7 @@ class Problem:
         cluster: the devices.
         options: what a plan may be.
         before: the plan that runs now, for searches that weigh what is moved.
+        captured: answers what profiles do not tell; None where there is no graph.
         tell: told how far a long search has come; takes no part in the answer.
     """
 
@@ -38,6 +61,7 @@ class Problem:
     cluster: Cluster
     options: PlanOptions = field(default_factory=PlanOptions)
     before: Plan | None = None
+    captured: Captured | None = field(default=None, compare=False)
     tell: Callable[[str], None] = field(default=nobody, compare=False)
 
     @property
@@ -53,15 +77,20 @@ class Problem:
         more = tuple(count for count in doubled if counts[-1] > 1 and count <= rows)
         return replace(self, options=replace(self.options, micro_batches=counts + more))
 
+    def costs_of(self, plan: Plan) -> ProgramCosts:
+        """Return the costs of a step for what the plan's groups split; without a graph, as if it did not say."""
+        return self.costs if self.captured is None or not plan.split else self.captured.costs_of(plan.split)
+
     def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
         """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits."""
-        found = fitted(plan.with_blocks(self.costs.num_blocks), self.costs, self.cluster, self.options)
+        costs = self.costs_of(plan)
+        found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
         return None if found is None else (found[0], found[1].seconds)
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:
     """Predict a plan's step for rows of the length that the problem's costs hold for."""
-    return predict(plan, problem.costs, problem.cluster)
+    return predict(plan, problem.costs_of(plan), problem.cluster)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.auto import Rule, always, auto, devices_differ, kinds_differ, up_to
+from hetu_fx.planner.search.auto import Rule, always, auto, devices_differ, kinds_differ, up_to, without_blocks
 from hetu_fx.planner.search.classes import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
+from hetu_fx.planner.search.hap import HAP
 from hetu_fx.planner.search.heteroauto import HETEROAUTO
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis import HYDRAULIS
@@ -25,11 +26,12 @@ AUTO = auto(
         Rule(CONTIGUOUS, up_to(_SMALL)),
         Rule(MALLEUS, devices_differ),
         Rule(HETEROAUTO, kinds_differ),
+        Rule(HAP, without_blocks(_SMALL)),
     ),
 )
 
 SEARCHES: Mapping[str, Search] = {
-    search.name: search for search in (AUTO, HOMOGENEOUS, CLASSES, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS)
+    search.name: search for search in (AUTO, HOMOGENEOUS, CLASSES, CONTIGUOUS, MALLEUS, HETEROAUTO, HYDRAULIS, HAP)
 }
 
 DEFAULT = AUTO.name

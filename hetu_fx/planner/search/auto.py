@@ -58,6 +58,11 @@ def up_to(most: int) -> Callable[[Problem], bool]:
     return lambda problem: len(problem.cluster.devices) <= most
 
 
+def both(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
+    """Return what suits problems that suit all of these."""
+    return lambda problem: all(suits(problem) for suits in rules)
+
+
 def auto(by_length: Search, rules: Sequence[Rule]) -> Search:
     """Return the search that asks all of these that are asked, or, where lengths differ, the one that plans by them."""
     lengths = Rule(by_length, lengths_differ)

@@ -23,6 +23,7 @@ from hetu_fx.planner.heteroauto.result import HeteroResult
 from hetu_fx.planner.heteroauto.search import search_below
 from hetu_fx.planner.program import PartCosts
 from hetu_fx.planner.search.classes import MOST_CLASSES
+from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.malleus import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
@@ -31,6 +32,11 @@ from hetu_fx.topology import Cluster, Device, Link
 
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
+
+MANY_DEVICES = 64
+"""In larger clusters, a shape takes seconds to search: `MOST_WORK` is the shapes times the devices that are."""
+
+MOST_WORK = 1024
 
 _WORTH = 1.25  # what HeteroAuto's own prices say is slower than the best so far by this factor is not tried
 _MEMORY_STEP = 1.1  # what is measured to be free differs a little from device to device
@@ -145,11 +151,24 @@ def _link(cluster: Cluster, devices: Sequence[Device]) -> Link:
 
 
 def shapes(problem: Problem) -> list[tuple[int, int]]:
-    """Return (replicas, micro-batches of each) to try; few micro-batch counts where there are many devices."""
+    """Return (replicas, micro-batches of each) to try; few micro-batch counts where there are many devices.
+
+    Where there are very many, those that are most like the best homogeneous plan.
+    """
     count, rows, given = len(problem.cluster.devices), problem.costs.rows, problem.options.micro_batches
     counts = given if count <= EXHAUSTIVE_DEVICES else (given[len(given) // 2], given[-1])
     pairs = product(replica_counts(min(count, rows)), counts)
-    return sorted({(replicas, min(micro_batches, rows // replicas)) for replicas, micro_batches in pairs})
+    found = sorted({(replicas, min(micro_batches, rows // replicas)) for replicas, micro_batches in pairs})
+    even = min(candidates(problem), key=lambda one: one.seconds, default=None) if count > MANY_DEVICES else None
+    if even is None:
+        return found
+    like = even.degrees.pipelines, even.micro_batches
+    return sorted(found, key=lambda shape: (_unlike(shape, like), shape))[: max(1, MOST_WORK // count)]
+
+
+def _unlike(shape: tuple[int, int], other: tuple[int, int]) -> float:
+    """Return by how much the two numbers differ, as factors."""
+    return sum(abs(math.log(own / given)) for own, given in zip(shape, other, strict=True))
 
 
 def plans_of(problem: Problem, result: HeteroResult, micro_batches: int) -> Iterator[Plan]:

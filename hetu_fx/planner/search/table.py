@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.auto import Rule, always, auto, devices_differ, kinds_differ, up_to, without_blocks
+from hetu_fx.planner.search.auto import Rule, always, auto, both, devices_differ, kinds_differ, up_to, without_blocks
 from hetu_fx.planner.search.classes import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap import HAP
@@ -17,6 +17,7 @@ from hetu_fx.planner.search.malleus import MALLEUS
 from hetu_fx.planner.search.problem import Search
 
 _SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
+_LARGE = 512  # devices of a cluster whose stages by kind are searched within seconds
 
 AUTO = auto(
     HYDRAULIS,
@@ -25,7 +26,7 @@ AUTO = auto(
         Rule(CLASSES, always),
         Rule(CONTIGUOUS, up_to(_SMALL)),
         Rule(MALLEUS, devices_differ),
-        Rule(HETEROAUTO, kinds_differ),
+        Rule(HETEROAUTO, both(kinds_differ, up_to(_LARGE))),
         Rule(HAP, without_blocks(_SMALL)),
     ),
 )

@@ -45,11 +45,11 @@ class Case:
         return Plan(tuple(pipelines)) if pipelines else None
 
 
-def llama(layers: int, hidden: int, feed_forward: int, rows: int, units: int = 8) -> Profile:
+def llama(layers: int, hidden: int, feed_forward: int, rows: int, units: int = 8, length: int = LENGTH) -> Profile:
     """Return what a decoder of so many layers costs in bf16, counted by hand: weights, attention, what is kept."""
     weights = hidden * (2.25 * hidden + 3 * feed_forward)
-    flops = 2 * LENGTH * weights + 2 * LENGTH * LENGTH * hidden
-    row, kept = 2 * LENGTH * hidden, LENGTH * (16 * hidden + 8 * feed_forward)
+    flops = 2 * length * weights + 2 * length * length * hidden
+    row, kept = 2 * length * hidden, length * (16 * hidden + 8 * feed_forward)
     block = PartCosts(
         flops=flops,
         split_flops=flops,
@@ -66,11 +66,11 @@ def llama(layers: int, hidden: int, feed_forward: int, rows: int, units: int = 8
         num_ops=40,
     )
     table = 2.0 * 32000 * hidden
-    head = 2.0 * LENGTH * 32000 * hidden
+    head = 2.0 * length * 32000 * hidden
     before = PartCosts(traffic_bytes=row, parameter_bytes=table, num_ops=3)
-    after = PartCosts(head, activation_bytes=4.0 * LENGTH * 32000, parameter_bytes=table, num_ops=8)
+    after = PartCosts(head, activation_bytes=4.0 * length * 32000, parameter_bytes=table, num_ops=8)
     boundaries = (float(row),) * (layers - 1)
-    return Profile(ProgramCosts(rows, before, (block,) * layers, after, boundaries, units), LENGTH)
+    return Profile(ProgramCosts(rows, before, (block,) * layers, after, boundaries, units), length)
 
 
 def small(rows: int) -> Profile:
@@ -78,11 +78,13 @@ def small(rows: int) -> Profile:
     return llama(32, 4096, 11008, rows)
 
 
-def cluster(counts: Mapping[str, int], rates: Mapping[int, float] | None = None) -> Cluster:
-    """Return nodes of 8 devices of one kind each, with public figures; NVLink inside, InfiniBand between them."""
+def cluster(
+    counts: Mapping[str, int], rates: Mapping[int, float] | None = None, per_node: int = DEVICES_PER_NODE
+) -> Cluster:
+    """Return nodes of devices of one kind each, with public figures; NVLink inside, InfiniBand between them."""
     kinds = list(chain.from_iterable([kind] * count for kind, count in counts.items()))
     devices = [
-        {"rank": rank, "kind": kind, "node": str(rank // DEVICES_PER_NODE)}
+        {"rank": rank, "kind": kind, "node": str(rank // per_node)}
         | ({"rate": rates[rank]} if rates and rank in rates else {})
         for rank, kind in enumerate(kinds)
     ]
@@ -93,28 +95,53 @@ def cluster(counts: Mapping[str, int], rates: Mapping[int, float] | None = None)
 
 def cases(most: int) -> Iterator[Case]:
     """Yield the cases of up to so many devices."""
-    for case in (*_published(), *_stragglers(), *_kinds()):
+    for case in (*_narrow(), *_published(), *_stragglers(), *_kinds()):
         if len(case.cluster.devices) <= most:
             yield case
 
 
+def _narrow() -> Iterator[Case]:
+    """Yield decoders of GPT-2's width on 8 devices, of one node and of two."""
+    for layers in (2, 12):
+        for per_node, name in ((8, "8"), (4, "2 x 4")):
+            profile = llama(layers, 768, 2048, 16, units=12, length=1024)
+            yield Case(f"width 768, {layers} layers, {name} A100", cluster({"A100-80G": 8}, None, per_node), profile)
+
+
 def _published() -> Iterator[Case]:
-    """Yield plans of Hetu v2, section 6.2 and appendix C: 32B and 70B on H20 and H800, batches of 64 rows."""
+    """Yield the 14 plans of Hetu v2, section 6.2 and appendix C: 32B and 70B on H20 and H800, batches of 64 rows."""
     of_32b, of_70b = llama(60, 6656, 17920, 64), llama(80, 8192, 28672, 64)
-    h20, h800 = "H20-96G", "H800-80G"
-    both = [((11, 4, h20), (11, 4, h20), (38, 4, h800))] * 4
-    half = [((7, 4, h20), (7, 4, h20), (23, 4, h800), (23, 4, h800))] * 2
-    more = [((6, 4, h20), (6, 4, h20), (6, 4, h20), (21, 4, h800), (21, 4, h800))] * 2
-    large = [((17, 8, h20), (17, 8, h20), (46, 8, h800))] * 2
-    even = [((15, 4, h20),) * 4] * 2
-    for name, profile, counts, plan in (
-        ("32B, 32 H20 + 16 H800", of_32b, {h20: 32, h800: 16}, both),
-        ("32B, 16 H20 + 16 H800", of_32b, {h20: 16, h800: 16}, half),
-        ("32B, 24 H20 + 16 H800", of_32b, {h20: 24, h800: 16}, more),
-        ("70B, 32 H20 + 16 H800", of_70b, {h20: 32, h800: 16}, large),
-        ("32B, 32 H20", of_32b, {h20: 32}, even),
-    ):
-        yield Case(name, cluster(counts), profile, [(stages, 64 // len(plan)) for stages in plan])
+    for number, (profile, h20, h800, plan) in enumerate(_plans(of_32b, of_70b), 1):
+        counts = {"H20-96G": h20} | ({"H800-80G": h800} if h800 else {})
+        name = f"{number}: {'32B' if profile is of_32b else '70B'}, {h20} H20" + (f" + {h800} H800" if h800 else "")
+        yield Case(name, cluster(counts), profile, plan)
+
+
+def _plans(of_32b: Profile, of_70b: Profile) -> Iterator[tuple[Profile, int, int, list[tuple[Stages, int]]]]:
+    """Yield model, H20, H800, and pipelines of (blocks, devices, kind) with their micro-batches."""
+    split = [(_on(4, 7, 7, fast=((23, 4), (23, 4))), 29), (_on(4, 11, 11, fast=((38, 4),)), 18)]
+    uneven = [(_on(4, 6, 6, 6, fast=((21, 4), (21, 4))), 33), (_on(4, 6, 6, 6, fast=((22, 4), (13, 2), (7, 1))), 31)]
+    lost = ((16, 4, "H20-96G"),) * 3 + ((8, 2, "H20-96G"), (4, 1, "H20-96G"))
+    yield of_32b, 32, 16, [(_on(4, 11, 11, fast=((38, 4),)), 16)] * 4
+    yield of_32b, 16, 16, [(_on(4, 7, 7, fast=((23, 4), (23, 4))), 32)] * 2
+    yield of_32b, 24, 8, [(_on(4, 9, 10, 10, fast=((31, 4),)), 32)] * 2
+    yield of_32b, 24, 16, [(_on(4, 6, 6, 6, fast=((21, 4), (21, 4))), 32)] * 2
+    yield of_32b, 24, 15, [*split, (_on(4, 12, 11, fast=((24, 2), (13, 1))), 17)]
+    yield of_32b, 24, 15, uneven
+    yield of_70b, 32, 16, [(_on(8, 17, 17, fast=((46, 8),)), 32)] * 2
+    yield of_70b, 24, 16, [(_on(8, 10, 10, 10, fast=((25, 8), (25, 8))), 64)]
+    yield of_70b, 16, 16, [(_on(8, 11, 11, fast=((29, 8), (29, 8))), 64)]
+    yield of_70b, 24, 8, [(_on(8, 16, 16, 16, fast=((32, 8),)), 64)]
+    yield of_32b, 32, 16, [(_on(4, 5, 6, 6, 6, fast=((18, 4), (19, 4))), 32)] * 2
+    yield of_32b, 32, 0, [(_on(4, 15, 15, 15, 15), 32)] * 2
+    yield of_32b, 31, 0, [(_on(4, 15, 15, 15, 15), 33), (lost, 31)]
+    yield of_32b, 24, 0, [(_on(4, 20, 20, 20), 32)] * 2
+
+
+def _on(group: int, *blocks: int, fast: Sequence[tuple[int, int]] = ()) -> Stages:
+    """Return stages on groups of H20, then some of (blocks, devices) on H800."""
+    slow = [(count, group, "H20-96G") for count in blocks]
+    return (*slow, *((count, size, "H800-80G") for count, size in fast))
 
 
 def _stragglers() -> Iterator[Case]:

@@ -3,8 +3,9 @@
 `auto` is asked about the clusters of `planning_cases`: the 14 published ones of H20 and H800 (Hetu v2), Malleus'
 situations, and clusters of one, two and four kinds. Its plan is compared with the best homogeneous plan, with the
 published plan where there is one, and, for three devices, with the best of all plans; all are priced by the planner's
-own cost model. Seconds are those of the processor, which depend less on what else runs. Small questions are asked
-twice. A question that takes longer than `PATIENCE_SECONDS` is given up, and counts as one without an answer.
+own cost model. Seconds are those of the processor, which depend less on what else runs. Questions of up to
+`TWICE_SECONDS` are asked twice. A question that takes longer than `PATIENCE_SECONDS` is given up, and counts as one
+without an answer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from hetu_fx.topology import Cluster, Link
 
 QUICK_DEVICES = 8
 PATIENCE_SECONDS = 30.0
+TWICE_SECONDS = 3.0
 NARROW_BAR = 5.0  # seconds for 8 devices and a decoder of GPT-2's width
 STRAGGLER_BARS = {"7B, 64 A800, 3 straggle": 2.0, "7B, 1024 A800, 3 straggle": 60.0}  # seconds of the Malleus search
 
@@ -103,7 +105,7 @@ def measure(case: Case) -> Row:
         return row
     (plan,) = plans
     row |= {"step": _step(plan), **_compared(case, problem, _step(plan))}
-    if len(case.cluster.devices) <= QUICK_DEVICES:
+    if seconds <= TWICE_SECONDS:
         row["same"] = "yes" if make_plans(problem) == plans else "no"
     return row | {
         "pipelines": len(plan.pipelines),

@@ -58,6 +58,16 @@ def up_to(most: int) -> Callable[[Problem], bool]:
     return lambda problem: len(problem.cluster.devices) <= most
 
 
+def some_straggle(problem: Problem) -> bool:
+    """Tell whether devices are slower than they should be."""
+    return any(device.rate > 1.0 for device in problem.cluster.devices)
+
+
+def either(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
+    """Return what suits problems that suit one of these."""
+    return lambda problem: any(suits(problem) for suits in rules)
+
+
 def both(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
     """Return what suits problems that suit all of these."""
     return lambda problem: all(suits(problem) for suits in rules)

@@ -6,7 +6,18 @@ from collections.abc import Mapping
 
 from hetu_fx.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.auto import Rule, always, auto, both, devices_differ, kinds_differ, up_to, without_blocks
+from hetu_fx.planner.search.auto import (
+    Rule,
+    always,
+    auto,
+    both,
+    devices_differ,
+    either,
+    kinds_differ,
+    some_straggle,
+    up_to,
+    without_blocks,
+)
 from hetu_fx.planner.search.classes import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap import HAP
@@ -17,7 +28,7 @@ from hetu_fx.planner.search.malleus import MALLEUS
 from hetu_fx.planner.search.problem import Search
 
 _SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
-_LARGE = 512  # devices of a cluster whose stages by kind are searched within seconds
+_LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds
 
 AUTO = auto(
     HYDRAULIS,
@@ -25,7 +36,7 @@ AUTO = auto(
         Rule(HOMOGENEOUS, always),
         Rule(CLASSES, always),
         Rule(CONTIGUOUS, up_to(_SMALL)),
-        Rule(MALLEUS, devices_differ),
+        Rule(MALLEUS, both(devices_differ, either(some_straggle, up_to(_LARGE)))),
         Rule(HETEROAUTO, both(kinds_differ, up_to(_LARGE))),
         Rule(HAP, without_blocks(_SMALL)),
     ),

@@ -5,7 +5,7 @@ import pytest
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import PartCosts, ProgramCosts
-from hetu_fx.planner.search.auto import Rule, always, auto
+from hetu_fx.planner.search.auto import Rule, always, auto, both, devices_differ, either, some_straggle, up_to
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis import HYDRAULIS
 from hetu_fx.planner.search.malleus import MALLEUS
@@ -56,6 +56,15 @@ def test_searches_that_suit_or_lack_nothing_are_asked() -> None:
     assert auto(HYDRAULIS, [Rule(HOMOGENEOUS, always), never, lacking]).find(problem) == alone
     asked = auto(HYDRAULIS, [Rule(HOMOGENEOUS, always), Rule(MALLEUS, always)]).find(problem)
     assert asked == {**alone, **MALLEUS.find(problem)}
+
+
+def test_in_large_clusters_a_search_for_stragglers_needs_some() -> None:
+    suits = both(devices_differ, either(some_straggle, up_to(4)))
+    few, many = (Problem(MODEL, of(*[4] * half, *[2] * half)) for half in (2, 4))
+    assert suits(few)
+    assert not suits(many)
+    assert suits(replace(many, cluster=many.cluster.with_rates({0: 2.0})))
+    assert not suits(Problem(MODEL, of(4, 4)))
 
 
 def test_where_lengths_differ_there_is_a_plan_for_each_longest_sequence() -> None:

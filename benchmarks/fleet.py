@@ -109,8 +109,8 @@ def with_own_speeds(cluster: Cluster, costs: ProgramCosts, make: MakeModel, smal
 
 def measured_seconds(
     plan: Plan, make: MakeModel, whole: Batch, *, rounds: int, equal: Sequence[float], speeds: Sequence[float]
-) -> float:
-    """Return the median time of a step until the last rank is done; collective.
+) -> list[float]:
+    """Return the times of steps until the last rank is done; collective.
 
     The model is made while devices have `equal` speeds, and timed at `speeds`.
     """
@@ -124,4 +124,4 @@ def measured_seconds(
     step()
     set_speeds(speeds)
     step()
-    return statistics.median(slowest(timed(step)) for _ in range(rounds))
+    return [slowest(timed(step)) for _ in range(rounds)]

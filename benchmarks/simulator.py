@@ -166,7 +166,9 @@ def work(result: Path, *, quick: bool) -> int:
 def plan_seconds(plan: Plan, *, rounds: int) -> float:
     """Return the median time of a step; collective."""
     whole = batch(SIZE.rows, SIZE.tokens)
-    return measured_seconds(plan, lambda: llama(SIZE), whole, rounds=rounds, equal=EQUAL, speeds=SPEEDS)
+    return statistics.median(
+        measured_seconds(plan, lambda: llama(SIZE), whole, rounds=rounds, equal=EQUAL, speeds=SPEEDS)
+    )
 
 
 def on_paper(plan: Plan, costs: ProgramCosts, profiled: Cluster, unprofiled: Cluster) -> dict[str, float]:

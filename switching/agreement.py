@@ -130,7 +130,8 @@ def from_first(table: GroupTable, value: T) -> T:
     """Return rank 0's value on every rank; collective."""
     values = [value]
     if table.size > 1:
-        dist.broadcast_object_list(values, src=table.to_global(0), group=table.base)
+        with using(table), guarded("word from rank 0", range(table.size)):
+            dist.broadcast_object_list(values, src=table.to_global(0), group=table.base)
     return values[0]
 
 

@@ -68,18 +68,21 @@ def _pieces_of_first(
     }
 
 
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch's optimizers: NAdam's and ASGD's beside the count
+
+
 def move_optimizer_state(
     optimizer: torch.optim.Optimizer, homes: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout]
 ) -> None:
     """Cut the parameter-shaped state that an optimizer has already into home pieces.
 
-    A step count is no such state, even where the parameter has no dims either.
+    A number that counts for the whole parameter is no such state, even where the parameter has no dims either.
     """
     for name, home in homes.items():
         state = optimizer.state.get(home, {})
         for key, value in state.items():
-            whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor) and key != "step"
-            if whole and tuple(value.shape) == tuple(home.shape):
+            whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
+            if whole and key not in _NUMBERS and tuple(value.shape) == tuple(home.shape):
                 state[key] = HomeTensor.from_full(value, layouts[name])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home import HomeTensor, PendingNorm, home_layout, is_home
+from hetu_fx.switching.home_parameters import move_optimizer_state
 
 ALONE = home_layout(Annotation.on((0,)), (6, 4), 0, 1)
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -158,3 +159,25 @@ def test_copies_on_all_ranks_need_no_messages() -> None:
     home = HomeTensor.from_full(torch.ones(6, 4), both)
     assert both.is_whole_everywhere
     assert home.full_tensor().data_ptr() == home.local.data_ptr()
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_numbers_that_an_optimizer_keeps_stay_numbers_though_the_parameter_is_one_too(
+    make: type[torch.optim.Optimizer],
+) -> None:
+    whole = home_layout(Annotation.on((0,)), (), 0, 1)
+    plain, home = nn.Parameter(torch.tensor(2.0)), nn.Parameter(HomeTensor.from_full(torch.tensor(2.0), whole))
+    optimizers = [make([parameter]) for parameter in (plain, home)]  # type: ignore[call-arg]
+    plain.grad = torch.tensor(1.0)
+    optimizers[0].step()
+    optimizers[1].state[home] = {key: copy.deepcopy(value) for key, value in optimizers[0].state[plain].items()}
+    move_optimizer_state(optimizers[1], {"w": home}, {"w": whole})
+    moved = {key for key, value in optimizers[1].state[home].items() if isinstance(value, HomeTensor)}
+    assert moved == {"exp_avg", "exp_avg_sq", "ax"} & optimizers[0].state[plain].keys()
+    with torch.no_grad():
+        home.copy_(plain)
+    for parameter in (plain, home):
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert home.detach().full_tensor() == plain  # type: ignore[attr-defined]

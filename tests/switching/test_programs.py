@@ -31,7 +31,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[Programs, list[bool]]:
     """Programs that are not captured, and the modes in which they would have been."""
     captured: list[bool] = []
     programs = Programs(Summing(), None)
-    monkeypatch.setattr(programs, "_capture", lambda batch, training: captured.append(training))
+    monkeypatch.setattr(programs, "trace", lambda batch, training: captured.append(training))
     return programs, captured
 
 

@@ -151,9 +151,8 @@ class GraphVariant(Variant):
         return self.bridge_between(bridge_entries(deduced, self.homes))
 
     def _engine(self, device: DeviceGraph) -> Engine:
-        place = next(iter(self.homes.values())).device
-        inward = channels(device.handovers_in, self.table, place)
-        outward = channels(device.handovers_out, self.table, place)
+        inward = channels(device.handovers_in, self.table, self.device)
+        outward = channels(device.handovers_out, self.table, self.device)
         return Engine(device, lower(device, self.backend), inward, outward)
 
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:

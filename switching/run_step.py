@@ -175,8 +175,7 @@ class _Step:
             return loss
         node = self.program.graph.loss
         assert node is not None
-        device = next(iter(self.variant.homes.values())).device
-        return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=device)
+        return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=self.variant.device)
 
     def _global_loss(self, local: Tensor) -> Tensor:
         contributes, timer = self.stage.contributes_loss, self.outcome.timer

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
+import torch
 from torch import Tensor, nn
 
 from hetu_fx.comm_ops.groups import GroupTable
@@ -60,6 +61,11 @@ class Variant:
         self.first_use = FirstUse()
         self._gathered: tuple[object, dict[str, Tensor]] = (None, {})
         self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Return where this rank computes: where its parameters are."""
+        return next(iter(self.homes.values())).device
 
     @property
     def predicted_seconds(self) -> float:

@@ -10,8 +10,8 @@ from functools import reduce
 from hetu_fx.planner.allocate import RangeSeconds, cut, deal, spread
 from hetu_fx.planner.cost import (
     Line,
-    again_lines,
     compute_lines,
+    forward_lines,
     optimizer_seconds,
     stage_costs,
     tensor_parallel_lines,
@@ -132,7 +132,8 @@ class Builder:
         parts, whole = self._costs.stage(start, stop), sum(stage.ratios)
         pieces = [Piece(self._costs, start, stop, ratio / whole, len(devices)) for ratio in stage.ratios]
         pairs = list(zip(devices, pieces, strict=True))
-        again = again_lines(stage, self._costs.again(replace(stage, recompute=stop - start), start), self._cluster)
+        repeated = self._costs.again(replace(stage, recompute=stop - start), start)
+        again = forward_lines(compute_lines(stage, repeated, self._cluster))
         slowest = reduce(Line.upper, compute_lines(stage, parts, self._cluster))
         return StageEstimate(
             seconds=sum(tensor_parallel_lines(stage, parts, self._cluster), slowest),

@@ -18,7 +18,7 @@ Nothing is overlapped. Communication is priced by the same functions as the comm
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import add
@@ -134,7 +134,8 @@ def _stage_costs(
     stage = pipeline.stages[index]
     positions = range(len(stage.devices))
     parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
-    again = _again_lines(stage, [costs.again(stage, stops[index], i) for i in positions], cluster)
+    repeated = [costs.again(stage, stops[index], i) for i in positions]
+    again = forward_lines(_device_lines(stage, repeated, cluster))
     compute = tuple(map(add, _device_lines(stage, parts, cluster), again))
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
@@ -147,14 +148,8 @@ def _stage_costs(
     return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)
 
 
-def again_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
-    """Return the forward of blocks that each device of a stage that is no grid does again."""
-    return _again_lines(stage, (parts,) * len(stage.devices), cluster)
-
-
-def _again_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
-    """Return the forward of blocks that are recomputed, of each device; what they have sent is kept."""
-    lines = _device_lines(stage, parts, cluster)
+def forward_lines(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the forward's part of whole lines: what recomputed blocks take again, as what is sent is kept."""
     return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.per_row / FORWARD_AND_BACKWARD) for n in lines)
 
 

@@ -15,8 +15,8 @@ from functools import reduce
 
 from hetu_fx.planner.cost import (
     Line,
-    again_lines,
     compute_lines,
+    forward_lines,
     hand_over_line,
     optimizer_seconds,
     sync_seconds,
@@ -115,7 +115,7 @@ class Estimates:
         held = piece.parameter_bytes
         return StageEstimate(
             seconds=sum(tensor_parallel_lines(stage, parts, around), seconds),
-            again=reduce(Line.upper, again_lines(stage, again, around)),
+            again=reduce(Line.upper, forward_lines(compute_lines(stage, again, around))),
             holdings=(Holding(0, min(self._memory[rank] for rank in devices), piece),),
             update_seconds=max(optimizer_seconds(held, around.device(rank)) for rank in devices),
         )

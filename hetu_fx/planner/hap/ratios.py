@@ -1,15 +1,16 @@
-"""The ratios under which a program is fastest: a linear programme.
+"""The ratios under which a program is fastest: a linear programme, mixed with one bit for each pair of segments.
 
-Over ratios r_si, seconds C_t of stages, the largest ratio M_s of a segment and the distance D_su of two
-segments' boundaries, minimise
+Over ratios r_si, seconds C_t of stages, the largest ratio M_s of a segment, the distance D_su of two segments'
+boundaries, and whether there is one (Z_su of 0 or 1, at least D_su), minimise
 
-    sum_t C_t + sum_s p_s M_s + sum_su q_su D_su                                                  (1)
+    sum_t C_t + sum_s p_s M_s + sum_su (q_su D_su + a_su Z_su)                                    (1)
     sum_s F_ts r_si + G_t  <=  v_i C_t             for each stage t and device i                  (2)
     r_si <= M_s,   |sum_j<=i (r_sj - r_uj)| <= D_su,   sum_i r_si = 1,   r >= 0                   (3)
     C + sum_s S_s r_si  <=  memory of i                                                           (4)
 
 (HAP, EuroSys 2024, equation 3. The released code leaves out the constants G of (2), which matter when unequal
-devices do the same work, knows no (4), and gives each C_t a variable per op.) Stages of equal work are one.
+devices do the same work, knows no (4) and no a_su, which segments of equal ratios do without, and gives each C_t a
+variable per op.) Stages of equal work are one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -25,6 +27,7 @@ from scipy.sparse import coo_array
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.hap.assemble import Bytes
+from hetu_fx.planner.hap.layout import Change
 from hetu_fx.planner.hap.prices import Ratios
 from hetu_fx.planner.hap.program import Program, Stage
 
@@ -50,11 +53,19 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which variable is which: ratios, then stages, largest ratios, distances."""
+    """Which variable is which: ratios, then stages, largest ratios, and per pair its distance and whether it has one."""
 
     num_devices: int
     num_segments: int
     num_stages: int
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        return list(combinations(range(self.num_segments), 2))
+
+    @property
+    def width(self) -> int:
+        return self.apart(len(self.pairs))
 
     def ratio(self, segment: int, device: int) -> int:
         return segment * self.num_devices + device
@@ -67,6 +78,9 @@ class _Columns:
 
     def distance(self, index: int) -> int:
         return self.largest(self.num_segments) + index
+
+    def apart(self, index: int) -> int:
+        return self.distance(len(self.pairs)) + index
 
 
 def best_ratios(
@@ -83,19 +97,19 @@ def best_ratios(
     """
     stages = Counter(program.stages)
     columns = _Columns(len(speeds), program.num_segments, len(stages))
-    pairs = list(combinations(range(program.num_segments), 2))
     scale = _scale(program, speeds)
     rows = _Rows()
     _add_stages(rows, columns, list(stages), speeds, scale, drops_constants)
-    _add_largest_and_distances(rows, columns, pairs)
+    _add_largest_and_distances(rows, columns)
     if held is not None and memory_bytes:
         _add_memory(rows, columns, held, memory_bytes)
-    width = columns.distance(len(pairs))
-    cost = _objective(program, columns, pairs, list(stages.values()), width, scale)
-    whole = np.zeros((program.num_segments, width))
+    cost = _objective(program, columns, list(stages.values()), scale)
+    whole, is_bit = np.zeros((program.num_segments, columns.width)), np.zeros(columns.width)
+    is_bit[columns.apart(0) :] = 1
     for segment in range(program.num_segments):
         whole[segment, columns.ratio(segment, 0) : columns.ratio(segment + 1, 0)] = 1.0
-    found = linprog(cost, rows.matrix(width), rows.bounds, whole, np.ones(len(whole)), method="highs")
+    given = (rows.matrix(columns.width), rows.bounds, whole, np.ones(len(whole)))
+    found = linprog(cost, *given, method="highs", integrality=is_bit)
     if found.status != 0:
         raise PlanError(
             f"no ratios of {len(speeds)} devices fit the program in memory {list(memory_bytes)}: {found.message}"
@@ -119,12 +133,13 @@ def _add_stages(
             rows.add(row | {columns.stage(index): -1.0}, -constant)
 
 
-def _add_largest_and_distances(rows: _Rows, columns: _Columns, pairs: Sequence[tuple[int, int]]) -> None:
+def _add_largest_and_distances(rows: _Rows, columns: _Columns) -> None:
     devices = range(columns.num_devices)
     for segment in range(columns.num_segments):
         for device in devices:
             rows.add({columns.ratio(segment, device): 1.0, columns.largest(segment): -1.0}, 0.0)
-    for index, (one, other) in enumerate(pairs):
+    for index, (one, other) in enumerate(columns.pairs):
+        rows.add({columns.distance(index): 1.0, columns.apart(index): -1.0}, 0.0)
         for stop in devices:
             for sign in (1.0, -1.0):
                 row = {columns.ratio(one, device): sign for device in range(stop + 1)}
@@ -138,26 +153,26 @@ def _add_memory(rows: _Rows, columns: _Columns, held: Bytes, memory_bytes: Seque
         rows.add(row or {columns.ratio(0, device): 0.0}, 1 - held.copied / limit)
 
 
-def _objective(
-    program: Program,
-    columns: _Columns,
-    pairs: Sequence[tuple[int, int]],
-    counts: Sequence[int],
-    width: int,
-    scale: float,
-) -> np.ndarray:
-    cost = np.zeros(width)
+def _objective(program: Program, columns: _Columns, counts: Sequence[int], scale: float) -> np.ndarray:
+    cost = np.zeros(columns.width)
     cost[columns.stage(0) : columns.stage(len(counts))] = counts
     for transfer in program.transfers:
         match transfer.follows:
             case (segment,):
                 cost[columns.largest(segment)] += transfer.seconds_per_share / scale
             case (one, other):
-                at = columns.distance(pairs.index((min(one, other), max(one, other))))
-                cost[at] += transfer.seconds_per_share / scale
+                pair = columns.pairs.index((min(one, other), max(one, other)))
+                cost[columns.distance(pair)] += transfer.seconds_per_share / scale
+                if transfer.change is Change.SHIFT:
+                    cost[columns.apart(pair)] += transfer.fixed_seconds / scale
     return cost
 
 
 def _shares(solution: np.ndarray, columns: _Columns) -> Ratios:
+    """Return the ratios; those of segments that are not apart are the same to the last digit."""
     table = solution[: columns.stage(0)].reshape(columns.num_segments, columns.num_devices).clip(0.0)
-    return tuple(tuple(float(share) for share in row / row.sum()) for row in table)
+    rows = [tuple(float(share) for share in row / row.sum()) for row in table]
+    for index, (one, other) in enumerate(columns.pairs):
+        if solution[columns.apart(index)] < 0.5:
+            rows[other] = rows[one]
+    return tuple(rows)

@@ -62,3 +62,11 @@ def test_bytes_of_a_program_are_those_of_its_layouts() -> None:
     assert held.spread == (4 * 2 * weights + 2 * rows * 512,)  # parameters with their states; hidden and active
     assert held.copied == rows * 64 + 4  # summands of the last value and of the loss
     assert held.on_device(1, ((0.75, 0.25),)) == held.copied + held.spread[0] / 4
+
+
+def test_segments_keep_the_same_ratios_where_a_shift_between_them_costs_more_than_it_gains() -> None:
+    speeds = (2e8, 1e8, 1e8)
+    program = synthesise(expansion(drawn(267, 4), speeds)).program
+    assert {transfer.follows for transfer in program.transfers} == {(0,), (0, 1)}
+    one, other = best_ratios(program, speeds)
+    assert one == other

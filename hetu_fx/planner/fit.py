@@ -161,7 +161,8 @@ def _speed_ratio(known: BlockTime, profile: Profile, device: Device) -> float:
 
     What the costs add for each op, whatever the speed, is taken off the times, but no more than half of these.
     """
-    healthy = Cluster.on_paper([device.flops_per_second])
-    (line,) = compute_lines(Stage((0,)), _all_blocks(profile.costs), healthy)
+    healthy, blocks = Cluster.on_paper([device.flops_per_second]), _all_blocks(profile.costs)
+    pair = (blocks, PartCosts(num_ops=blocks.num_ops))
+    row, overhead = (compute_lines(Stage((0,)), parts, healthy)[0](1) for parts in pair)
     measured = profile.costs.num_blocks * known.seconds(profile.tokens_per_row)
-    return line.per_row / max(measured - line.fixed, measured / 2) or 1.0
+    return (row - overhead) / max(measured - overhead, measured / 2) or 1.0

@@ -7,6 +7,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import (
     TERMS,
     Line,
+    FLOPS_PER_BYTE,
+    WEIGHT_MOVES,
     compute_lines,
     memory_problems,
     pipeline_seconds,
@@ -35,6 +37,14 @@ def test_compute_is_three_forwards_over_the_speed_now() -> None:
     cluster = paper(10, 10).with_rates({1: 2})
     lines = [compute_lines(Stage((rank,)), parts, cluster)[0] for rank in (0, 1)]
     assert [line.per_row for line in lines] == [pytest.approx(0.3), pytest.approx(0.6)]
+
+
+def test_parameters_are_moved_once_per_micro_batch_whatever_its_rows_are() -> None:
+    parts = PartCosts(parameter_bytes=4e6, split_parameter_bytes=4e6)
+    first, second = compute_lines(Stage((0, 1), (3, 1)), parts, paper(1, 1))
+    assert (first.per_row, second.per_row) == (0.0, 0.0)
+    assert first.fixed == pytest.approx(WEIGHT_MOVES * 3e6 * FLOPS_PER_BYTE / 1e9)
+    assert second.fixed == pytest.approx(first.fixed / 3)
 
 
 def test_only_what_is_cut_shrinks_with_the_share() -> None:

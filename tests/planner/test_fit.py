@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.cost import Line, compute_lines
+from hetu_fx.planner.cost import compute_lines
 from hetu_fx.planner.fit import (
     BlockSample,
     block_time,
@@ -20,6 +20,7 @@ from hetu_fx.planner.fit import (
 )
 from hetu_fx.planner.measured import BlockTime
 from hetu_fx.planner.profile_file import Profile
+from hetu_fx.planner.program import PartCosts
 from hetu_fx.plans import Stage
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import paper, transformer
@@ -92,24 +93,29 @@ def test_the_fastest_healthy_device_of_a_kind_is_the_one_that_times_hold_for() -
     assert fastest_of("paper", cluster).rank == 1
 
 
-def seconds_of_a_row(cluster: Cluster) -> Line:
+def seconds_of_a_row(cluster: Cluster, parts: PartCosts = COSTS.blocks[0]) -> float:
     """Return the seconds of a block for a row, as counted."""
-    return compute_lines(Stage((0,)), COSTS.blocks[0], cluster)[0]
+    return compute_lines(Stage((0,)), parts, cluster)[0](1)
+
+
+OVERHEAD = PartCosts(num_ops=COSTS.blocks[0].num_ops)
 
 
 def test_a_measured_kind_gets_the_speed_at_which_its_blocks_take_as_long_as_measured() -> None:
-    cluster, counted = paper(2, 1), seconds_of_a_row(paper(2, 1))
-    time = BlockTime("paper", 1, 0.0, 4 * counted.per_row / LENGTH, counted.fixed)
+    cluster = paper(2, 1)
+    overhead = seconds_of_a_row(cluster, OVERHEAD)
+    time = BlockTime("paper", 1, 0.0, 4 * (seconds_of_a_row(cluster) - overhead) / LENGTH, overhead)
     found = calibrated(cluster, Profile(COSTS, LENGTH, times=(time,)))
     assert [d.flops_per_second for d in found.devices] == [pytest.approx(0.5e9), pytest.approx(0.25e9)]
-    assert seconds_of_a_row(found)(1) == pytest.approx(time.seconds(LENGTH))
+    assert seconds_of_a_row(found) == pytest.approx(time.seconds(LENGTH))
 
 
 def test_of_times_that_are_all_overhead_half_counts_as_work() -> None:
-    counted = seconds_of_a_row(paper(1))
-    time = BlockTime("paper", 1, 0.0, counted.fixed / 4 / LENGTH)
+    overhead = seconds_of_a_row(paper(1), OVERHEAD)
+    time = BlockTime("paper", 1, 0.0, overhead / 4 / LENGTH)
     (found,) = calibrated(paper(1), Profile(COSTS, LENGTH, times=(time,))).devices
-    assert found.flops_per_second == pytest.approx(1e9 * counted.per_row / (counted.fixed / 8))
+    work = seconds_of_a_row(paper(1)) - overhead
+    assert found.flops_per_second == pytest.approx(1e9 * work / (overhead / 8))
 
 
 def test_a_kind_that_nobody_timed_keeps_its_speed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,11 +33,13 @@ class Device:
     rate: float = 1.0
     source: Source = "given"
     meeting_seconds: float = 0.0
+    bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
+        figures |= {} if self.bytes_per_second is None else {"bytes_per_second": self.bytes_per_second}
         check_positive(ClusterError, f"device {self.rank}", **figures)
         check_not_negative(ClusterError, f"device {self.rank}", meeting_seconds=self.meeting_seconds)
         check_source(ClusterError, f"device {self.rank}", self.source)
@@ -51,12 +54,18 @@ class Device:
         """Return what a meeting costs it now: a straggler is late by as much more as its work takes longer."""
         return self.meeting_seconds * self.rate
 
+    @property
+    def most_bytes_per_second(self) -> float:
+        """Return what it sends or receives at most; infinite where its links set the limit."""
+        return math.inf if self.bytes_per_second is None else self.bytes_per_second
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this device."""
         result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
         result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
         result |= {} if self.rate == 1.0 else {"rate": self.rate}
         result |= {"meeting_seconds": self.meeting_seconds} if self.meeting_seconds else {}
+        result |= {} if self.bytes_per_second is None else {"bytes_per_second": self.bytes_per_second}
         return result if self.source == "given" else result | {"source": self.source}
 
 
@@ -74,6 +83,11 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds that a message of so many bytes takes."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def between(self, *devices: Device) -> Link:
+        """Return what it is to devices that send or receive no more than so much."""
+        most = min(device.most_bytes_per_second for device in devices)
+        return self if most >= self.bytes_per_second else Link(most, self.latency_seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of this link."""
@@ -108,7 +122,7 @@ class Collective:
 
 def read_device(value: Mapping[str, Any], where: str) -> Device:
     """Read one entry of `devices`; raise `ClusterError` with its place."""
-    keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype", "meeting_seconds")
+    keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype", "meeting_seconds", "bytes_per_second")
     fields = Fields(value, where, ClusterError, keys)
     kind, is_whole = fields.text("kind", "cpu"), all(name in value for name in _FIGURES)
     if is_whole and "dtype" in value:
@@ -125,6 +139,7 @@ def read_device(value: Mapping[str, Any], where: str) -> Device:
         "rate": fields.number("rate", 1.0),
         "source": fields.text("source", "given") if is_whole else "estimate",
         "meeting_seconds": fields.number("meeting_seconds", 0.0),
+        "bytes_per_second": fields.number("bytes_per_second", None),
     }
     return located(Device, parts, where)
 

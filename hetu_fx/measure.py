@@ -32,6 +32,7 @@ class Measurement:
     limits: tuple[tuple[str, int], ...]
     memory_bytes: int = 0
     meeting_seconds: float = 0.0
+    bytes_per_second: float | None = None
 
 
 def measure_here(
@@ -48,7 +49,8 @@ def measure_here(
     own = Measurement(_kind(device), node_name(), speed, memory_limits(device))
     found = settled(exchange(own))
     nodes, speeds = [m.node for m in found], [m.flops_per_second for m in found]
-    links = measure_links(ranks, exchange, nodes, speeds, device)
+    links, most = measure_links(ranks, exchange, nodes, speeds, device)
+    found = tuple(replace(m, bytes_per_second=most.get(rank)) for rank, m in enumerate(found))
     return _with_meetings(found, links, ranks, exchange, device), links
 
 

@@ -119,8 +119,9 @@ class Cluster:
         return self._nodes[self.device(rank).node]
 
     def link(self, a: int, b: int) -> Link:
-        """Return the link between two ranks."""
-        return self.intra if self.device(a).node == self.device(b).node else self.inter
+        """Return the link between two ranks, as far as both use it."""
+        one, other = self.device(a), self.device(b)
+        return (self.intra if one.node == other.node else self.inter).between(one, other)
 
     def bytes_per_second(self, a: int, b: int) -> float:
         """Return the bandwidth between two ranks."""
@@ -185,6 +186,9 @@ class Cluster:
     def __str__(self) -> str:
         header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB", "meeting ms"]
         rows = [_row(device) for device in self.devices]
+        if any(device.bytes_per_second is not None for device in self.devices):
+            header.append("MB/s")
+            rows = [[*row, _limit(device)] for row, device in zip(rows, self.devices, strict=True)]
         pairs = (("intra", self.intra), ("inter", self.inter))
         links = [f"{name} {_link_text(link)}" for name, link in pairs]
         return "\n".join([table_text(header, rows), f"links: {'; '.join(links)}", *self._estimates()])
@@ -199,6 +203,11 @@ def _row(device: Device) -> list[str]:
     speed, memory = f"{device.flops_per_second / 1e9:.4g}", f"{device.memory_bytes / 1e6:.4g}"
     meeting = f"{device.meeting_now * 1e3:.3g}"
     return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory, meeting]
+
+
+def _limit(device: Device) -> str:
+    """Return the device's own limit in MB/s, nothing where its links set it."""
+    return "" if device.bytes_per_second is None else f"{device.bytes_per_second / 1e6:.4g}"
 
 
 def _link_text(link: Link) -> str:
@@ -230,6 +239,7 @@ def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, 
             m.memory_bytes,
             source="measured",
             meeting_seconds=m.meeting_seconds,
+            bytes_per_second=m.bytes_per_second,
         )
         for rank, m in enumerate(measurements)
     )

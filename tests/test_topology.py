@@ -184,3 +184,15 @@ def test_the_top_speed_of_a_kind_is_that_of_its_fastest_device_now() -> None:
     cluster = Cluster.on_paper([4e9, 8e9, 2e9], kinds=["a", "a", "b"])
     assert (cluster.top_speed("a"), cluster.top_speed("b")) == (8e9, 2e9)
     assert cluster.with_rates({1: 4.0}).top_speed("a") == 4e9
+
+
+def test_a_link_carries_no_more_than_what_both_ends_send_and_receive() -> None:
+    cluster = Cluster.on_paper((1.0,) * 4, nodes=("a", "a", "a", "b"), intra=Link(8e9, 1e-6), inter=Link(1e9, 1e-5))
+    slow = replace(
+        cluster, devices=(*cluster.devices[:2], replace(cluster.devices[2], bytes_per_second=2e9), cluster.devices[3])
+    )
+    assert slow.link(0, 1) == slow.intra
+    assert slow.link(0, 2) == slow.link(2, 0) == Link(2e9, 1e-6)
+    assert slow.link(2, 3) == slow.inter
+    assert Cluster.from_json(slow.to_json()) == slow
+    assert str(slow).splitlines()[3].split()[-1] == "2000"

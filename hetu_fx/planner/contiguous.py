@@ -118,8 +118,8 @@ class _Search:
 
     def _sync_line(self, num_replicas: int) -> tuple[float, float]:
         """Return (seconds, seconds per byte) of gradient sync and gather, on the slowest link there is."""
-        ranks, across = self._cluster.ranks, self._cluster.inter
-        far = [rank for rank in ranks if self._cluster.link(ranks[0], rank) == across]
+        ranks, node = self._cluster.ranks, self._cluster.node_of
+        far = [rank for rank in ranks if node(rank) != node(ranks[0])]
         ring = tuple(dict.fromkeys((ranks[0], *far, *ranks)))[:num_replicas]
         empty = sum(sync_seconds(0.0, ring, self._cluster, self._options.zero))
         return empty, (sum(sync_seconds(1e6, ring, self._cluster, self._options.zero)) - empty) / 1e6

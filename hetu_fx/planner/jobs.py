@@ -99,8 +99,8 @@ def loads_of(traffic: Traffic, cluster: Cluster) -> dict[Resource, float]:
         add(*((("out", sender), seconds) if here == there else (("out of node", here), seconds)))
         add(*((("in", receiver), seconds) if here == there else (("into node", there), seconds)))
         for end in (sender, receiver):
-            if cluster.device(end).kind == "cpu":
-                add(("compute", end), size / cluster.intra.bytes_per_second)
+            if (device := cluster.device(end)).kind == "cpu":
+                add(("compute", end), size / cluster.intra.between(device).bytes_per_second)
     return loads
 
 

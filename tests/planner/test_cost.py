@@ -5,10 +5,10 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import (
-    TERMS,
-    Line,
     FLOPS_PER_BYTE,
+    TERMS,
     WEIGHT_MOVES,
+    Line,
     compute_lines,
     memory_problems,
     pipeline_seconds,

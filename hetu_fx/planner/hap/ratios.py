@@ -53,7 +53,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Which variable is which: ratios, then stages, largest ratios, and per pair its distance and whether it has one."""
+    """Which variable is which: ratios, stages, largest ratios, and of each pair its distance and whether it has one."""
 
     num_devices: int
     num_segments: int

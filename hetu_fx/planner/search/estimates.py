@@ -29,13 +29,13 @@ from hetu_fx.planner.space import Groups
 from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster, Device
 
-DeviceClass = tuple[str, float, int]
-"""Kind, speed and memory."""
+DeviceClass = tuple[str, float, int, float]
+"""Kind, speed, memory, and the most bytes per second that it sends or receives."""
 
 
 def class_of(device: Device) -> DeviceClass:
     """Return what makes devices alike."""
-    return device.kind, device.speed, device.memory_bytes
+    return device.kind, device.speed, device.memory_bytes, device.most_bytes_per_second
 
 
 def rules_of(problem: Problem, zero: int) -> Rules:

@@ -107,7 +107,7 @@ def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> Kind:
         nodes=tuple(Counter(device.node for device in alike.devices).values()),
         memory_bytes=margin * alike.memory_bytes * problem.options.memory_fraction,
         layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
-        inside=problem.cluster.intra,
+        inside=problem.cluster.intra.between(*alike.devices),
         across=_link(problem.cluster, alike.devices),
         update_seconds_per_byte=optimizer_seconds(1.0, alike.one),
     )
@@ -147,7 +147,7 @@ def _share(amount: float, whole: float) -> float:
 
 def _link(cluster: Cluster, devices: Sequence[Device]) -> Link:
     """Return the slowest link that these devices have to use between them."""
-    return cluster.inter if len({device.node for device in devices}) > 1 else cluster.intra
+    return (cluster.inter if len({device.node for device in devices}) > 1 else cluster.intra).between(*devices)
 
 
 def shapes(problem: Problem) -> list[tuple[int, int]]:

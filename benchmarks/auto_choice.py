@@ -23,12 +23,12 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, 
 
 from benchmarks.drawn_plans import Draw, kind_of
 from benchmarks.fleet import (
+    OwnSpeeds,
     in_fleet,
     measured_seconds,
     run_workers,
     say,
     set_speeds,
-    with_own_speeds,
     worker_parser,
     write_result,
 )
@@ -178,8 +178,8 @@ class Contest:
         costs = from_first(table, execution.costs(model.rows))
         set_speeds(SPEEDS)
         cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
-        small = model.batch(PROFILE_ROWS)
-        cluster = with_own_speeds(cluster, costs, model.make, small, PROFILE_ROUNDS)
+        own = OwnSpeeds(costs, model.make, model.batch(PROFILE_ROWS))
+        cluster = own.cluster(cluster, own.seconds(PROFILE_ROUNDS))
         say(str(cluster))
 
         def prepare() -> tuple[dict[str, Plan], dict[str, Row]]:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,27 +83,33 @@ def set_speeds(speeds: Sequence[float]) -> None:
     barrier()
 
 
-def with_own_speeds(cluster: Cluster, costs: ProgramCosts, make: MakeModel, small: Batch, rounds: int) -> Cluster:
-    """Return the cluster with the speeds at which its devices run this model, all at once; collective.
+class OwnSpeeds:
+    """Runs a model on every device, all at once and without communication, to tell its speed for this model.
 
     `small` is a batch of a few rows, of the length that `costs` are for.
     """
-    model, rank, rows = make(), dist.get_rank(), len(next(iter(small.values())))
 
-    def compute() -> None:
-        model.zero_grad()
-        model(**small).loss.backward()
+    def __init__(self, costs: ProgramCosts, make: MakeModel, small: Batch) -> None:
+        self._costs, self._model, self._small = costs, make(), small
+        self._compute()
 
-    compute()
-    seconds = statistics.median(timed(compute) for _ in range(rounds))
-    (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], costs, cluster)
-    factor = stage_cost.slowest_compute(rows) / seconds
-    factors: list[float] = [1.0] * dist.get_world_size()
-    dist.all_gather_object(factors, factor)
-    pairs = zip(cluster.devices, factors, strict=True)
-    return replace(
-        cluster, devices=tuple(replace(d, flops_per_second=d.flops_per_second * times) for d, times in pairs)
-    )
+    def _compute(self) -> None:
+        self._model.zero_grad()
+        self._model(**self._small).loss.backward()
+
+    def seconds(self, rounds: int) -> list[float]:
+        """Return the seconds of so many rounds; the devices begin together."""
+        barrier()
+        return [timed(self._compute) for _ in range(rounds)]
+
+    def cluster(self, cluster: Cluster, seconds: Sequence[float]) -> Cluster:
+        """Return the cluster with the speeds at which devices take the median of what each measured; collective."""
+        rank, rows = dist.get_rank(), len(next(iter(self._small.values())))
+        (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], self._costs, cluster)
+        factor = stage_cost.slowest_compute(rows) / statistics.median(seconds)
+        factors: list[float] = [1.0] * dist.get_world_size()
+        dist.all_gather_object(factors, factor)
+        return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})
 
 
 def measured_seconds(

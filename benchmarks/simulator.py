@@ -1,9 +1,10 @@
 """Simulated step times against measured ones: twenty plans on four unequal emulated devices.
 
 The devices are measured first, as the planner does it, by products of matrices; then by a step of the model itself on
-each, all at once and without communication, which is what a profile tells. The simulation with the second is judged,
-the one with the first stands beside it. Models are made while all devices are equally fast, and timed while they are
-not. A quick run takes fewer rounds of each plan, and stops after QUICK_SECONDS with those it has.
+each, all at once and without communication, which is what a profile tells, right before and after the rounds of each
+plan: a machine's speed changes within minutes. The simulation with the second is judged, the one with the first stands
+beside it. Models are made while all devices are equally fast, and timed while they are not. A quick run takes fewer
+rounds of each plan, and stops after QUICK_SECONDS with those it has.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 from scipy.stats import kendalltau
 
 from benchmarks.fleet import (
+    OwnSpeeds,
     in_fleet,
     measured_seconds,
     run_workers,
     say,
     set_speeds,
-    with_own_speeds,
     worker_parser,
     write_result,
 )
@@ -44,7 +45,7 @@ from hetu_fx.topology import Cluster
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 EQUAL = (0.45,) * len(SPEEDS)
 SIZE = Size(width=256, layers=4, rows=16, tokens=64)
-PROFILE_ROWS, PROFILE_ROUNDS = 4, 5
+PROFILE_ROWS, PROFILE_ROUNDS = 4, 3
 MEASURE_SECONDS = 2.0  # how long devices are measured: several periods of a quota
 ERROR_BAR, RANKING_BAR = 0.10, 0.80
 TIME_LIMIT_SECONDS, QUICK_SECONDS = 3000, 480
@@ -146,18 +147,20 @@ def work(result: Path, *, quick: bool) -> int:
         costs = from_first(table, execution.costs(SIZE.rows, memory=False))
         set_speeds(SPEEDS)
         cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
-        small = batch(PROFILE_ROWS, SIZE.tokens)
-        profiled = with_own_speeds(cluster, costs, lambda: llama(SIZE), small, PROFILE_ROUNDS)
-        say(f"by products of matrices\n{cluster}\nby the model\n{profiled}")
+        own = OwnSpeeds(costs, lambda: llama(SIZE), batch(PROFILE_ROWS, SIZE.tokens))
+        say(f"by products of matrices\n{cluster}")
         rows: list[Row] = []
         for name in ORDER:
             if quick and from_first(table, time.monotonic() - start) > QUICK_SECONDS:
                 break
-            seconds = plan_seconds(PLANS[name], rounds=3 if quick else 7)
+            before = own.seconds(PROFILE_ROUNDS)
+            seconds = plan_seconds(PLANS[name], rounds=5 if quick else 11)
+            profiled = own.cluster(cluster, [*before, *own.seconds(PROFILE_ROUNDS)])
             paper = {"measured seconds": seconds, **on_paper(PLANS[name], costs, profiled, cluster)}
             rows.append({"plan": name, **paper, "simulated / measured": ratio_of(paper)})
             passed = time.monotonic() - start
             say(f"{passed:.0f} s: {name}: measured {seconds:.3f} s, simulated {paper['simulated seconds']:.3f} s")
+            say(f"speeds {[round(device.flops_per_second / 1e9, 1) for device in profiled.devices]}")
         about = {"parameters": num_parameters(llama(SIZE)), "cluster": cluster.to_json()}
         write_result(result, {"rows": rows, "about": about})
     return 0

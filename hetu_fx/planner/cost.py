@@ -7,10 +7,11 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
                    a third of that once more for blocks that are recomputed
     tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
                    or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
-    hand-over      the activation to the next stage, the gradient to the one before                      (3)
+    hand-over      the activation to the next stage, the gradient to the one before, and a meeting each  (3)
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
 A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update           (5)
+each of the former two of which is a meeting too.
 
 A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
@@ -199,7 +200,7 @@ def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cl
     """Return (3) for one message between two stages."""
     ends = stage.devices[0], other.devices[0]
     link = cluster.link(*ends)
-    empty = messages_cost([(*ends, 0)], cluster)
+    empty = messages_cost([(*ends, 0)], cluster) + cluster.meeting_seconds(ends)
     return Line(empty, bytes_per_row / link.bytes_per_second)
 
 
@@ -209,8 +210,8 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     Zero 1: gradients are reduce-scattered and parameters gathered, a turn around the ring each. Zero 0:
     gradients are all-reduced, two turns, and nothing is gathered.
     """
-    turn = cheapest_ring_cost(num_bytes, ranks, cluster)
-    return (turn, turn) if zero else (2 * turn, 0.0)
+    turn, meeting = cheapest_ring_cost(num_bytes, ranks, cluster), cluster.meeting_seconds(ranks)
+    return (turn + meeting, turn + meeting) if zero else (2 * turn + meeting, 0.0)
 
 
 def optimizer_seconds(num_bytes: float, device: Device) -> float:

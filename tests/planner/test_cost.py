@@ -10,10 +10,12 @@ from hetu_fx.planner.cost import (
     WEIGHT_MOVES,
     Line,
     compute_lines,
+    hand_over_line,
     memory_problems,
     pipeline_seconds,
     predict,
     stage_costs,
+    sync_seconds,
     tensor_parallel_lines,
 )
 from hetu_fx.planner.program import PartCosts, ProgramCosts
@@ -212,3 +214,17 @@ def test_a_replica_without_rows_only_syncs() -> None:
 def test_a_program_without_work_takes_no_time() -> None:
     empty = ProgramCosts(1, PartCosts(), (), PartCosts())
     assert predict(Plan.single(), empty, paper(1)).seconds == 0
+
+
+def test_a_hand_over_and_a_gradient_sync_wait_for_the_later_end() -> None:
+    on_time, late = (
+        Cluster.on_paper([1e9] * 3, intra=FAST_LINK, meeting_seconds=lost) for lost in ([0.0] * 3, [1e-3, 5e-3, 0.0])
+    )
+    stages = Stage((0,)), Stage((1,))
+    lines = [hand_over_line(*stages, 100.0, cluster) for cluster in (on_time, late)]
+    assert lines[1].fixed - lines[0].fixed == pytest.approx(5e-3)
+    assert lines[1].per_row == lines[0].per_row
+    for zero, lost in ((0, (5e-3, 0.0)), (1, (5e-3, 5e-3))):
+        pairs = zip(*(sync_seconds(100.0, (0, 1, 2), cluster, zero) for cluster in (late, on_time)), strict=True)
+        assert [one - other for one, other in pairs] == pytest.approx(list(lost))
+    assert sync_seconds(100.0, (1,), late, 1) == (0.0, 0.0)

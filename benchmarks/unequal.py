@@ -28,7 +28,7 @@ SPEEDS = (0.8, 0.4, 0.2, 0.2)
 SIZE = Size(width=256, layers=4, rows=64, tokens=256)
 IDEAL_BAR = 0.90
 DDP_BAR = 1.8
-SETTLING_STEPS = HealthTracker().window + 1  # those that plan="auto" corrects its devices' speeds by, and one to change
+SETTLING_STEPS = HealthTracker().window + 2  # a first one, those that correct the devices' speeds, one that asks
 EVEN, FAIR, AUTO = "DDP, even rows", "DDP, rows by speed (inexact mean)", "hetu_fx, plan auto"
 
 
@@ -89,6 +89,8 @@ def contestants() -> dict[str, Step]:
     step = train_step(model, optimizer, whole)
     say(model.hetu.explain())
     for _ in range(SETTLING_STEPS):
+        step()
+    while model.hetu.is_planning:
         step()
     say(model.hetu.explain())
     return {EVEN: ddp_step(SIZE.rows // dist.get_world_size()), FAIR: ddp_step(fair_rows()), AUTO: step}

@@ -2,20 +2,22 @@
 
 The first steps correct what was measured before the first plan (calibration): the model's own work tells the devices'
 speeds better than the matrix products of half a second. Later steps tell which device has become slow (health). Every
-rank sees the same agreed facts and plans alike, so nobody has to be asked.
+rank sees the same agreed facts and so asks for the same plan. Training goes on until it is made (`replanning`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hetu_fx.errors import StateError
+from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.measure import snapped
 from hetu_fx.planner.cost import predict, stage_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan, micro_batch_rows
+from hetu_fx.replanning import Asked, Made, Planner, Replanning
+from hetu_fx.situations import PlanBook, Situation
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.policy import Health
@@ -33,26 +35,34 @@ CALIBRATED_TOLERANCE = 0.02
 LEAST_GAIN = 0.02
 """A plan for corrected speeds replaces the first one if it is faster by at least so much."""
 
-Planner = Callable[[Cluster, str], Plan]
-
 
 @dataclass(frozen=True)
 class Replanned:
-    """A change of plan: at which step, for which rates, to which variant."""
+    """A change of plan: for which rates, to which variant.
+
+    Attributes:
+        step: before which the plan was taken over.
+        rates: those that are not 1.
+        variant: what runs the plan.
+        asked: the step before which the plan was asked for.
+        planning_seconds: what making the plan took, wherever that was; 0 if it was known.
+    """
 
     step: int
     rates: Mapping[int, float]
     variant: str
+    asked: int
+    planning_seconds: float = 0.0
 
 
 class Adaptation:
     """Watches the devices' health and replaces the plan that suits them no more.
 
     Args:
-        runtime: what runs.
+        runtime: what runs; steps are observed from now on.
         costs: of the program, for the work that each device has.
         cluster: the devices as measured at the start; None if they were not, then plans are never replaced.
-        planner: makes a plan of a given name for a cluster.
+        planner: makes a plan of a given name for a cluster; asked on rank 0 only.
         calibrates: the cluster's speeds are a first guess, which the first steps are to correct; not so where the
             user has said what the devices are.
     """
@@ -66,30 +76,47 @@ class Adaptation:
         *,
         calibrates: bool = False,
     ) -> None:
-        self.runtime, self.costs, self.cluster, self.planner = runtime, costs, cluster, planner
-        self.tracker = HealthTracker()
+        self.runtime, self.costs, self.cluster = runtime, costs, cluster
+        self.tracker, self.book = HealthTracker(), PlanBook()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
+        self.replanning = Replanning(runtime.table, planner)
+        self._run_before: set[str] = set()
+        runtime.observers.append(self.observe)
+        runtime.tellers.append(self.replanning.tell)
 
     @property
     def rates(self) -> dict[int, float]:
         """Return the current straggling rate of each device: 1 healthy, 2 twice as slow."""
         return self.tracker.rates
 
+    @property
+    def is_planning(self) -> bool:
+        """Tell whether a plan is being made in the background; the same on every rank."""
+        return self.replanning.asked is not None
+
     def observe(self, facts: StepFacts) -> None:
-        """Take in the last step's compute times; plan again if a device has become slower or healthy again."""
+        """Take over a plan that is ready; take in the last step's compute times, which may call for another."""
+        was_planning = self.is_planning
+        if facts.has_plan:
+            self._take_over()
         report = self.runtime.report
         if self.cluster is None or report.variant == "" or report.planned is not None:
             return
+        if report.variant not in self._run_before:
+            self._run_before.add(report.variant)
+            return  # a first step makes graphs, and is unlike others
         seconds = dict(enumerate(facts.compute_seconds))
-        self.tracker.observe(seconds, self._work(self.cluster, report.variant, report.rows))
+        if was_planning:
+            del seconds[0]  # it has shared its processor with the planner
+        self.tracker.observe(seconds, self._expected(self.cluster, report.variant, report.rows))
         if self._calibrates and self.tracker.normals:
             self.calibrate(self.cluster, self.tracker.normals)
         rates = self.tracker.changed()
         if rates is not None and self.runtime.pinned is None:
-            self.replan(rates)
+            self.adapt(rates)
 
-    def _work(self, cluster: Cluster, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
+    def _expected(self, cluster: Cluster, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
         """Return the compute seconds that each device is expected to take for a step while it is healthy.
 
         Not just FLOPs: what an op takes besides its work would make a device with few rows look slow, so that it
@@ -105,53 +132,94 @@ class Adaptation:
         return work
 
     def calibrate(self, cluster: Cluster, normals: Mapping[int, float]) -> None:
-        """Correct the devices' speeds by the first steps, and plan again if that gives a plan worth changing to.
+        """Correct the devices' speeds by the first steps, and ask for a plan, in case it is one worth changing to.
 
         `normals` are the devices' measured compute seconds over those expected of the cluster's speeds; of a device
         that is left out, which had no work, nothing new is known.
         """
         self._calibrates = False
         self.cluster = calibrated(cluster, normals)
+        _log.info("the first steps correct the devices' speeds to\n%s", self.cluster)
         self.tracker = HealthTracker(normal=dict.fromkeys(normals, 1.0))
+        self.book = PlanBook()  # what it held was made for other speeds
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
                 variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
-        plan = self.planner(self.cluster.without(tuple(self.runtime.drained)), CALIBRATED)
-        current = self.runtime.variants[self.runtime.current]
-        if plan.predicted and plan.predicted.seconds < current.predicted_seconds * (1 - LEAST_GAIN):
-            name = self._variant_for({}, plan)
-            _log.info("the first steps correct the devices' speeds to\n%s\n%s: %s", self.cluster, name, plan.summary())
+        situation = Situation.of({}, self.runtime.drained)
+        self.replanning.ask(Asked(situation, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
+
+    def adapt(self, rates: Mapping[int, float]) -> None:
+        """Go by new rates: the policy weighs the variants there are by them at once, and one made for them later."""
+        situation = Situation.of(rates, self.runtime.drained)
+        self.runtime.health = Health(dict(situation.rates))
+        _log.info("devices' rates are %s", dict(situation.rates) or "those of healthy ones")
+        known = self.book.nearest(situation)
+        if known is None:
+            self.replanning.ask(self._asked(situation), self._known_cluster())
+        else:
+            self.replanning.drop()
+            self._adopt(self._asked(known), Made(self.book.plans[known]))
 
     def replan(self, rates: Mapping[int, float]) -> str:
-        """Make a plan for the given rates; the policy weighs it against the others from the next step on.
+        """Make a plan for the given rates now; the policy weighs it against the others from the next step on.
 
-        Drained devices are left out. Returns the new variant's name.
+        Drained devices are left out. Collective. Returns the new variant's name.
         """
+        cluster = self._known_cluster()
+        asked = self._asked(Situation.of(rates, self.runtime.drained))
+        known = self.book.plans.get(asked.situation)
+        made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
+        self.replanning.drop()
+        self.runtime.health = Health(dict(asked.situation.rates))
+        return self._adopt(asked, made)
+
+    def _asked(self, situation: Situation) -> Asked:
+        return Asked(situation, situation.name, self.runtime.step)
+
+    def _known_cluster(self) -> Cluster:
         if self.cluster is None:
             raise StateError(
                 "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
                 "hetu_fx.auto_parallelize"
             )
-        drained = self.runtime.drained
-        cluster = self.cluster.without(tuple(drained))
-        rates = {rank: rate for rank, rate in rates.items() if rank not in drained}
-        name = self._variant_for(rates, self.planner(cluster.with_rates(rates), name_for(rates, drained)))
-        self.runtime.health = Health(dict(rates))
+        return self.cluster
+
+    def _take_over(self) -> None:
+        """Get the plan that is ready; where it could not be made, go on with those there are. Collective."""
+        asked, outcome = self.replanning.take()
+        if isinstance(outcome, HetuFxError):
+            _log.warning("no plan for %r, training goes on as planned before: %s", asked.situation.name, outcome)
+            return
+        current = self.runtime.variants[self.runtime.current]
+        if asked.least_gain is not None and not _gains(outcome.plan, current.predicted_seconds, asked.least_gain):
+            self.book.plans[asked.situation] = current.plan
+            return
+        self._adopt(asked, outcome)
+
+    def _adopt(self, asked: Asked, made: Made) -> str:
+        """Give the policy a plan to choose from the next step on; return its variant's name."""
+        self.book.plans[asked.situation] = made.plan
+        rates = dict(asked.situation.rates)
+        name = self._variant_for(rates, made.plan, asked.situation.name)
         self.tracker.restart()
-        self.changes.append(Replanned(self.runtime.step, dict(rates), name))
-        _log.info("devices' rates are %s: %s", dict(rates), self.runtime.variants[name].plan.summary())
+        self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
+        _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 
-    def _variant_for(self, rates: Mapping[int, float], plan: Plan) -> str:
+    def _variant_for(self, rates: Mapping[int, float], plan: Plan, named: str) -> str:
         """Return the variant that runs a plan: one that does the same work already, expected as now, or a new one."""
         for name, variant in self.runtime.variants.items():
             if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
                 variant.expect(plan.predicted, rates)
                 return name
-        name = plan.name or name_for(rates, self.runtime.drained)
+        name = plan.name or named
         if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
             self.runtime.add_variant(plan, name, planned_rates=rates)
         return name
+
+
+def _gains(plan: Plan, seconds: float, least_gain: float) -> bool:
+    return plan.predicted is not None and plan.predicted.seconds < seconds * (1 - least_gain)
 
 
 def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
@@ -159,13 +227,3 @@ def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
     known = [device for device in cluster.devices if device.rank in normals]
     speeds = snapped([d.flops_per_second / normals[d.rank] for d in known], CALIBRATED_TOLERANCE)
     return cluster.with_speeds({device.rank: speed for device, speed in zip(known, speeds, strict=True)})
-
-
-def name_for(rates: Mapping[int, float], drained: Collection[int] = ()) -> str:
-    """Name a variant for straggling rates, fit for a file name: `slow-1x2.5` where device 1 takes 2.5 times as long.
-
-    Devices that are left out stand first: `without-3-slow-1x2.5`.
-    """
-    left_out = ["without", *map(str, sorted(drained))] if drained else []
-    slow = [f"{rank}x{rate:.3g}" for rank, rate in sorted(rates.items()) if rate != 1.0]
-    return "-".join([*left_out, *(["slow", *slow] if slow else [])]) or "healthy"

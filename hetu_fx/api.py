@@ -129,7 +129,8 @@ class Handle:
 
         `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `groups` lists
         the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
-        `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run).
+        `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a
+        `Replanned` for each plan that was taken over since.
         """
         report = self._runtime.report
         self._runtime.charge_groups()
@@ -142,12 +143,21 @@ class Handle:
             "groups": tuple(self._runtime.table.creations),
             "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
             "planning": self._reader.planner.stats if self._reader else None,
+            "replanned": tuple(self._adaptation.changes),
         }
 
     @property
     def health(self) -> dict[int, float]:
         """Return the measured rate of each device: 1 as planned, 2 twice as slow."""
         return self._adaptation.rates
+
+    @property
+    def is_planning(self) -> bool:
+        """Tell whether a plan is being made while training goes on; the same on every process.
+
+        It is taken over before the first step after it is ready, by all processes before the same one.
+        """
+        return self._adaptation.is_planning
 
     @property
     def policy(self) -> Policy:

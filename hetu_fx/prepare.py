@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.adaptation import Adaptation, Planner
+from hetu_fx.adaptation import Adaptation
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.comm_ops.rendezvous import launcher_store
 from hetu_fx.comm_ops.severing import opening_connections
@@ -22,6 +23,8 @@ from hetu_fx.planner.cost import predict
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
 from hetu_fx.rehoming import choose_homes, speeds
+from hetu_fx.replanning import Planner
+from hetu_fx.situations import Situation
 from hetu_fx.switching.agreement import agree, by_first, from_first, together
 from hetu_fx.switching.eager_execution import EagerExecution
 from hetu_fx.switching.execution import Execution
@@ -63,7 +66,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         rows = _rows_of_examples(wanted, execution, table)
         costs, cluster = _measured(wanted, execution, rows, table)
         table.topology = cluster
-        planner = _planner(execution, costs, table)
+        planner: Planner = partial(execution.plan, costs)
         plans = _plans(wanted, costs, cluster, planner, table)
         layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
         homes = move_home(wanted.model, layouts, table)
@@ -73,7 +76,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     for name, plan in zip(names_of(plans), plans, strict=True):
         runtime.add_variant(plan, name)
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
-    runtime.observers.append(adaptation.observe)
+    if wanted.plan == "auto":
+        adaptation.book.plans[Situation()] = plans[0]
     return runtime, adaptation
 
 
@@ -188,17 +192,13 @@ def _measured(
             return costs, together(table, lambda: Cluster.read(path))
 
 
-def _planner(execution: Execution[Any], costs: ProgramCosts, table: GroupTable) -> Planner:
-    """Return what plans on rank 0 for all ranks, as graphs of examples of unequal sizes differ; collective."""
-    return lambda cluster, name: by_first(table, lambda: execution.plan(costs, cluster, name))
-
-
 def _plans(
     wanted: Preparation, costs: ProgramCosts, cluster: Cluster | None, planner: Planner, table: GroupTable
 ) -> tuple[Plan, ...]:
     if wanted.plan == "auto":
         assert cluster is not None
-        return (planner(cluster, "auto"),)
+        # Graphs of examples of unequal sizes differ, so that one rank plans for all.
+        return (by_first(table, lambda: planner(cluster, "auto")),)
     return together(table, lambda: _priced(_given_plans(wanted), costs, cluster))
 
 

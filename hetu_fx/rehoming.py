@@ -10,6 +10,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -117,7 +118,7 @@ class Rehoming:
             signal.signal(signal.SIGTERM, before)  # the second one is not for us
 
         signal.signal(signal.SIGTERM, ask)
-        self.runtime.is_leaving = lambda: self._has_signal
+        self.runtime.tellers.append(lambda facts: replace(facts, is_leaving=self._has_signal))
 
     def _learn(self, optimizer: Optimizers | None) -> None:
         """Remember optimizers; refuse to go on without knowing of any, as their state would stay behind."""

@@ -1,7 +1,7 @@
 """What all ranks must know of each other before a step, exchanged in one small message.
 
-Every rank sends its row count, the sizes of its batch, its local counts and its last compute time. An error on one
-rank travels too, so that all ranks raise instead of waiting for each other.
+Every rank sends its row count, the sizes of its batch, its local counts, its last compute time, and whether a plan is
+ready that it was to make. An error on one rank travels too, so that all ranks raise instead of waiting for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
-_HEAD = 6
+_HEAD = 7
 _FIRST_COUNT = _HEAD + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
@@ -41,6 +41,7 @@ class LocalFacts:
         counts: local counts, in the order of the program's count leaves.
         compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
         is_leaving: this rank asks to be drained before the step.
+        has_plan: this rank has made the plan that it was to make in the background, or has failed to.
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
     """
@@ -53,19 +54,24 @@ class LocalFacts:
     counts: tuple[float, ...] = ()
     compute_seconds: float = 0.0
     is_leaving: bool = False
+    has_plan: bool = False
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What all ranks agree on for one step, the same on every rank; `leaving` are the ranks that are to be drained."""
+    """What all ranks agree on for one step, the same on every rank.
+
+    `leaving` are the ranks that are to be drained; `has_plan` says that one of them has made a plan.
+    """
 
     rows: tuple[int, ...]
     longest: int
     counts: tuple[float, ...]
     compute_seconds: tuple[float, ...]
     leaving: tuple[int, ...] = ()
+    has_plan: bool = False
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
@@ -79,7 +85,8 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         if isinstance(facts, Exception):
             raise facts
         leaving = (0,) if facts.is_leaving else ()
-        return StepFacts((facts.rows,), facts.longest, facts.counts, (facts.compute_seconds,), leaving)
+        seconds = (facts.compute_seconds,)
+        return StepFacts((facts.rows,), facts.longest, facts.counts, seconds, leaving, facts.has_plan)
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[0] for row in gathered):
@@ -93,6 +100,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         counts=counts,
         compute_seconds=tuple(row[4] for row in gathered),
         leaving=tuple(rank for rank, row in enumerate(gathered) if row[5]),
+        has_plan=any(row[6] for row in gathered),
     )
 
 
@@ -175,7 +183,7 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
-    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, facts.is_leaving]
+    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, facts.is_leaving, facts.has_plan]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
     return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
 

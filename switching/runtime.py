@@ -65,6 +65,8 @@ class LossAndOutput(NamedTuple):
 
 
 Observer = Callable[[StepFacts], None]
+Teller = Callable[[LocalFacts], LocalFacts]
+"""Adds to a rank's facts what others are to know of it."""
 
 
 class Runtime:
@@ -93,7 +95,7 @@ class Runtime:
         self.health = Health()
         self.observers: list[Observer] = []
         self.drained: frozenset[int] = frozenset()
-        self.is_leaving: Callable[[], bool] = lambda: False
+        self.tellers: list[Teller] = []
         self._groups_seen = len(table.creations)
         self._clock = clock_of(next(model.parameters()).device)
 
@@ -203,8 +205,9 @@ class Runtime:
             batch = self.execution.read(args, kwargs, self.model.training)
             if batch.divide is not None and not self.settings.shared:
                 raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
-            seconds, leaves = self.report.timer.seconds, self.is_leaving()
-            local = replace(batch.facts, compute_seconds=seconds, is_leaving=leaves)
+            local = replace(batch.facts, compute_seconds=self.report.timer.seconds)
+            for tell in self.tellers:
+                local = tell(local)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
         facts = agree(self.table, local)

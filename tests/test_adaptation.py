@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 import hetu_fx
-from hetu_fx.adaptation import CALIBRATED, Adaptation, calibrated, name_for
+from hetu_fx.adaptation import CALIBRATED, Adaptation, calibrated
+from hetu_fx.errors import PlanError
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
-from hetu_fx.switching.agreement import StepFacts
+from hetu_fx.situations import Situation
+from hetu_fx.switching.agreement import LocalFacts, StepFacts
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper
 
@@ -33,21 +36,8 @@ def adaptation_with(plan: Plan) -> Adaptation:
     model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
     made: Adaptation = model.hetu._adaptation
     made.cluster = paper(1)
-    made.planner = lambda cluster, name: replace(plan, name=name)
+    made.replanning.planner = lambda cluster, name: replace(plan, name=name)
     return made
-
-
-@pytest.mark.parametrize(
-    ("rates", "name"),
-    [({0: 1.0, 1: 1.0}, "healthy"), ({0: 1.0, 1: 2.5}, "slow-1x2.5"), ({2: 3.0, 1: 1.25}, "slow-1x1.25-2x3")],
-)
-def test_variants_are_named_for_their_slow_devices(rates: dict[int, float], name: str) -> None:
-    assert name_for(rates) == name
-
-
-def test_variants_for_some_devices_are_named_for_those_left_out() -> None:
-    assert name_for({0: 1.0}, {3, 1}) == "without-1-3"
-    assert name_for({0: 2.0}, {3}) == "without-3-slow-0x2"
 
 
 def test_drained_devices_are_planned_without() -> None:
@@ -55,7 +45,7 @@ def test_drained_devices_are_planned_without() -> None:
     adaptation = adaptation_with(Plan.single())
     adaptation.cluster = Cluster.on_paper((1e9, 1e9, 1e9))
     adaptation.runtime.drained = frozenset({1})
-    adaptation.planner = lambda cluster, name: asked.append(cluster) or replace(Plan.single(), name=name)
+    adaptation.replanning.planner = lambda cluster, name: asked.append(cluster) or replace(Plan.single(), name=name)
     adaptation.replan({1: 3.0, 2: 2.0})
     assert asked[0].ranks == (0, 2)
     assert asked[0].device(2).rate == 2.0
@@ -87,7 +77,7 @@ def test_another_plan_becomes_a_variant_of_its_own() -> None:
 def test_rates_of_one_name_run_the_variant_that_has_it() -> None:
     adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
     name = adaptation.replan({0: 2.001})
-    adaptation.planner = lambda cluster, _: replace(Plan.single(), zero=0)
+    adaptation.replanning.planner = lambda cluster, _: replace(Plan.single(), zero=0)
     assert adaptation.replan({0: 2.002}) == name
     assert len(adaptation.runtime.variants) == 2
 
@@ -100,7 +90,7 @@ def test_planners_are_asked_for_the_devices_as_they_are() -> None:
         asked.append(cluster)
         return Plan.single()
 
-    adaptation.planner = planner
+    adaptation.replanning.planner = planner
     adaptation.replan({0: 2.0})
     assert asked[0].device(0).rate == 2.0
 
@@ -131,6 +121,8 @@ def test_speeds_are_corrected_to_those_that_would_have_been_expected(
 def test_a_plan_that_corrected_speeds_make_faster_becomes_a_variant() -> None:
     adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe", predicted=Prediction(1e-9)))
     adaptation.calibrate(expecting(adaptation, 1.0), {0: 2.0})
+    assert list(adaptation.runtime.variants) == ["variant0"], "it is being planned"
+    take_over(adaptation)
     assert list(adaptation.runtime.variants) == ["variant0", CALIBRATED]
     assert adaptation.runtime.variants[CALIBRATED].planned_rates == {}
 
@@ -138,7 +130,9 @@ def test_a_plan_that_corrected_speeds_make_faster_becomes_a_variant() -> None:
 def test_a_plan_that_corrected_speeds_make_hardly_faster_is_left_alone() -> None:
     adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe", predicted=Prediction(1e9)))
     adaptation.calibrate(expecting(adaptation, 1.0), {0: 2.0})
+    take_over(adaptation)
     assert list(adaptation.runtime.variants) == ["variant0"]
+    assert adaptation.book.plans[Situation()] == adaptation.runtime.variants["variant0"].plan
 
 
 def test_plans_are_expected_to_take_what_they_do_at_corrected_speeds() -> None:
@@ -160,6 +154,51 @@ def test_devices_are_calibrated_once_and_only_where_the_speeds_were_measured() -
             adaptation.observe(StepFacts(rows=(4,), longest=0, counts=(), compute_seconds=(0.5,)))
             speeds.add(adaptation.cluster)
         assert len(speeds) == 1 + times
+
+
+def test_a_slow_device_is_planned_for_while_steps_go_on() -> None:
+    adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
+    adaptation.adapt({0: 2.0})
+    assert adaptation.is_planning
+    assert adaptation.runtime.health.rates == {0: 2.0}, "the policy goes by it at once"
+    take_over(adaptation)
+    assert not adaptation.is_planning
+    assert adaptation.runtime.variants["slow-0x2"].planned_rates == {0: 2.0}
+    (change,) = adaptation.changes
+    assert (change.rates, change.variant) == ({0: 2.0}, "slow-0x2")
+    assert change.planning_seconds > 0
+
+
+def test_a_situation_that_returns_is_not_planned_again() -> None:
+    adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
+    adaptation.book.plans[Situation()] = Plan.single()
+    adaptation.adapt({0: 2.0})
+    take_over(adaptation)
+    for rate in (1.0, 2.04):
+        adaptation.adapt({0: rate})
+        assert not adaptation.is_planning
+    assert [change.variant for change in adaptation.changes] == ["slow-0x2", "variant0", "slow-0x2"]
+    assert adaptation.runtime.variants["slow-0x2"].planned_rates == {0: 2.0}, "what it was planned for"
+
+
+def test_a_planner_that_fails_is_told_and_leaves_all_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    adaptation = adaptation_with(Plan.single())
+
+    def planner(cluster: Cluster, name: str) -> Plan:
+        raise PlanError("no plan fits")
+
+    adaptation.replanning.planner = planner
+    adaptation.adapt({0: 2.0})
+    take_over(adaptation)
+    assert "no plan for 'slow-0x2', training goes on as planned before: PlanError: no plan fits" in caplog.text
+    assert list(adaptation.runtime.variants) == ["variant0"]
+
+
+def take_over(adaptation: Adaptation) -> None:
+    """Let the plan that is being made become ready, and be taken over before a step."""
+    while not adaptation.replanning.tell(LocalFacts(1, "")).has_plan:
+        time.sleep(0.001)
+    adaptation.observe(StepFacts((1,), longest=0, counts=(), compute_seconds=(0.0,), has_plan=True))
 
 
 def expecting(adaptation: Adaptation, seconds: float) -> Cluster:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +170,59 @@ def check_a_given_rate_leads_to_a_new_plan(rank: int, world: int, folder: Path) 
     assert twins.model.hetu.stats["rows"] == (6, 6)
 
 
-def check_a_measured_slowdown_leads_to_a_new_plan(rank: int, world: int, folder: Path) -> None:
+def check_training_goes_on_until_the_plan_for_a_slow_device_is_made(rank: int, world: int, folder: Path) -> None:
     if (group := world_of(2)) is None:
         return
     twins = Twins("mlp", "auto", group, cluster=unequal(folder, 1, 1), example=batch_of("mlp", 200))
-    seconds = [0.0]
+    hetu, go = twins.model.hetu, folder / "go"
+    planning = hetu._adaptation.replanning
+    planner = planning.planner
+    planning.planner = lambda cluster, name: planner(cluster, name) if is_there(go) else None
+    seconds, rate = [0.0], 1.0
+
+    def step() -> tuple[int, ...]:
+        rows = hetu.stats["rows"] or (7, 7)
+        seconds[0] = rows[rank] * (rate if rank == 1 else 1.0)
+        twins.step(batch_of("mlp", 14, seed=hetu.stats["steps"]), (7, 7))
+        return hetu.stats["rows"]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ComputeTimer, "seconds", property(lambda _: seconds[0], lambda *_: None), raising=False)
-        for step in range(16):
-            rows = twins.model.hetu.stats["rows"] or (7, 7)
-            seconds[0] = rows[rank] * (2.5 if rank == 1 and step >= 8 else 1.0)
-            twins.step(batch_of("mlp", 14, seed=step), (7, 7))
-            assert step >= 8 or twins.model.hetu.stats["rows"] == (7, 7)
-        assert twins.model.hetu.health == {0: 1.0, 1: 2.5}
-        assert twins.model.hetu.stats["rows"] == (10, 4)
-        assert len(set(everyone(str(twins.model.hetu.plan), group))) == 1
+        assert [step() for _ in range(8)] == [(7, 7)] * 8
+        rate = 2.5
+        while not hetu.is_planning:
+            assert step() == (7, 7)
+        assert hetu.health == {0: 1.0, 1: 2.5}
+        assert [step() for _ in range(4)] == [(7, 7)] * 4
+        torch.distributed.barrier(group)
+        go.touch()
+        while hetu.is_planning:
+            rows = step()
+    assert rows == (10, 4)
+    (change,) = hetu.stats["replanned"]
+    assert change.step >= change.asked + 4
+    assert len(set(everyone((str(hetu.plan), change.step, change.asked), group))) == 1
+
+
+def is_there(path: Path) -> bool:
+    """Wait for a file."""
+    while not path.exists():
+        time.sleep(0.001)
+    return True
+
+
+def check_a_planner_that_fails_stops_no_rank(rank: int, world: int, folder: Path) -> None:
+    if (group := world_of(2)) is None:
+        return
+    twins = Twins("mlp", "auto", group, cluster=unequal(folder, 1, 1))
+    adaptation, before = twins.model.hetu._adaptation, list(twins.model.hetu.variants)
+    adaptation.cluster = Cluster.on_paper([1e6, 1e6], memory_bytes=1)
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr(logging.getLogger("hetu_fx.health"), "warning", lambda text, *values: told.append(text % values))
+        adaptation.adapt({1: 2.5})
+        while twins.model.hetu.is_planning:
+            twins.step(batch_of("mlp", 12), (6, 6))
+    assert "no plan for 'slow-1x2.5', training goes on" in told[0]
+    assert "no plan fits the memory of devices [0, 1]" in told[0]
+    assert list(twins.model.hetu.variants) == before

@@ -1,0 +1,101 @@
+"""Makes a plan on rank 0 while all ranks go on training, and hands it to all of them before the same step.
+
+Every rank asks for the same plan, from facts that all have agreed on. Rank 0 alone makes it, in a process of its own
+(graphs of examples of unequal sizes differ, so that one rank plans for all); its facts of a step say that the plan is
+ready, and so all ranks receive it then. What went wrong in planning is received in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+from hetu_fx.background import Background
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import HetuFxError, StateError
+from hetu_fx.plans import Plan
+from hetu_fx.situations import NEAR, Situation
+from hetu_fx.switching.agreement import LocalFacts, by_first, from_first
+from hetu_fx.topology import Cluster
+
+Planner = Callable[[Cluster, str], Plan]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and the seconds that making it took; 0 where it was known."""
+
+    plan: Plan
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A plan that is wanted: for what, under which name, and before which step it was asked for.
+
+    `least_gain` is the share by which it must be faster than what runs, None where it is taken in any case.
+    """
+
+    situation: Situation
+    name: str
+    step: int
+    least_gain: float | None = None
+
+
+class Replanning:
+    """The plan that is being made, if any; `asked` is the same on every rank.
+
+    Args:
+        table: all ranks.
+        planner: makes a plan of a given name for a cluster; called on rank 0 only.
+    """
+
+    def __init__(self, table: GroupTable, planner: Planner) -> None:
+        self.table, self.planner = table, planner
+        self.asked: Asked | None = None
+        self._work: Background[Made] | None = None
+
+    def tell(self, facts: LocalFacts) -> LocalFacts:
+        """Say in a rank's facts whether it has made the plan."""
+        return replace(facts, has_plan=self._work is not None and self._work.is_done)
+
+    def ask(self, asked: Asked, cluster: Cluster) -> None:
+        """Begin to make a plan, in place of one for another situation that is being made."""
+        if self.asked is not None and self.asked.situation.distance(asked.situation) < NEAR:
+            return
+        self.drop()
+        self.asked = asked
+        if self.table.rank == 0:
+            self._work = Background(lambda: self._made(asked, cluster))
+
+    def drop(self) -> None:
+        """Leave the plan that is being made."""
+        if self._work is not None:
+            self._work.stop()
+        self.asked, self._work = None, None
+
+    def take(self) -> tuple[Asked, Made | HetuFxError]:
+        """Return the plan that is ready, or what went wrong, on every rank; collective."""
+        assert self.asked is not None, "facts say that a plan is ready which nobody has asked for"
+        asked, outcome = self.asked, from_first(self.table, self._outcome())
+        self.drop()
+        return asked, outcome
+
+    def make_now(self, asked: Asked, cluster: Cluster) -> Made:
+        """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
+        self.drop()
+        return by_first(self.table, lambda: self._made(asked, cluster))
+
+    def _made(self, asked: Asked, cluster: Cluster) -> Made:
+        start, situation = perf_counter(), asked.situation
+        devices = cluster.without(tuple(situation.drained)).with_rates(dict(situation.rates))
+        return Made(self.planner(devices, asked.name), perf_counter() - start)
+
+    def _outcome(self) -> Made | HetuFxError:
+        if self._work is None:
+            return StateError("this rank makes no plans")  # only what rank 0 says is sent
+        try:
+            return self._work.result()
+        except HetuFxError as error:
+            return error

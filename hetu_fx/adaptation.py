@@ -18,9 +18,11 @@ from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan, micro_batch_rows
 from hetu_fx.replanning import Asked, Made, Planner, Replanning
 from hetu_fx.situations import PlanBook, Situation
+from hetu_fx.standby import Standby
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.policy import Health
+from hetu_fx.switching.probe import Probe
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.topology import Cluster
 
@@ -83,7 +85,11 @@ class Adaptation:
         self.replanning = Replanning(runtime.table, planner)
         self._run_before: set[str] = set()
         runtime.observers.append(self.observe)
-        runtime.tellers.append(self.replanning.tell)
+        probe = Probe(next(runtime.model.parameters()).device)
+        self.standby = Standby(runtime.table.rank, probe, self.tracker.window)
+        runtime.tellers += [self.replanning.tell, self.standby.tell]
+        if cluster is not None:
+            runtime.stand_by = self._stand_by
 
     @property
     def rates(self) -> dict[int, float]:
@@ -109,12 +115,18 @@ class Adaptation:
         seconds = dict(enumerate(facts.compute_seconds))
         if was_planning:
             del seconds[0]  # it has shared its processor with the planner
-        self.tracker.observe(seconds, self._expected(self.cluster, report.variant, report.rows))
+        expected = self._expected(self.cluster, report.variant, report.rows)
+        standby = self.standby.observe(facts, [rank for rank, work in expected.items() if work > 0])
+        self.tracker.observe(seconds, expected, standby)
         if self._calibrates and self.tracker.normals:
             self.calibrate(self.cluster, self.tracker.normals)
         rates = self.tracker.changed()
         if rates is not None and self.runtime.pinned is None:
             self.adapt(rates)
+
+    def _stand_by(self) -> None:
+        if self.runtime.table.rank not in self.runtime.drained:
+            self.standby.run()
 
     def _expected(self, cluster: Cluster, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
         """Return the compute seconds that each device is expected to take for a step while it is healthy.

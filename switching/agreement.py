@@ -22,7 +22,7 @@ T = TypeVar("T")
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
-_HEAD = 7
+_HEAD = 8
 _FIRST_COUNT = _HEAD + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
@@ -42,6 +42,7 @@ class LocalFacts:
         compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
         is_leaving: this rank asks to be drained before the step.
         has_plan: this rank has made the plan that it was to make in the background, or has failed to.
+        probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
     """
@@ -55,6 +56,7 @@ class LocalFacts:
     compute_seconds: float = 0.0
     is_leaving: bool = False
     has_plan: bool = False
+    probe_seconds: float = 0.0
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
 
@@ -72,6 +74,7 @@ class StepFacts:
     compute_seconds: tuple[float, ...]
     leaving: tuple[int, ...] = ()
     has_plan: bool = False
+    probe_seconds: tuple[float, ...] = ()
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
@@ -101,6 +104,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         compute_seconds=tuple(row[4] for row in gathered),
         leaving=tuple(rank for rank, row in enumerate(gathered) if row[5]),
         has_plan=any(row[6] for row in gathered),
+        probe_seconds=tuple(row[7] for row in gathered),
     )
 
 
@@ -183,7 +187,8 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
-    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, facts.is_leaving, facts.has_plan]
+    times = facts.compute_seconds, facts.is_leaving, facts.has_plan, facts.probe_seconds
+    head = [0.0, facts.rows, _digest(facts), facts.longest, *times]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
     return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
 

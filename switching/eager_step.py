@@ -81,6 +81,7 @@ class _EagerStep:
     ) -> tuple[EagerOutput | None, OutputForm | Exception | None]:
         """Run the module if this rank has rows; return what it made, and what the others are told of it."""
         if len(self.interval) == 0:
+            self.inputs.stand_by()
             return None, None
         try:
             with self.timer:

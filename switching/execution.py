@@ -55,6 +55,7 @@ class StepInputs:
         syncs_gradients: gradients go home in this step; otherwise they are kept for a later one.
         guess: what the gradient of the loss will be.
         timer: to run while this rank computes, in backward too.
+        stand_by: what a rank without work does while the others compute.
     """
 
     counts: tuple[float, ...]
@@ -67,6 +68,7 @@ class StepInputs:
     syncs_gradients: bool
     guess: Guess
     timer: ComputeTimer
+    stand_by: Callable[[], None]
 
     def wants_values(self, *, has_loss: bool, training: bool) -> bool:
         """Tell whether other outputs than the loss are wanted: always where there is none."""

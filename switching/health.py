@@ -27,10 +27,11 @@ HEALTHY = 1.0
 
 @dataclass(slots=True)
 class _Device:
-    """One rank's recent slowness (costs until its normal is known), reported rate, age of a shift."""
+    """One rank's recent slowness, its normal and the first costs that tell it, reported rate, age of a shift."""
 
     recent: deque[float]
     normal: float | None
+    first: list[float] = field(default_factory=list)
     rate: float = HEALTHY
     waiting: int = 0
 
@@ -70,15 +71,19 @@ class HealthTracker:
 
     @property
     def normals(self) -> dict[int, float]:
-        """Return each observed device's normal seconds per unit of work; empty until all of them are known."""
-        found = {rank: device.normal for rank, device in sorted(self._devices.items())}
+        """Return each working device's normal seconds per unit of work; empty until all of them are known."""
+        worked = ((rank, device) for rank, device in sorted(self._devices.items()) if device.normal or device.first)
+        found = {rank: device.normal for rank, device in worked}
         known = {rank: normal for rank, normal in found.items() if normal is not None}
         return known if len(known) == len(found) else {}
 
-    def observe(self, seconds: Mapping[int, float], work: Mapping[int, float]) -> None:
+    def observe(
+        self, seconds: Mapping[int, float], work: Mapping[int, float], standby: Mapping[int, float] | None = None
+    ) -> None:
         """Take in one step: each rank's own compute seconds, and the work that it was given.
 
-        Ranks without work or without a measurement (0 or left out) are skipped: nothing is known of them.
+        Ranks without work or without a measurement (0 or left out) are skipped: nothing is known of them, unless
+        `standby` has their slowness from elsewhere.
         """
         known = [rank for rank in sorted(work) if work[rank] > 0 and seconds.get(rank, 0.0) > 0]
         costs = {rank: seconds[rank] / work[rank] for rank in known}
@@ -86,6 +91,8 @@ class HealthTracker:
         least = min(slowness.values()) if len(slowness) > 1 else 1.0
         for rank, x in slowness.items():
             self._judge(self._devices[rank], x / least)
+        for rank, x in (standby or {}).items():
+            self._judge(self._device(rank), x)
 
     def changed(self) -> dict[int, float] | None:
         """Return all rates if one of them was newly reported since the last call, else None."""
@@ -102,16 +109,18 @@ class HealthTracker:
 
     def _slowness(self, rank: int, cost: float) -> float | None:
         """Return a rank's cost over its normal, or None while the normal is being measured."""
-        if rank not in self._devices:
-            self._devices[rank] = _Device(deque(maxlen=self.window), self.normal.get(rank))
-        device = self._devices[rank]
+        device = self._device(rank)
         if device.normal is not None:
             return cost / device.normal
-        device.recent.append(cost)
-        if len(device.recent) == self.window:
-            device.normal = median(device.recent)
-            device.recent.clear()
+        device.first.append(cost)
+        if len(device.first) == self.window:
+            device.normal = median(device.first)
         return None
+
+    def _device(self, rank: int) -> _Device:
+        if rank not in self._devices:
+            self._devices[rank] = _Device(deque(maxlen=self.window), self.normal.get(rank))
+        return self._devices[rank]
 
     def _judge(self, device: _Device, slowness: float) -> None:
         """Take in one step's slowness; report a shift of the median once it has lasted."""

@@ -53,6 +53,8 @@ class _Step:
     def run(self) -> StepOutputs:
         micro_batches = self._micro_batches()
         compute = self.variant.gather(self.stage.bridge)
+        if self.device is None:
+            self.inputs.stand_by()
         if not self.trains:
             local, values = self._evaluate(micro_batches, compute)
         elif self.runs_ahead:

@@ -96,6 +96,7 @@ class Runtime:
         self.observers: list[Observer] = []
         self.drained: frozenset[int] = frozenset()
         self.tellers: list[Teller] = []
+        self.stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
         self._clock = clock_of(next(model.parameters()).device)
 
@@ -240,7 +241,7 @@ class Runtime:
         timer = ComputeTimer(self._clock)
         for part in division.parts:
             self._become(part.variant)
-            inputs = replace(self._inputs(division.counts, part.rows), outputs="loss", timer=timer)
+            inputs = replace(self._inputs(division.counts, part.rows), outputs="loss", timer=timer, stand_by=_rest)
             made = part.run(self.variants[self.current], inputs)
             assert made.loss is not None, "sequences are read for models with a loss alone"
             losses.append(made.loss)
@@ -264,6 +265,7 @@ class Runtime:
             syncs_gradients=self.syncs_gradients,
             guess=self.guess,
             timer=ComputeTimer(self._clock),
+            stand_by=self.stand_by,
         )
 
     def _rows(self, facts: StepFacts) -> RowPlan:
@@ -282,6 +284,10 @@ class Runtime:
 def names_of(plans: Sequence[Plan]) -> list[str]:
     """Return a name for each plan: its own, or a number."""
     return [plan.name or f"variant{i}" for i, plan in enumerate(plans)]
+
+
+def _rest() -> None:
+    """Do nothing while others compute."""
 
 
 def _facts_of(name: str, variant: Variant) -> VariantFacts:

@@ -24,8 +24,8 @@ FLOORS = (
     "integrations",
     "launch_worker",
     "api",
-    "planning simulating profiling* prepare rehoming adaptation replanning situations background saving export* "
-    "checkpoint snapshots report run_log*",
+    "planning simulating profiling* prepare rehoming adaptation replanning situations background standby "
+    "saving export* checkpoint snapshots report run_log*",
     "switching.runtime",
     "switching.graph_execution switching.eager_execution",
     "switching.sequence_reader",

@@ -15,6 +15,7 @@ from twins import Twins, batch_of, dp, gradients_of, loss_of, one, rows_of, same
 
 import hetu_fx
 from hetu_fx.plans import Plan, Stage
+from hetu_fx.switching.probe import Probe
 from hetu_fx.switching.timer import ComputeTimer
 from hetu_fx.topology import Cluster
 
@@ -202,6 +203,33 @@ def check_training_goes_on_until_the_plan_for_a_slow_device_is_made(rank: int, w
     (change,) = hetu.stats["replanned"]
     assert change.step >= change.asked + 4
     assert len(set(everyone((str(hetu.plan), change.step, change.asked), group))) == 1
+
+
+def check_a_device_that_was_left_out_gets_work_again_when_it_has_recovered(rank: int, world: int, folder: Path) -> None:
+    if (group := world_of(2)) is None:
+        return
+    twins = Twins("mlp", "auto", group, cluster=unequal(folder, 1, 1), example=batch_of("mlp", 200))
+    hetu, seconds, rate = twins.model.hetu, [0.0], [1.0]
+
+    def train(rates: dict[int, float]) -> None:
+        rate[0], steps = rates[rank], hetu.stats["steps"]
+        while hetu.health != rates or hetu.is_planning:
+            rows = hetu.stats["rows"] or (7, 7)
+            seconds[0] = (rows[rank] if rank < len(rows) else 0) * rate[0]
+            twins.step(batch_of("mlp", 14, seed=hetu.stats["steps"]), (7, 7))
+            assert hetu.stats["steps"] < steps + 500, hetu.health
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ComputeTimer, "seconds", property(lambda _: seconds[0], lambda *_: None), raising=False)
+        patch.setattr(Probe, "seconds", lambda _, budget: rate[0])
+        train({0: 1.0, 1: 1.0})
+        for _ in range(8):
+            twins.step(batch_of("mlp", 14), (7, 7))
+        train({0: 1.0, 1: 50.0})
+        assert hetu.plan.devices == (0,)
+        train({0: 1.0, 1: 1.0})
+        assert hetu.stats["rows"] == (7, 7)
+    assert [change.planning_seconds > 0 for change in hetu.stats["replanned"]] == [True, False]
 
 
 def is_there(path: Path) -> bool:

@@ -41,13 +41,21 @@ def test_a_rank_alone_raises_its_error() -> None:
 
 def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
     other(replace(FACTS, rows=1, longest=9, counts=(3.0,), compute_seconds=2.0))
-    assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0))
+    assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), probe_seconds=(0.0, 0.0))
 
 
 def test_ranks_that_ask_to_be_drained_are_told_to_all(other: Any) -> None:
     other(replace(FACTS, is_leaving=True))
     assert agree(TWO, FACTS).leaving == (1,)
     assert agree(ALONE, replace(FACTS, is_leaving=True)).leaving == (0,)
+
+
+def test_a_plan_that_is_ready_and_probes_are_told_to_all(other: Any) -> None:
+    other(replace(FACTS, has_plan=True, probe_seconds=0.25))
+    facts = agree(TWO, replace(FACTS, probe_seconds=0.5))
+    assert facts.has_plan
+    assert facts.probe_seconds == (0.5, 0.25)
+    assert agree(ALONE, replace(FACTS, has_plan=True)).has_plan
 
 
 def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:

@@ -102,6 +102,24 @@ def test_ranks_without_work_are_not_judged() -> None:
     assert tracker.rates == {0: 1.0}
 
 
+def test_a_device_that_stands_by_is_judged_by_what_is_told_of_it() -> None:
+    tracker = HealthTracker(window=3, patience=1)
+    for step in range(12):
+        tracker.observe({0: 1.0}, {0: 1.0}, {1: 4.0 if step < 6 else 1.0})
+        assert tracker.changed() == {2: {0: 1.0, 1: 4.0}, 7: {0: 1.0, 1: 1.0}}.get(step)
+    assert tracker.normals == {0: 1.0}, "nobody knows how it works"
+
+
+def test_a_device_that_has_stood_by_has_its_normal_from_its_first_work() -> None:
+    tracker = HealthTracker(window=3, patience=1)
+    for _ in range(3):
+        tracker.observe({0: 1.0}, {0: 1.0}, {1: 1.0})
+    for _ in range(6):
+        tracker.observe({0: 1.0, 1: 8.0}, {0: 1.0, 1: 1.0})
+    assert tracker.normals == {0: 1.0, 1: 8.0}
+    assert tracker.rates == {0: 1.0, 1: 1.0}
+
+
 def test_unequal_work_is_no_slowness() -> None:
     tracker = HealthTracker(window=1, patience=1)
     for work in (1.0, 4.0, 0.5):

@@ -21,6 +21,8 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         ("--grace", 30.0, "for the others to leave their groups"),
     ):
         parser.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
+    rejoin = "start a lost one again so much later; it joins at a step's end (default: only where too few are left)"
+    parser.add_argument("--rejoin-after", type=float, metavar="SECONDS", help=rejoin)
     parser.add_argument("--events", type=Path, metavar="FILE", help="write what happens, a line of JSON each")
 
 
@@ -36,6 +38,7 @@ def call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
         stopped_seconds=options.stopped_after,
         stuck_seconds=options.stuck_after,
         grace_seconds=options.grace,
+        rejoin_seconds=options.rejoin_after,
         events=options.events,
     )
     return run(spec)

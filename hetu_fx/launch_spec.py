@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch_channel import Channel
+from hetu_fx.launch_life import LifeSign
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class LaunchSpec:
         stopped_seconds: after so long without a sign of life a worker is taken for stopped, and ended.
         stuck_seconds: after so long in one communication those that are not in it are ended (all, if all are).
         grace_seconds: for the others to leave their groups when one is lost, then they are ended too.
+        rejoin_seconds: after so long a lost one is started again and joins those that went on; None: never.
         events: a file for what happens, a line of JSON each.
     """
 
@@ -33,6 +35,7 @@ class LaunchSpec:
     stopped_seconds: float = 10.0
     stuck_seconds: float = 600.0
     grace_seconds: float = 30.0
+    rejoin_seconds: float | None = None
     events: Path | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class LaunchSpec:
             raise EnvironmentProblem(f"--min-nproc {self.min_nproc} must be between 1 and --nproc {self.nproc}")
         if min(self.stopped_seconds, self.stuck_seconds, self.grace_seconds) <= 0:
             raise EnvironmentProblem("--stopped-after, --stuck-after and --grace must be above 0 seconds")
+        if self.rejoin_seconds is not None and self.rejoin_seconds < 0:
+            raise EnvironmentProblem(f"--rejoin-after {self.rejoin_seconds:g} must be 0 seconds or more")
 
     @property
     def beat_seconds(self) -> float:
@@ -59,10 +64,13 @@ class Worker:
     process: int
     end: int
     channel: Channel
+    life: LifeSign
     last_sign: float
     state: str = "starting"
     rank: int = -1
     wait: tuple[str, float] | None = None
+    has_said_so: bool = False  # that it ends
+    gone_at: float | None = None  # when it was noticed, before its end
     verdict: str = ""  # why the launcher has ended it
 
     @property

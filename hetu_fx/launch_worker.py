@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hetu_fx.comm_ops.groups import oldest_wait
 from hetu_fx.comm_ops.leaving import leave_world
@@ -25,6 +26,7 @@ from hetu_fx.errors import CommError
 from hetu_fx.launch import Launcher
 from hetu_fx.launch_channel import Channel, Message
 from hetu_fx.launch_spec import LaunchSpec
+from hetu_fx.switching import joining
 
 # Time for the launcher to tell that a worker is lost, after an error that may come of it.
 NEWS_SECONDS = 2.0
@@ -45,6 +47,15 @@ class Order:
         self.lost.set()
         while not self.over.wait(SEVER_SECONDS):
             sever()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of the script ended: with the work done, left as a process joins, or stopped for a reason."""
+
+    kind: Literal["done", "left", "stopped"]
+    reason: str = ""
+    status: int = 0  # of the process, if what stopped it is its own error
 
 
 class Worker:
@@ -70,7 +81,10 @@ class Worker:
         for message in self.channel.messages():
             if message["kind"] == "lost" and order is not None:
                 threading.Thread(target=order.end_communication, daemon=True).start()
+            elif message["kind"] == "join":
+                joining.asked.set()
             else:
+                joining.asked.clear()
                 order = Order(message) if message["kind"] == "start" else None
                 self._orders.put(order)
         os._exit(LOST_STATUS)  # nobody would start this process again
@@ -86,31 +100,33 @@ class Worker:
         """Run the script once; returns a status other than 0 for an error that is its own."""
         os.environ.update(order.message["environment"])
         sys.argv[:] = [self.script, *self.arguments]
-        reason, status = _outcome(self.script)
-        if status and not (order.lost.wait(NEWS_SECONDS) or reason.startswith(CommError.__name__)):
-            return status
+        made = _outcome(self.script)
+        if made.status and not (order.lost.wait(NEWS_SECONDS) or made.reason.startswith(CommError.__name__)):
+            return made.status
         _clean_up()
         order.over.set()
-        self.channel.send("stopped" if reason else "done", reason=reason)
+        self.channel.send(made.kind, reason=made.reason)
         return 0
 
 
-def _outcome(script: str) -> tuple[str, int]:
-    """Run a script; returns what stopped it (empty: nothing) and its exit status.
+def _outcome(script: str) -> Outcome:
+    """Run a script.
 
     Nothing of it is held afterwards: what an error's traceback holds would keep connections open.
     """
     try:
         runpy.run_path(script, run_name="__main__")
+    except joining.Joining as joined:
+        return Outcome("left", str(joined))
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        return (f"exit status {status}" if status else ""), status
+        return Outcome("stopped", f"exit status {status}", status) if status else Outcome("done")
     except Exception as error:  # whatever it is, it may come of a worker that is lost
         told = "".join(traceback.format_exception(error))
         error.__traceback__ = None
         print(told, file=sys.stderr, end="", flush=True)
-        return f"{type(error).__name__}: {error}", 1
-    return "", 0
+        return Outcome("stopped", f"{type(error).__name__}: {error}", 1)
+    return Outcome("done")
 
 
 def _clean_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,8 @@ from torch import Tensor
 from hetu_fx.comm_ops.groups import using
 from hetu_fx.errors import CheckpointError, StateError
 from hetu_fx.saving import load_model, tensors_of
-from hetu_fx.switching.agreement import from_first, together
+from hetu_fx.switching import joining
+from hetu_fx.switching.agreement import StepFacts, from_first, together
 from hetu_fx.switching.box_files import Key
 from hetu_fx.switching.recovery import Found, find_snapshot
 from hetu_fx.switching.runtime import Runtime
@@ -66,6 +67,9 @@ class Snapshots:
         together(table, self._memory.remove_unfinished)
         self._writer = SnapshotWriter(self._memory, table)
         self._finished = 0
+        self._is_joined = False  # the same on all ranks
+        runtime.tellers.append(lambda facts: replace(facts, is_joined=joining.asked.is_set()))
+        runtime.observers.append(self._observe)
 
     @property
     def last_step(self) -> int | None:
@@ -76,18 +80,22 @@ class Snapshots:
         """Tell that a step is finished, optimizer and schedulers included; every k-th call takes a snapshot.
 
         Collective. `extra` is any JSON object: what else a run needs to go on, such as its position in the data.
-        Returns when the state is copied; the rest is done beside the next steps.
+        Returns when the state is copied; the rest is done beside the next steps. Where `hetu-fx launch` has a process
+        that waits to join, a snapshot is taken and waited for, and the script is run again, together with that.
 
         Raises:
             CommError: storing the snapshot before failed, as a process is gone.
+            Joining: a SystemExit, for the launcher.
         """
         self._finished += 1
-        if self._finished % self.every:
+        if self._finished % self.every and not self._is_joined:
             return
         runtime = self._runtime
         with using(runtime.table):
             runtime.buffers.sync()
         self._writer.write(runtime.step, self._tensors(), self._document(extra or {}))
+        if self._is_joined:
+            self._let_join()
 
     def wait(self) -> None:
         """Wait until the snapshot under way is whole (or given up, with a warning)."""
@@ -121,6 +129,15 @@ class Snapshots:
             if found is not None:
                 return together(table, lambda: self._put(found))
         return self._from_checkpoint(choice)
+
+    def _observe(self, facts: StepFacts) -> None:
+        self._is_joined |= facts.is_joined
+
+    def _let_join(self) -> None:
+        """End the script if this step can be gone on from; else the next one's end is tried."""
+        self.wait()
+        if self.last_step == self._runtime.step:
+            raise joining.Joining(f"a process joins after step {self.last_step}")
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         for name, tensor in tensors_of(self._runtime).items():

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
-_HEAD = 8
+_HEAD = 9
 _FIRST_COUNT = _HEAD + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
@@ -43,6 +43,7 @@ class LocalFacts:
         is_leaving: this rank asks to be drained before the step.
         has_plan: this rank has made the plan that it was to make in the background, or has failed to.
         probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
+        is_joined: this rank knows of a process that is ready to join.
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
     """
@@ -57,6 +58,7 @@ class LocalFacts:
     is_leaving: bool = False
     has_plan: bool = False
     probe_seconds: float = 0.0
+    is_joined: bool = False
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
 
@@ -65,7 +67,8 @@ class LocalFacts:
 class StepFacts:
     """What all ranks agree on for one step, the same on every rank.
 
-    `leaving` are the ranks that are to be drained; `has_plan` says that one of them has made a plan.
+    `leaving` are the ranks that are to be drained; `has_plan` says that a rank has made a plan, `is_joined` that one knows
+    of a process that is ready to join.
     """
 
     rows: tuple[int, ...]
@@ -75,6 +78,7 @@ class StepFacts:
     leaving: tuple[int, ...] = ()
     has_plan: bool = False
     probe_seconds: tuple[float, ...] = ()
+    is_joined: bool = False
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
@@ -89,7 +93,8 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
             raise facts
         leaving = (0,) if facts.is_leaving else ()
         seconds = (facts.compute_seconds,)
-        return StepFacts((facts.rows,), facts.longest, facts.counts, seconds, leaving, facts.has_plan)
+        asks = facts.has_plan, (facts.probe_seconds,), facts.is_joined
+        return StepFacts((facts.rows,), facts.longest, facts.counts, seconds, leaving, *asks)
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[0] for row in gathered):
@@ -105,6 +110,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         leaving=tuple(rank for rank, row in enumerate(gathered) if row[5]),
         has_plan=any(row[6] for row in gathered),
         probe_seconds=tuple(row[7] for row in gathered),
+        is_joined=any(row[8] for row in gathered),
     )
 
 
@@ -187,8 +193,8 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
-    times = facts.compute_seconds, facts.is_leaving, facts.has_plan, facts.probe_seconds
-    head = [0.0, facts.rows, _digest(facts), facts.longest, *times]
+    asks = facts.is_leaving, facts.has_plan, facts.probe_seconds, facts.is_joined
+    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, *asks]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
     return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
 

@@ -48,9 +48,15 @@ def worker(behaviour: Behaviour) -> Callable[[LaunchSpec, Channel], int]:
 
 
 def run(folder: Path, behaviour: Behaviour, **options: Any) -> tuple[int, list[dict[str, Any]]]:
+    return launch(folder, worker(behaviour), **options)
+
+
+def launch(
+    folder: Path, work: Callable[[LaunchSpec, Channel], int], **options: Any
+) -> tuple[int, list[dict[str, Any]]]:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        status = Launcher(spec(folder, **options), worker(behaviour)).run()
+        status = Launcher(spec(folder, **options), work).run()
     finally:
         signal.signal(signal.SIGTERM, before)
     return status, [json.loads(line) for line in (folder / "events").read_text().splitlines()]
@@ -88,6 +94,30 @@ def test_the_others_go_on_in_their_processes_when_one_is_killed(tmp_path: Path) 
 def test_a_lost_one_is_replaced_where_all_are_needed(tmp_path: Path) -> None:
     status, events = run(tmp_path, killed, min_nproc=2)
     assert (status, worlds(events)) == (0, [2, 2])
+
+
+def test_a_lost_one_comes_back_at_a_steps_end_of_the_others(tmp_path: Path) -> None:
+    def work(spec: LaunchSpec, channel: Channel) -> int:
+        channel.send("ready")
+        for message in channel.messages():
+            match message["kind"], message.get("environment", {}).get("HETU_FX_START"):
+                case "start", "0" if killed(message["environment"], channel):
+                    raise AssertionError("this start is the one with the fault")
+                case "start", "2":
+                    channel.send("done", reason="")
+                case "lost", _:
+                    channel.send("stopped", reason="a peer is lost")
+                case "join", _:
+                    channel.send("left", reason="a process joins")
+                case "end", _:
+                    return 0
+        return 1
+
+    status, events = launch(tmp_path, work, nproc=3, rejoin_seconds=0.5)
+    starts = [event["workers"] for event in events if event["event"] == "start"]
+    assert (status, [len(workers) for workers in starts]) == (0, [3, 2, 3])
+    assert starts[1] == starts[2][:2] == [starts[0][0], starts[0][2]]
+    assert [event["workers"] for event in events if event["event"] == "ready to join"] == [starts[2][2:]]
 
 
 def test_one_that_is_stopped_is_noticed_and_ended(tmp_path: Path) -> None:
@@ -152,6 +182,7 @@ def test_the_launcher_gives_up_after_so_many_losses(tmp_path: Path) -> None:
     [
         ({"min_nproc": 3}, "--min-nproc 3 must be between 1 and --nproc 2"),
         ({"grace_seconds": 0.0}, "must be above 0 seconds"),
+        ({"rejoin_seconds": -1.0}, "--rejoin-after -1 must be 0 seconds or more"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

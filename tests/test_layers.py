@@ -43,7 +43,7 @@ FLOORS = (
     "deduction",
     "comm_ops",
     "environment graph plans pipeline stage prediction explanation schedule timeline timeline_html emulate emulate_*",
-    "launch launch_spec launch_store launch_channel",
+    "launch launch_spec launch_judge launch_events launch_fork launch_life launch_store launch_channel",
     "annotations",
     "topology devices measure measure_* chips sequences packed_rows nested_batches",
     "checks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import hetu_fx
 from hetu_fx.errors import CheckpointError, StateError
 from hetu_fx.snapshots import Snapshots
-from hetu_fx.switching import snapshot_files
+from hetu_fx.switching import joining, snapshot_files
 from hetu_fx.switching.snapshot_files import launcher_folder
 
 STEPS = 6
@@ -85,6 +86,32 @@ def test_snapshots_are_taken_every_so_many_steps(tmp_path: Path) -> None:
     run.train(0, 5)
     assert run.snapshots.last_step == 3
     assert Run(tmp_path).snapshots.resume().extra["batch"] == 3
+
+
+@pytest.fixture
+def another_is_ready() -> Iterator[None]:
+    joining.asked.set()
+    yield
+    joining.asked.clear()
+
+
+@pytest.mark.usefixtures("another_is_ready")
+def test_where_a_process_joins_the_script_ends_at_a_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=3)
+    with pytest.raises(joining.Joining, match="after step 1"):
+        run.train(0, STEPS)
+    assert Run(tmp_path).snapshots.resume().extra["batch"] == 1
+
+
+@pytest.mark.usefixtures("another_is_ready")
+def test_a_step_that_cannot_be_kept_is_not_the_one_where_a_process_joins(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    writer = run.snapshots._writer
+    writer.memory, there = snapshot_files.Memory(tmp_path / "gone"), writer.memory
+    run.train(0, 1)
+    writer.memory = there
+    with pytest.raises(joining.Joining, match="after step 2"):
+        run.train(1, STEPS)
 
 
 def test_random_numbers_of_torch_go_on(tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ def test_a_plan_that_is_ready_and_probes_are_told_to_all(other: Any) -> None:
     assert agree(ALONE, replace(FACTS, has_plan=True)).has_plan
 
 
+def test_what_one_rank_knows_of_a_joining_process_all_learn(other: Any) -> None:
+    other(replace(FACTS, is_joined=True))
+    assert agree(TWO, FACTS).is_joined
+    assert agree(ALONE, replace(FACTS, is_joined=True)).is_joined
+
+
 def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:
     other(PlanError("too few blocks"))
     with pytest.raises(BatchError, match=r"could not start this step: rank 1: PlanError: too few blocks"):

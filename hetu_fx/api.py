@@ -22,7 +22,7 @@ from hetu_fx.rehoming import Home, Optimizers, Rehoming
 from hetu_fx.run_log import RunLog, Sink
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
 from hetu_fx.saving import load_model, save_model
-from hetu_fx.snapshots import Snapshots
+from hetu_fx.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.policy import Policy
 from hetu_fx.switching.programs import Batch
@@ -330,6 +330,7 @@ class Handle:
         every: int = 1,
         folder: str | Path | None = None,
         checkpoints: str | Path | None = None,
+        stopped_after: float | None = STOPPED_SECONDS,
     ) -> Snapshots:
         """Keep the state of the newest finished step in memory, for a job that is restarted; collective.
 
@@ -349,9 +350,13 @@ class Handle:
             folder: in each node's memory; None: one that processes find which the same launcher starts again on this
                 node. What another job left in a given folder is gone on from too.
             checkpoints: the parent of folders of `save`, of which the newest is loaded where no snapshot is whole.
+            stopped_after: seconds without a sign of life after which a process is ended under torchrun, so that all
+                are started again; None: never. `hetu-fx launch` has an option of its own.
         """
         folder, checkpoints = (None if path is None else Path(path) for path in (folder, checkpoints))
-        return Snapshots(self._runtime, optimizer, every=every, folder=folder, checkpoints=checkpoints)
+        return Snapshots(
+            self._runtime, optimizer, every=every, folder=folder, checkpoints=checkpoints, stopped_after=stopped_after
+        )
 
     def export(self, folder: str | Path) -> None:
         """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""

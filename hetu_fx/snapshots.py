@@ -18,6 +18,7 @@ from hetu_fx.saving import load_model, tensors_of
 from hetu_fx.switching import joining
 from hetu_fx.switching.agreement import StepFacts, from_first, together
 from hetu_fx.switching.box_files import Key
+from hetu_fx.switching.heartbeats import watch_each_other
 from hetu_fx.switching.recovery import Found, find_snapshot
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.safe_folder import latest
@@ -25,6 +26,8 @@ from hetu_fx.switching.snapshot import SnapshotWriter
 from hetu_fx.switching.snapshot_files import Memory
 from hetu_fx.switching.snapshot_plan import Choice
 from hetu_fx.switching.training_files import TrainingFiles, state_tensors, training_document
+
+STOPPED_SECONDS = 30.0
 
 _log = logging.getLogger("hetu_fx.snapshots")
 
@@ -58,6 +61,7 @@ class Snapshots:
         every: int = 1,
         folder: Path | None = None,
         checkpoints: Path | None = None,
+        stopped_after: float | None = STOPPED_SECONDS,
     ) -> None:
         if every < 1:
             raise StateError(f"snapshots every {every} steps cannot be; every=1 takes one after each")
@@ -67,6 +71,7 @@ class Snapshots:
         together(table, self._memory.remove_unfinished)
         self._writer = SnapshotWriter(self._memory, table)
         self._finished = 0
+        self._watch = watch_each_other(table, stopped_after)
         self._is_joined = False  # the same on all ranks
         runtime.tellers.append(lambda facts: replace(facts, is_joined=joining.asked.is_set()))
         runtime.observers.append(self._observe)
@@ -105,6 +110,8 @@ class Snapshots:
         """Free the memory: the run is finished on all processes, and nothing will be gone on from. Collective."""
         self.wait()
         together(self._runtime.table, lambda: None)
+        if self._watch is not None:
+            self._watch.close()
         self._memory.remove(self._runtime.table.rank)
 
     def __enter__(self) -> Snapshots:

@@ -1,26 +1,33 @@
 """What `tests.chaos` trains: a script as users write it, that also says what it does.
 
-`python chaos_script.py FOLDER STEPS` under a launcher; writes FOLDER/result.json once all steps are done.
+`python chaos_script.py FOLDER` under a launcher does as many steps as FOLDER/steps says, and then writes
+FOLDER/result.json. FOLDER/poison_PROCESS makes the next batch of that process one that is no numbers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import hetu_fx
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import CheckpointError
 
-FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
+FOLDER = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-ROWS, SAVE_EVERY = 24, 7
+ROWS, SAVE_EVERY, SAVES_KEPT, SWITCH_EVERY = 24, 7, 3, 5
+VARIANTS = ("rising", "falling")
+
+now_at = "between"
 
 
 class Net(torch.nn.Module):
@@ -38,17 +45,47 @@ class Net(torch.nn.Module):
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Say what this process is at."""
-    (FOLDER / f"phase_{os.getpid()}").write_text(name)
+    before = now_at
+    say_phase(name)
     try:
         yield
     finally:
-        (FOLDER / f"phase_{os.getpid()}").write_text("between")
+        say_phase(before)
+
+
+def say_phase(name: str) -> None:
+    global now_at
+    now_at = name
+    (FOLDER / f"phase_{os.getpid()}").write_text(name)
+
+
+@contextmanager
+def waiting(table: GroupTable, what: str) -> Iterator[None]:
+    """Say so while a backward waits for others."""
+    is_sync = now_at == "backward" and table.pauses_work
+    with phase("sync") if is_sync else nullcontext(), told_waiting(table, what):
+        yield
+
+
+told_waiting = getattr(GroupTable.waiting, "told", GroupTable.waiting)  # the script is run again in one process
+waiting.told = told_waiting  # type: ignore[attr-defined]
+GroupTable.waiting = waiting  # type: ignore[method-assign, assignment]
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
-    return {"x": x, "labels": torch.randint(0, 3, (ROWS,), generator=generator)}
+    labels = torch.randint(0, 3, (ROWS,), generator=generator)
+    return {"x": x, "labels": labels}
+
+
+def poisoned(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch, or one without numbers if this process alone is to get one."""
+    poison = FOLDER / f"poison_{os.getpid()}"
+    if not poison.exists():
+        return given
+    poison.unlink()
+    return {**given, "x": torch.full_like(given["x"], torch.nan)}
 
 
 def tell(**what: object) -> None:
@@ -58,35 +95,58 @@ def tell(**what: object) -> None:
             file.write(json.dumps({"seconds": time.monotonic(), "world": WORLD, **what}) + "\n")
 
 
+def plan(shares: range, name: str) -> hetu_fx.Plan:
+    return replace(hetu_fx.Plan.data_parallel(tuple(range(WORLD)), tuple(shares)), zero=1, name=name)
+
+
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seen: list[int]) -> None:
+    """Save, and keep few; a disk that is full is no reason to stop."""
+    try:
+        model.hetu.save(FOLDER / "saved" / f"step_{len(seen):06d}", optimizer=optimizer, extra={"seen": seen})
+    except CheckpointError as error:
+        tell(save_failed=str(error))
+    if RANK == 0:
+        for old in sorted((FOLDER / "saved").glob("step_*"))[:-SAVES_KEPT]:
+            shutil.rmtree(old)
+
+
 def train() -> None:
     torch.manual_seed(3)
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plan = replace(hetu_fx.Plan.data_parallel(tuple(range(WORLD)), tuple(range(1, WORLD + 1))), zero=1)
+    plans = [plan(range(1, WORLD + 1), VARIANTS[0]), plan(range(WORLD, 0, -1), VARIANTS[1])]
     with phase("plan"):
-        model = hetu_fx.auto_parallelize(model, batch(0), plan=plan, optimizer=optimizer, data="global", seed=1)
+        model = hetu_fx.auto_parallelize(model, batch(0), plan=plans, optimizer=optimizer, data="global", seed=1)
     with phase("load"):
-        snapshots = model.hetu.snapshots(optimizer, checkpoints=FOLDER / "saved")
+        snapshots = model.hetu.snapshots(optimizer, checkpoints=FOLDER / "saved", stopped_after=10.0)
         resumed = snapshots.resume()
     seen = list(resumed.extra.get("seen", []))
     tell(resumed=len(seen), source=resumed.source)
-    while len(seen) < STEPS:
+    while len(seen) < int((FOLDER / "steps").read_text()):
+        if len(seen) % SWITCH_EVERY == 0:
+            with phase("switch"):
+                model.hetu.switch(VARIANTS[len(seen) // SWITCH_EVERY % 2])
+                model.hetu.switch_home(VARIANTS[len(seen) // SWITCH_EVERY % 2])
         with phase("forward"):
-            loss = model(**batch(len(seen)))["loss"]
+            loss = model(**poisoned(batch(len(seen))))["loss"]
         with phase("backward"):
             loss.backward()
         with phase("step"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+                optimizer.step()
             optimizer.zero_grad()
+        if not loss.isfinite():  # on all ranks alike: nothing has been applied anywhere
+            snapshots.wait()
+            seen = list(snapshots.resume().extra.get("seen", []))
+            tell(rolled_back=len(seen))
+            continue
         seen.append(len(seen))
+        tell(step=len(seen))
         with phase("snapshot"):
             snapshots.step({"seen": seen})
         if len(seen) % SAVE_EVERY == 0:
             with phase("save"):
-                saved = FOLDER / "saved" / f"step_{len(seen)}"
-                model.hetu.save(saved, optimizer=optimizer, extra={"seen": seen})
-        tell(step=len(seen))
+                save(model, optimizer, seen)
     whole = {name: parameter.detach().full_tensor().tolist() for name, parameter in model.named_parameters()}
     if RANK == 0:
         (FOLDER / "result.json").write_text(json.dumps({"seen": seen, "parameters": whole}))

@@ -67,8 +67,8 @@ class LocalFacts:
 class StepFacts:
     """What all ranks agree on for one step, the same on every rank.
 
-    `leaving` are the ranks that are to be drained; `has_plan` says that a rank has made a plan, `is_joined` that one knows
-    of a process that is ready to join.
+    `leaving` are the ranks that are to be drained; `has_plan` says that a rank has made a plan, `is_joined` that one
+    knows of a process that is ready to join.
     """
 
     rows: tuple[int, ...]

@@ -31,7 +31,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,))
+    assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,), probe_seconds=(0.0,))
 
 
 def test_a_rank_alone_raises_its_error() -> None:

@@ -14,8 +14,9 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from hetu_fx import errors
 from hetu_fx.comm_ops.groups import GroupTable, guarded, using
-from hetu_fx.errors import BatchError, StateError
+from hetu_fx.errors import BatchError, HetuFxError, StateError
 
 T = TypeVar("T")
 
@@ -118,7 +119,8 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
     """Do something local on every rank, and raise on all ranks if it failed on one; collective.
 
     Raises:
-        Exception: the rank's own error; a StateError where another rank failed.
+        Exception: the rank's own error; where another rank failed, one of the same kind if it is a HetuFxError, else a
+            StateError.
     """
     outcome: T | Exception
     try:
@@ -130,7 +132,7 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
     if isinstance(outcome, Exception):
         raise outcome
     if told:
-        raise StateError(f"another rank failed: {told}")
+        raise _kind_told(told)(f"another rank failed: {told}")
     return outcome
 
 
@@ -229,6 +231,13 @@ def _errors_of_all(table: GroupTable, mine: object) -> str:
     """Return what the ranks that came with an error say, empty if none did; collective."""
     texts = of_all(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else "")
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def _kind_told(told: str) -> type[HetuFxError]:
+    """Return the class of the first error that `_errors_of_all` tells of."""
+    _, name, _ = told.split(": ", 2)
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, HetuFxError) else StateError
 
 
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:

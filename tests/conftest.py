@@ -23,7 +23,7 @@ from types import ModuleType
 import pytest
 
 SECONDS_PER_WAIT = 60
-SECONDS_IN_ALL = 240
+SECONDS_IN_ALL = 420
 
 Outcome = dict[str, list[str | None]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.errors import BatchError, HetuFxError, PlanError, StateError
+from hetu_fx.errors import BatchError, PlanError, StateError
 from hetu_fx.switching import agreement
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree, any_of, by_first, together
 
@@ -21,8 +21,8 @@ TWO = GroupTable.dry(0, 2)
 def other(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give a function that says with what the other of two ranks comes."""
 
-    def comes_with(theirs: LocalFacts | HetuFxError) -> None:
-        text = f"{type(theirs).__name__}: {theirs}" if isinstance(theirs, HetuFxError) else theirs.signature
+    def comes_with(theirs: LocalFacts | Exception) -> None:
+        text = f"{type(theirs).__name__}: {theirs}" if isinstance(theirs, Exception) else theirs.signature
         monkeypatch.setattr(agreement, "_exchange", lambda _, row: [row, agreement._encode(theirs)])
         monkeypatch.setattr(agreement, "of_all", lambda _, mine: [mine, text])
         monkeypatch.setattr(agreement, "any_of", lambda _, flags: (True,) * len(flags))
@@ -123,10 +123,12 @@ def test_different_texts_have_different_exact_digests() -> None:
     assert int(float(first)) == first
 
 
-def test_what_fails_on_another_rank_only_fails_here_too(other: Any) -> None:
-    other(PlanError("too few blocks"))
-    with pytest.raises(StateError, match="another rank failed: rank 1: PlanError: too few blocks"):
+@pytest.mark.parametrize(("error", "kind"), [(PlanError("too few: 2"), PlanError), (OSError("full"), StateError)])
+def test_what_fails_on_another_rank_only_fails_here_in_the_same_way(other: Any, error: Exception, kind: Any) -> None:
+    other(error)
+    with pytest.raises(kind, match=f"another rank failed: rank 1: {type(error).__name__}: {error}") as caught:
         together(TWO, lambda: 3)
+    assert caught.type is kind
 
 
 def test_doing_together_alone_gives_the_result_or_the_error() -> None:

@@ -5,9 +5,8 @@ DeepSpeed's 13.78 s; the plans of both groups of devices together are of section
 predicted by the planner's cost model from the public figures of the devices, which programs do not reach, so that
 ratios are compared and not seconds. As in the paper the homogeneous plans are gone through exhaustively.
 
-The published plan over the best homogeneous one is held against the published ratio: it is the same plan, on the same
-devices. Our own plan is held against the published plan: where it is faster by the cost model, as it is here, its ratio
-to the homogeneous plan is larger than the published one by as much.
+Two ratios are held against the published one: the published plan's to the best homogeneous one (the same plan, on the
+same devices), and our own plan's. Our own is held against the published plan too.
 """
 
 from __future__ import annotations
@@ -33,13 +32,16 @@ def main() -> int:
     chosen = [case for case in cases(MOST_DEVICES) if case.published and (case.name == BARRED or not options.quick)]
     rows = [measure(case) for case in chosen]
     barred = next(row for row in rows if row["case"] == BARRED)
-    ratio = float(str(barred["homogeneous / published plan"])) / (MEGATRON / PUBLISHED)
+    ratios = {
+        who: float(str(barred[f"homogeneous / {who}"])) * PUBLISHED / MEGATRON for who in ("published plan", "ours")
+    }
     slowest = max(float(str(row["ours"])) / float(str(row["published plan"])) for row in rows)
     bars = [
-        Bar(f"{BARRED}: homogeneous / published plan, over the published ratio", ratio, 1 - TOLERANCE, True),
-        Bar(f"{BARRED}: homogeneous / published plan, over the published ratio", ratio, 1 + TOLERANCE, False),
-        Bar("ours / published plan (slowest)", slowest, 1 + NEGLIGIBLE, False),
+        Bar(f"{BARRED}: homogeneous / {who}, over the published ratio", ratio, 1 + sign * TOLERANCE, sign < 0)
+        for who, ratio in ratios.items()
+        for sign in (-1, 1)
     ]
+    bars.append(Bar("ours / published plan (slowest)", slowest, 1 + NEGLIGIBLE, False))
     inputs = [f"{d.kind} {d.flops_per_second / 1e12:.0f} TFLOP/s" for d in chosen[0].cluster.devices[::47]]
     print(f"inputs: batches of 64 rows of 4096 tokens; {', '.join(dict.fromkeys(inputs))}")
     print(f"published: ours {PUBLISHED} s, Megatron-LM {MEGATRON} s, DeepSpeed {DEEPSPEED} s ({BARRED})")

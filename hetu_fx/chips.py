@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from hetu_fx.checks import check_positive
 from hetu_fx.documents import nearest
@@ -58,6 +59,7 @@ class Chip:
         return self.flops_per_second[dtype]
 
 
+@cache
 def find_chip(kind: str) -> Chip | None:
     """Return the chip of a name, in any case and with spaces, dashes or underscores; None for one that is not known."""
     return _BY_NAME.get(_plain(kind))

@@ -13,6 +13,9 @@ from hetu_fx.documents import REQUIRED, Fields, located
 from hetu_fx.errors import ClusterError
 
 WHERE = ("intra", "inter")
+FLOPS_PER_BYTE = 5.0
+"""Matrix-product FLOPs in the time that moving a byte of memory takes, as measured on a CPU core."""
+
 _FIGURES = ("flops_per_second", "memory_bytes")  # what a device has to say, unless its kind is publicly known
 
 
@@ -34,12 +37,13 @@ class Device:
     source: Source = "given"
     meeting_seconds: float = 0.0
     bytes_per_second: float | None = None
+    memory_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
-        figures |= {} if self.bytes_per_second is None else {"bytes_per_second": self.bytes_per_second}
+        figures |= _known(self, "bytes_per_second", "memory_bytes_per_second")
         check_positive(ClusterError, f"device {self.rank}", **figures)
         check_not_negative(ClusterError, f"device {self.rank}", meeting_seconds=self.meeting_seconds)
         check_source(ClusterError, f"device {self.rank}", self.source)
@@ -55,6 +59,13 @@ class Device:
         return self.meeting_seconds * self.rate
 
     @property
+    def flops_per_byte(self) -> float:
+        """Return the FLOPs of products that it does in the time in which it moves a byte of its memory."""
+        chip = find_chip(self.kind)
+        known = self.memory_bytes_per_second or (chip.memory_bytes_per_second if chip else None)
+        return self.flops_per_second / known if known else FLOPS_PER_BYTE
+
+    @property
     def most_bytes_per_second(self) -> float:
         """Return what it sends or receives at most; infinite where its links set the limit."""
         return math.inf if self.bytes_per_second is None else self.bytes_per_second
@@ -65,7 +76,7 @@ class Device:
         result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
         result |= {} if self.rate == 1.0 else {"rate": self.rate}
         result |= {"meeting_seconds": self.meeting_seconds} if self.meeting_seconds else {}
-        result |= {} if self.bytes_per_second is None else {"bytes_per_second": self.bytes_per_second}
+        result |= _known(self, "bytes_per_second", "memory_bytes_per_second")
         return result if self.source == "given" else result | {"source": self.source}
 
 
@@ -120,9 +131,26 @@ class Collective:
         return asdict(self)
 
 
+def _known(device: Device, *names: str) -> dict[str, float]:
+    """Return those of some figures that are known."""
+    values = {name: getattr(device, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def read_device(value: Mapping[str, Any], where: str) -> Device:
     """Read one entry of `devices`; raise `ClusterError` with its place."""
-    keys = ("rank", "kind", "node", *_FIGURES, "rate", "source", "dtype", "meeting_seconds", "bytes_per_second")
+    keys = (
+        "rank",
+        "kind",
+        "node",
+        *_FIGURES,
+        "rate",
+        "source",
+        "dtype",
+        "meeting_seconds",
+        "bytes_per_second",
+        "memory_bytes_per_second",
+    )
     fields = Fields(value, where, ClusterError, keys)
     kind, is_whole = fields.text("kind", "cpu"), all(name in value for name in _FIGURES)
     if is_whole and "dtype" in value:
@@ -140,6 +168,7 @@ def read_device(value: Mapping[str, Any], where: str) -> Device:
         "source": fields.text("source", "given") if is_whole else "estimate",
         "meeting_seconds": fields.number("meeting_seconds", 0.0),
         "bytes_per_second": fields.number("bytes_per_second", None),
+        "memory_bytes_per_second": fields.number("memory_bytes_per_second", None),
     }
     return located(Device, parts, where)
 

@@ -2,7 +2,7 @@
 
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
-    compute        3 x flops / speed + 3 x traffic / (speed / FLOPS_PER_BYTE) + op overhead,             (1)
+    compute        3 x flops / speed + 3 x traffic / memory's speed + op overhead,                       (1)
                    and the parameters moved WEIGHT_MOVES times, whatever the rows are;
                    a third of that once more for blocks that are recomputed
     tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
@@ -37,7 +37,6 @@ from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
-FLOPS_PER_BYTE = 5.0  # matrix-product FLOPs in the time that moving a byte of memory takes (measured on a CPU core)
 OP_SECONDS = 1e-5  # what running an op takes besides its work, on the fastest device of its kind
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
@@ -168,8 +167,8 @@ def _device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) ->
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
     overhead = parts.num_ops * OP_SECONDS * cluster.top_speed(device.kind) / device.speed
-    work = parts.flops_at(share) + parts.traffic_bytes_at(share) * FLOPS_PER_BYTE
-    weights = parts.parameter_bytes_at(share) * WEIGHT_MOVES * FLOPS_PER_BYTE / device.speed
+    work = parts.flops_at(share) + parts.traffic_bytes_at(share) * device.flops_per_byte
+    weights = parts.parameter_bytes_at(share) * WEIGHT_MOVES * device.flops_per_byte / device.speed
     return Line(FORWARD_AND_BACKWARD * overhead + weights, FORWARD_AND_BACKWARD * work / device.speed)
 
 
@@ -216,7 +215,7 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
 
 def optimizer_seconds(num_bytes: float, device: Device) -> float:
     """Return the seconds of the update of so many bytes of owned parameters."""
-    return num_bytes * OPTIMIZER_MOVES * FLOPS_PER_BYTE / device.speed
+    return num_bytes * OPTIMIZER_MOVES * device.flops_per_byte / device.speed
 
 
 @dataclass(frozen=True, slots=True)

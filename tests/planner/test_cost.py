@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from hetu_fx.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import (
-    FLOPS_PER_BYTE,
     TERMS,
     WEIGHT_MOVES,
     Line,
@@ -47,6 +47,15 @@ def test_parameters_are_moved_once_per_micro_batch_whatever_its_rows_are() -> No
     assert (first.per_row, second.per_row) == (0.0, 0.0)
     assert first.fixed == pytest.approx(WEIGHT_MOVES * 3e6 * FLOPS_PER_BYTE / 1e9)
     assert second.fixed == pytest.approx(first.fixed / 3)
+
+
+def test_memory_is_moved_as_fast_as_is_known_of_the_device_or_of_its_kind() -> None:
+    parts = PartCosts(traffic_bytes=1e9)
+    cluster = Cluster.on_paper([1e14] * 3, kinds=["H100-80G", "H100-80G", "unheard of"])
+    given = replace(cluster.devices[1], memory_bytes_per_second=2e12)
+    cluster = replace(cluster, devices=(cluster.devices[0], given, cluster.devices[2])).with_rates({1: 3.0})
+    lines = [compute_lines(Stage((rank,)), parts, cluster)[0] for rank in range(3)]
+    assert [line.per_row for line in lines] == pytest.approx([3 / 3350, 3 * 3 / 2000, 3e9 * FLOPS_PER_BYTE / 1e14])
 
 
 def test_only_what_is_cut_shrinks_with_the_share() -> None:

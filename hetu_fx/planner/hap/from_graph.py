@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from hetu_fx.deduction.analyse import analyse
 from hetu_fx.deduction.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
+from hetu_fx.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.cost import FLOPS_PER_BYTE
 from hetu_fx.planner.hap.problem import Factors, Kind, Op, Problem, Tensor
 from hetu_fx.planner.profile import FlopCounter, example_rows, is_view
 

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import fmean
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.contiguous import replica_counts
-from hetu_fx.planner.cost import FLOPS_PER_BYTE, FORWARD_AND_BACKWARD, optimizer_seconds
+from hetu_fx.planner.cost import FORWARD_AND_BACKWARD, optimizer_seconds
 from hetu_fx.planner.heteroauto.cost import HeteroStage
 from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
 from hetu_fx.planner.heteroauto.result import HeteroResult
@@ -81,8 +82,8 @@ def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: 
         num_micro_batches=replicas * micro_batches,
         between=_link(problem.cluster, problem.cluster.devices),
         boundary_bytes=rows * max(costs.boundary_bytes, default=0.0),
-        before=_edge(costs.before, block),
-        after=_edge(costs.after, block),
+        before=_edge(costs.before, block, problem.cluster),
+        after=_edge(costs.after, block, problem.cluster),
         replicas=(replicas,),
         schedule=problem.options.schedule,
         zero=problem.options.zero,
@@ -128,17 +129,14 @@ def _largest_block(problem: Problem) -> PartCosts:
     return max(problem.costs.blocks, key=lambda block: block.parameter_bytes + block.activation_bytes)
 
 
-def _edge(part: PartCosts, block: PartCosts) -> Edge:
-    """Return what stands before or after the blocks, in blocks' worth."""
+def _edge(part: PartCosts, block: PartCosts, cluster: Cluster) -> Edge:
+    """Return what stands before or after the blocks, in blocks' worth, on the mean device."""
+    flops_per_byte = fmean(device.flops_per_byte for device in cluster.devices)
     return Edge(
-        work=_share(_work(part), _work(block)),
+        work=_share(*(one.flops + one.traffic_bytes * flops_per_byte for one in (part, block))),
         parameters=_share(part.parameter_bytes, block.parameter_bytes),
         kept=_share(part.activation_bytes, block.activation_bytes),
     )
-
-
-def _work(part: PartCosts) -> float:
-    return part.flops + part.traffic_bytes * FLOPS_PER_BYTE
 
 
 def _share(amount: float, whole: float) -> float:

@@ -70,6 +70,10 @@ class StateError(HetuFxError):
     """A call came at the wrong time, or state is not where it should be."""
 
 
+class OtherRankError(StateError):
+    """Another rank failed in what all do together; the message has its error."""
+
+
 class CheckpointError(HetuFxError):
     """A checkpoint is missing, torn, or belongs to another model."""
 

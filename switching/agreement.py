@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hetu_fx import errors
 from hetu_fx.comm_ops.groups import GroupTable, guarded, using
-from hetu_fx.errors import BatchError, HetuFxError, StateError
+from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
 T = TypeVar("T")
 
@@ -119,8 +119,8 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
     """Do something local on every rank, and raise on all ranks if it failed on one; collective.
 
     Raises:
-        Exception: the rank's own error; where another rank failed, one of the same kind if it is a HetuFxError, else a
-            StateError.
+        Exception: the rank's own error; where another rank failed, one of the same kind if it is a HetuFxError, else an
+            OtherRankError.
     """
     outcome: T | Exception
     try:
@@ -237,7 +237,7 @@ def _kind_told(told: str) -> type[HetuFxError]:
     """Return the class of the first error that `_errors_of_all` tells of."""
     _, name, _ = told.split(": ", 2)
     kind = getattr(errors, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, HetuFxError) else StateError
+    return kind if isinstance(kind, type) and issubclass(kind, HetuFxError) else OtherRankError
 
 
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:

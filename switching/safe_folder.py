@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.errors import CheckpointError
+from hetu_fx.errors import CheckpointError, OtherRankError
 from hetu_fx.switching.agreement import together
 
 MANIFEST = "hetu_fx_manifest.json"
@@ -31,9 +31,18 @@ def replaced_folder(folder: Path, table: GroupTable) -> Iterator[Path]:
     """Give an empty folder to write in, on all ranks, that becomes `folder` when the block ends. Collective.
 
     Every rank may write files of its own names. Whatever fails inside, on any rank, leaves `folder` as it was.
-    The ranks must share the file system. Raises CheckpointError where the folder cannot be made.
+    The ranks must share the file system. Raises CheckpointError, on all ranks, where one cannot write.
     """
     folder = folder.absolute()
+    try:
+        with _replaced(folder, table) as staging:
+            yield staging
+    except (OSError, OtherRankError) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
+
+
+@contextmanager
+def _replaced(folder: Path, table: GroupTable) -> Iterator[Path]:
     token = [secrets.token_hex(4)]
     if table.size > 1:
         dist.broadcast_object_list(token, src=table.to_global(0), group=table.base)

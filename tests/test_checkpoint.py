@@ -23,7 +23,8 @@ from hetu_fx.checkpoint import (
     save_consolidated,
     save_training_state,
 )
-from hetu_fx.errors import CheckpointError
+from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.errors import CheckpointError, OtherRankError
 from hetu_fx.switching import safe_folder
 from hetu_fx.switching.home import HomeTensor, home_layout
 from hetu_fx.switching.weight_files import plan_shards
@@ -99,6 +100,17 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
     load_consolidated(tmp_path / "out", target, verify=True)
     assert torch.equal(target["embed"], weights()["embed"])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_one_rank_cannot_write_is_refused_alike_on_all(tmp_path: Path) -> None:
+    def replace_where(error: Exception) -> None:
+        with safe_folder.replaced_folder(tmp_path / "out", GroupTable.dry(0, 1)):
+            raise error
+
+    for error in (OSError("No space left"), OtherRankError("another rank failed: rank 0: No space left")):
+        with pytest.raises(CheckpointError, match=r"cannot write .*/out: .*No space left; is the disk full"):
+            replace_where(error)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])

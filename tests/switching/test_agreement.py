@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.errors import BatchError, PlanError, StateError
+from hetu_fx.errors import BatchError, OtherRankError, PlanError
 from hetu_fx.switching import agreement
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree, any_of, by_first, together
 
@@ -123,7 +123,7 @@ def test_different_texts_have_different_exact_digests() -> None:
     assert int(float(first)) == first
 
 
-@pytest.mark.parametrize(("error", "kind"), [(PlanError("too few: 2"), PlanError), (OSError("full"), StateError)])
+@pytest.mark.parametrize(("error", "kind"), [(PlanError("too few: 2"), PlanError), (OSError("full"), OtherRankError)])
 def test_what_fails_on_another_rank_only_fails_here_in_the_same_way(other: Any, error: Exception, kind: Any) -> None:
     other(error)
     with pytest.raises(kind, match=f"another rank failed: rank 1: {type(error).__name__}: {error}") as caught:

@@ -129,13 +129,14 @@ def _key(rank: int) -> str:
 
 
 def watch_each_other(table: GroupTable, seconds: float | None) -> Heartbeats | None:
-    """Watch the ranks of a table where torchrun has started them; None elsewhere. Collective.
+    """Watch the ranks of a table where torchrun has started them, and no others; None elsewhere. Collective.
 
     `hetu-fx launch` watches its processes itself. Raises StateError for a bound that cannot be.
     """
     if seconds is not None and seconds <= 0:
         raise StateError(f"stopped_after={seconds:g} must be above 0 seconds; None: nobody is watched")
-    if seconds is None or table.size == 1 or "HETU_FX_START" in os.environ:
+    is_whole_world = table.size == int(os.environ.get("WORLD_SIZE", "1"))
+    if seconds is None or table.size == 1 or not is_whole_world or "HETU_FX_START" in os.environ:
         return None
     peers = of_all(table, (node_name(), os.getpid()))
     store = launcher_store()

@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             kinds = tuple(kind for kind in options.kinds if kind != "full" or job.disk.is_own)
             faults = inflict_all(job, options.faults, kinds, options.interval, chance)
+            job.wait_for("all to be back", lambda: len(job.starts()[-1]["workers"]) == options.processes)
             result = job.finish()
         except ChaosError as error:
             output = (job.folder / "output").read_text()[-3000:]

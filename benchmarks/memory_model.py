@@ -34,6 +34,7 @@ from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.programs import Programs
 
 RANKS = 4
+BLOCKS = 4
 STEP = "the step that is measured"
 BAR = 0.10
 
@@ -41,6 +42,11 @@ BAR = 0.10
 def pipeline(*stages: tuple[int, ...], micro_batches: int = 1, rows: int = 1) -> Pipeline:
     """Make a pipeline of stages of these devices."""
     return Pipeline(tuple(Stage(devices) for devices in stages), rows=rows, micro_batches=micro_batches)
+
+
+def again(devices: tuple[int, ...], context: int = 1) -> Plan:
+    """Make a plan of one group that recomputes all blocks."""
+    return Plan((Pipeline((Stage(devices, context=context, recompute=BLOCKS),)),))
 
 
 PLANS = {
@@ -53,9 +59,15 @@ PLANS = {
     "tensor parallel 2, sequence shared": replace(Plan.tensor_parallel((0, 1)), sequence_parallel=True),
     "context parallel 2": Plan.context_parallel((0, 1)),
     "one device, 2 blocks recomputed": Plan((Pipeline((Stage((0,), recompute=2),)),)),
+    "one device, all blocks recomputed": again((0,)),
     "2 stages, GPipe, a block of each recomputed": Plan(
         (Pipeline((Stage((0,), recompute=1), Stage((1,), recompute=1)), micro_batches=4),), schedule="gpipe"
     ),
+    "tensor parallel 2, all blocks recomputed": again((0, 1)),
+    "tensor parallel 2, sequence shared, all blocks recomputed": replace(again((0, 1)), sequence_parallel=True),
+    "context parallel 2, all blocks recomputed": again((0, 1), context=2),
+    "tensor parallel 2 x context 2": Plan((Pipeline((Stage((0, 1, 2, 3), context=2),)),)),
+    "tensor parallel 2 x context 2, all blocks recomputed": again((0, 1, 2, 3), context=2),
     "2 stages, 1F1B": Plan((pipeline((0,), (1,), micro_batches=4),)),
     "2 stages, GPipe": Plan((pipeline((0,), (1,), micro_batches=4),), schedule="gpipe"),
     "2 stages x tensor parallel 2": Plan((pipeline((0, 1), (2, 3), micro_batches=4),)),
@@ -63,9 +75,9 @@ PLANS = {
     "unequal replicas": Plan((pipeline((0, 1), (2,), micro_batches=2, rows=3), pipeline((3,)))),
 }
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
-    "llama": (lambda: llama(Size(width=128, layers=4, rows=16, tokens=64)), batch(16, 64)),
-    "gpt2": (lambda: gpt2(128, 4), batch(16, 64)),
-    "llama, wide": (lambda: llama(Size(width=256, layers=2, rows=4, tokens=16)), batch(4, 16)),
+    "llama": (lambda: llama(Size(width=128, layers=BLOCKS, rows=16, tokens=64)), batch(16, 64)),
+    "gpt2": (lambda: gpt2(128, BLOCKS), batch(16, 64)),
+    "llama, wide": (lambda: llama(Size(width=256, layers=BLOCKS, rows=4, tokens=16)), batch(4, 16)),
 }
 QUICK = ("one device", "2 replicas", "2 stages x tensor parallel 2")
 

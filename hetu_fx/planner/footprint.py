@@ -9,112 +9,76 @@ and those before it keep and the gradients of later parts. In `backward` the par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from operator import add, attrgetter, sub
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from hetu_fx.errors import PlanError
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """Bytes as a line over a micro-batch's rows.
-
-    `split_...` is what a tensor parallel group holds in shares, `sequence_...` what it does besides if it shares the
-    sequence.
-    """
-
-    fixed: float = 0.0
-    per_row: float = 0.0
-    split_fixed: float = 0.0
-    split_per_row: float = 0.0
-    sequence_fixed: float = 0.0
-    sequence_per_row: float = 0.0
-
-    def __add__(self, other: Amount) -> Amount:
-        return Amount(*map(add, _NUMBERS(self), _NUMBERS(other)))
-
-    def __sub__(self, other: Amount) -> Amount:
-        return Amount(*map(sub, _NUMBERS(self), _NUMBERS(other)))
-
-    def at(self, rows: float, share: float = 1.0) -> float:
-        """Return the bytes for so many rows on a device that has `share` of what is split."""
-        fixed, per_row = self.line(share)
-        return fixed + per_row * rows
-
-    @property
-    def in_sequence(self) -> Amount:
-        """Return what a tensor parallel group that shares the sequence holds."""
-        split = self.split_fixed + self.sequence_fixed, self.split_per_row + self.sequence_per_row
-        return Amount(self.fixed, self.per_row, *split)
-
-    def narrowed(self, share: float) -> Amount:
-        """Return what a device holds that has `share` of what is split."""
-        return Amount(*self.line(share))
-
-    def by_sequence(self, gathered: float) -> Amount:
-        """Return what a context parallel group holds: shares of all that grows with rows, but what it gathers."""
-        return Amount(self.fixed, self.per_row, 0.0, max(0.0, self.per_row - gathered))
-
-    @classmethod
-    def combined(cls, amounts: Sequence[Amount], weights: Sequence[float]) -> Amount:
-        """Return the weighted sum of what grows with rows, and the weighted mean of the rest."""
-
-        def of(name: str, total: float) -> float:
-            pairs = zip(amounts, weights, strict=True)
-            return float(sum(getattr(amount, name) * weight for amount, weight in pairs) / total)
-
-        fixed = {name: of(name, sum(weights)) for name in ("fixed", "split_fixed", "sequence_fixed")}
-        return cls(**fixed, **{name: of(name, 1.0) for name in ("per_row", "split_per_row", "sequence_per_row")})
-
-    def line(self, share: float) -> tuple[float, float]:
-        """Return (bytes, bytes per row) on a device that has `share` of what is split."""
-        rest = 1 - share
-        return self.fixed - self.split_fixed * rest, self.per_row - self.split_per_row * rest
-
-
-_NUMBERS = attrgetter(*(field.name for field in fields(Amount)))
+from hetu_fx.planner.again import UNKNOWN, Again, Piece, Pieces
+from hetu_fx.planner.amounts import NOTHING, Amount, Line, combined
 
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
     """What a part keeps of a micro-batch, and the most that is held while it passes; see the module.
 
-    `largest` is the part's largest parameter.
+    `largest` is the part's largest parameter, `again` what holds where the part is computed again in backward, and
+    `pieces` what it then is.
     """
 
-    kept: Amount = Amount()
-    forward: Amount = Amount()
-    backward: Amount = Amount()
-    later: Amount = Amount()
-    largest: Amount = Amount()
+    kept: Amount = NOTHING
+    forward: Amount = NOTHING
+    backward: Amount = NOTHING
+    later: Amount = NOTHING
+    largest: Amount = NOTHING
+    again: Again = field(default=UNKNOWN, kw_only=True)
+    pieces: Pieces = field(default=(), kw_only=True)
 
-    def recomputed(self, kept: Amount) -> PartMemory:
-        """Return what it is where only `kept` is left after the forward, and the rest made again in the backward."""
-        again = self.kept - kept
-        return replace(self, kept=kept, backward=self.backward + again, later=self.later + again)
+    def recomputed(self, way: str, kept: Amount) -> PartMemory:
+        """Return what it is where it is computed again in backward.
+
+        Args:
+            way: how devices share work, as `Again` names it.
+            kept: what is left after the forward if `again` does not say; all comes back at once then.
+        """
+        backward, later = self.backward + self.kept, self.later + self.kept
+        assumed = Piece(kept=kept, forward=self.forward, backward=backward, later=later)
+        return replace(self, pieces=getattr(self.again, way) or (assumed,))
 
     @property
     def in_sequence(self) -> PartMemory:
         """Return what it is for a tensor parallel group that shares the sequence."""
-        return PartMemory(*(amount.in_sequence for amount in _AMOUNTS(self)))
+        return replace(self._each(lambda amount: amount.in_sequence), again=self.again.in_sequence)
 
     @classmethod
     def combined(cls, parts: Sequence[PartMemory], weights: Sequence[float]) -> PartMemory:
         """Return the weighted sum of what parts hold."""
-        columns = zip(*(_AMOUNTS(part) for part in parts), strict=True)
-        return cls(*(Amount.combined(column, weights) for column in columns))
+        again = Again.combined([part.again for part in parts], weights)
+        return replace(combined(cls, _AMOUNTS, parts, weights), again=again)
 
     def narrowed(self, share: float) -> PartMemory:
         """Return what it is for a device that has `share` of what is split."""
-        return PartMemory(*(amount.narrowed(share) for amount in _AMOUNTS(self)))
+        return self._each(lambda amount: amount.narrowed(share))
 
     def by_sequence(self, gathered: float) -> PartMemory:
         """Return what it is for a context parallel group, which gathers so many bytes per row."""
-        return PartMemory(*(amount.by_sequence(gathered) for amount in _AMOUNTS(self)))
+        return replace(self._each(lambda amount: amount.by_sequence(gathered)), again=self.again.by_sequence)
+
+    def _each(self, change: Callable[[Amount], Amount]) -> PartMemory:
+        return PartMemory(*map(change, _AMOUNTS(self)), again=self.again.amounts(change))
+
+    def lines(self, share: float) -> Iterator[tuple[Line, Line, Line, Line]]:
+        """Yield what is kept, and the most forward, backward and later above what was kept before, piece by piece."""
+        if not self.pieces:
+            kept, forward, backward, later = (amount.line(share) for amount in _HELD(self))
+            yield kept, forward, _sum(kept, backward), _sum(kept, later)
+        for piece in self.pieces:
+            kept, forward, backward, later = (amount.line(share) for amount in _HELD(piece))
+            yield _sum(kept, piece.sent.line(share)), forward, backward, later
 
 
-_AMOUNTS = attrgetter(*(field.name for field in fields(PartMemory)))
+_HELD = attrgetter("kept", "forward", "backward", "later")
+_AMOUNTS = attrgetter("kept", "forward", "backward", "later", "largest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +86,7 @@ class ProgramMemory:
     """What each part holds, in order; `everywhere` is kept by every stage: tables and masks that it computes itself."""
 
     parts: tuple[PartMemory, ...]
-    everywhere: Amount = Amount()
+    everywhere: Amount = NOTHING
 
     @property
     def in_sequence(self) -> ProgramMemory:
@@ -144,10 +108,6 @@ class ProgramMemory:
         """Return what it is for context parallel groups, which gather so many bytes per row of each part."""
         pairs = zip(self.parts, gathered, strict=True)
         return ProgramMemory(tuple(part.by_sequence(count) for part, count in pairs), self.everywhere.by_sequence(0.0))
-
-
-Line = tuple[float, float]
-"""(bytes, bytes per row)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +146,16 @@ class StageFootprint:
         if len(gradients) != len(parts):
             raise PlanError(f"a stage has {len(parts)} parts, but gradients of {len(gradients)}; give one of each")
         forward, backward, later = [], [], []
+        left = sum(gradients)
         for number, part in enumerate(parts):
-            forward.append(_sum(before, part.forward.line(share)))
-            before = _sum(before, part.kept.line(share))
-            later.append(_sum(_sum(before, part.later.line(share)), (waiting[number] if waiting else 0.0, 0.0)))
-            made = sum(gradients[number + 1 :]), 0.0
-            backward.append(_sum(_sum(before, part.backward.line(share)), made))
+            left -= gradients[number]
+            made, waits = (left, 0.0), (waiting[number] if waiting else 0.0, 0.0)
+            for kept, *most in part.lines(share):
+                ahead, back, again = (_sum(before, line) for line in most)
+                forward.append(ahead)
+                backward.append(_sum(back, made))
+                later.append(_sum(again, waits))
+                before = _sum(before, kept)
         largest = max((part.largest.at(0, share) for part in parts), default=0.0)
         return cls(before, _highest(forward), _highest(backward), _highest(later), largest)
 
@@ -206,10 +170,15 @@ def _sum(first: Line, second: Line) -> Line:
 
 
 def _highest(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Leave out lines that are nowhere above another one."""
-    fresh = sorted(set(lines), reverse=True)
+    """Leave out lines that are the highest for no number of rows."""
     kept: list[Line] = []
-    for line in fresh:
-        if not any(other[0] >= line[0] and other[1] >= line[1] for other in kept):
-            kept.append(line)
+    for line in sorted(set(lines), key=lambda line: (line[1], line[0])):
+        while kept and (kept[-1][0] <= line[0] or (len(kept) > 1 and _is_covered(kept[-2], kept[-1], line))):
+            kept.pop()
+        kept.append(line)
     return tuple(kept)
+
+
+def _is_covered(flat: Line, middle: Line, steep: Line) -> bool:
+    """Tell whether a line is nowhere above both a flatter one that begins higher and a steeper one."""
+    return (flat[0] - middle[0]) * (steep[1] - middle[1]) >= (middle[0] - steep[0]) * (middle[1] - flat[1])

@@ -8,19 +8,24 @@ that several read, as parts in different stages do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.planner.again import Again, Piece
+from hetu_fx.planner.amounts import Amount
 from hetu_fx.planner.cut import Cut
-from hetu_fx.planner.footprint import Amount, PartMemory, ProgramMemory
-from hetu_fx.planner.peaks import EVERYWHERE, Held, Owner, PartPeaks, Run, Sharing
+from hetu_fx.planner.footprint import PartMemory, ProgramMemory
+from hetu_fx.planner.peaks import EVERYWHERE, Held, Owner, Result, Run, Sharing
+from hetu_fx.planner.pieces import Pieces, all_pieces
 from hetu_fx.planner.storages import Storages
 
 
@@ -54,21 +59,28 @@ def program_memory(
         num_parts: how many parts there are.
         rows: of the example batch.
     """
-    runner = _Runner(graph, cut, part_of)
-    grows, largest = graph.batch_symbol is not None, _largest(graph, cut, part_of)
+    runner, grows = _Runner(graph, cut, part_of), graph.batch_symbol is not None
     try:
-        first, everywhere = runner.run(rows).peaks(num_parts)
-        second, more_everywhere = runner.run(2 * rows).peaks(num_parts) if grows else (first, everywhere)
+        first = runner.run(rows)
+        second = runner.run(2 * rows) if grows else first
     except (RuntimeError, NotImplementedError):
         return None  # an op whose result depends on data, or that cannot run without
-    pairs = enumerate(zip(first, second, strict=True))
-    parts = tuple(_part(one, other, rows, grows, largest.get(part, Amount())) for part, (one, other) in pairs)
-    return ProgramMemory(parts, _amount(everywhere, more_everywhere, rows, grows))
+    measured = _Measured(first, second, rows, grows)
+    again = _again(graph, cut, part_of, measured) if graph.num_blocks else []
+    largest = _largest(graph, cut, part_of)
+    (parts, everywhere), (more_parts, more_everywhere) = (run.peaks(num_parts) for run in (first, second))
+    found = [
+        PartMemory(*(*measured.amounts(one, other), largest.get(number, Amount())))
+        for number, (one, other) in enumerate(zip(parts, more_parts, strict=True))
+    ]
+    found[1:-1] = [replace(part, again=each) for part, each in zip(found[1:-1], again, strict=True)]
+    return ProgramMemory(tuple(found), *measured.amounts([everywhere], [more_everywhere]))
 
 
-def _part(one: PartPeaks, other: PartPeaks, rows: int, grows: bool, largest: Amount) -> PartMemory:
-    kept, forward, backward, later = (_amount(a, b, rows, grows) for a, b in zip(one, other, strict=True))
-    return PartMemory(kept, forward, backward, later, largest)
+def _again(graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int], measured: _Measured) -> list[Again]:
+    """Return what each block is where it is computed again."""
+    ways = {way: measured.pieces(pieces, graph.num_blocks) for way, pieces in all_pieces(graph, cut, part_of).items()}
+    return [Again(**{way: blocks[number] for way, blocks in ways.items()}) for number in range(graph.num_blocks)]
 
 
 def _largest(graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int]) -> dict[int, Amount]:
@@ -82,12 +94,29 @@ def _largest(graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int]) -> dict[int
     return found
 
 
-def _amount(first: Held, second: Held, rows: int, grows: bool) -> Amount:
-    """Return the line through measurements of `rows` rows and of twice as many; through zero where rows are fixed."""
-    more = second - first if grows else first
-    per_row = more.whole / rows, more.split / rows, more.sequence / rows
-    rest = first - more
-    return Amount(rest.whole, per_row[0], rest.split, per_row[1], rest.sequence, per_row[2])
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Runs of `rows` rows and of twice as many; where rows are fixed, one run, from which lines go through zero."""
+
+    first: Run
+    second: Run
+    rows: int
+    grows: bool
+
+    def amounts(self, one: Iterable[Held], other: Iterable[Held]) -> Iterator[Amount]:
+        """Yield the line through each two measurements."""
+        return map(self._amount, one, other)
+
+    def pieces(self, pieces: Pieces, num_blocks: int) -> list[tuple[Piece, ...]]:
+        """Return what the pieces of each block are."""
+        found = zip(*(pieces.peaks(run, num_blocks + 2)[1:-1] for run in (self.first, self.second)), strict=True)
+        return [tuple(Piece(*self.amounts(*pair)) for pair in zip(*blocks, strict=True)) for blocks in found]
+
+    def _amount(self, first: Held, second: Held) -> Amount:
+        more = second - first if self.grows else first
+        per_row = more.whole / self.rows, more.split / self.rows, more.sequence / self.rows
+        rest = first - more
+        return Amount(rest.whole, per_row[0], rest.split, per_row[1], rest.sequence, per_row[2])
 
 
 class _Runner:
@@ -107,12 +136,13 @@ class _Runner:
             storages.ignore(tensors)
             with storages:
                 walk = _Walk(self._graph.module(), self, storages)
-                roots = [root for root in tree_leaves(walk.run(*leaves)) if root.requires_grad]
-                parameters = [*tensors, *walk.own.values()]
+                with saved_tensors_hooks(walk.saves, lambda tensor: tensor):
+                    roots = [root for root in tree_leaves(walk.run(*leaves)) if root.requires_grad]
+                parameters, results, saving = [*tensors, *walk.own.values()], walk.results, frozenset(walk.saving)
                 del walk
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
             gradients = storages.numbers(leaf.grad for leaf in parameters if leaf.grad is not None)
-        return Run(storages.changes(), gradients)
+        return Run(storages.changes(), gradients, results, saving)
 
     def _leaf(self, node: fx.Node, is_parameter: bool, rows: int) -> Any:
         example = meta.value(self._names[node.name])
@@ -133,7 +163,7 @@ class _Runner:
         return self._part_of[self._names[clone.name]]
 
     def owner(self, clone: fx.Node, sizes: Mapping[int, Sharing], *, is_backward: bool) -> Owner:
-        return Owner(self.part_of(clone), is_backward, self._sharing(self._names[clone.name]), sizes)
+        return Owner(self.part_of(clone), is_backward, self._sharing(self._names[clone.name]), sizes, clone.name)
 
     def sizes(self, values: Mapping[fx.Node, Any]) -> dict[int, Sharing]:
         """Return for the sizes of these values how a group shares a storage of that size.
@@ -143,7 +173,7 @@ class _Runner:
         sizes: dict[int, Sharing] = {}
         for node, value in values.items():
             if isinstance(value, Tensor):
-                size, sharing = value.numel() * value.element_size(), self._sharing(self._names[node.name])
+                size, sharing = _bytes(value), self._sharing(self._names[node.name])
                 sizes[size] = max(sizes.get(size, Sharing.NEVER), sharing)
         return sizes
 
@@ -157,12 +187,20 @@ class _Walk(fx.Interpreter):
     """Runs a graph node by node, and says whose turn it is, forward and backward.
 
     `own` are the parameters by (placeholder, part that reads it): the same memory, with a gradient for each part.
+    `results` and `saving` are those of a `Run`.
     """
 
     def __init__(self, module: fx.GraphModule, runner: _Runner, storages: Storages[Owner]) -> None:
         super().__init__(module)
         self._about, self._storages = runner, storages
         self.own: dict[tuple[fx.Node, int], Tensor] = {}
+        self.results: dict[str, Result] = {}
+        self.saving: set[str] = set()
+
+    def saves(self, tensor: Tensor) -> Tensor:
+        """Write down that the op at hand saves something for its backward."""
+        self.saving.add(self._storages.owner.op)
+        return tensor
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         """Return the values of nodes that a node reads, with its part's own parameters."""
@@ -191,7 +229,13 @@ class _Walk(fx.Interpreter):
         def takes_over(*_: object) -> None:
             storages.owner = backward
 
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        for tensor in made:
+            if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(takes_over)
+        self.results[n.name] = Result(storages.numbers(made), sum(map(_bytes, made)))
         return result
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

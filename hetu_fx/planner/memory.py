@@ -22,11 +22,12 @@ is held until the end of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.comm_ops.buckets import BUCKET_BYTES, BUCKETS_AT_ONCE
-from hetu_fx.planner.footprint import Line, StageFootprint
+from hetu_fx.planner.amounts import Line
+from hetu_fx.planner.footprint import StageFootprint
 from hetu_fx.plans import Schedule
 
 UNBOUNDED = 1 << 40
@@ -113,46 +114,57 @@ class Instant:
         return fixed + per_row * rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What is held at an instant beside what lasts: bytes by term, activations, and messages in bytes per row."""
+
+    name: str
+    terms: Mapping[str, float]
+    activations: Line = (0.0, 0.0)
+    messages: float = 0.0
+
+    def line(self, lasting: float) -> Line:
+        """Return the bytes of all terms."""
+        fixed, per_row = self.activations
+        return lasting + sum(self.terms.values()) + fixed, per_row + self.messages
+
+
 def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
     """Return what a device holds at (2) to (7)."""
-    lasting = {
-        "parameters": (shard.owned, 0.0),
-        "copies": (shard.copied, 0.0),
-        "optimizer": (moments * shard.owned, 0.0),
-    }
-    sent = micro_batches * shard.handed
-    found = [*_ends(shard, sent), *_passing(shard, num_in_flight, micro_batches)]
-    return tuple(Instant(name, lasting | terms) for name, terms in found)
-
-
-def _ends(shard: Shard, sent: float) -> list[tuple[str, dict[str, Line]]]:
-    """Return (2), (6) and (7); `sent` is what is held of messages to other stages in (6), per row."""
-    travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
-    return [
-        ("gather", {"copies": (2 * shard.copied, 0.0), "messages": (travelling, 0.0)}),
-        ("synchronisation", {"gradients": (shard.parameters, 0.0), "messages": (shard.messages, sent)}),
-        ("update", {"gradients": (shard.owned, 0.0), "update": (shard.update_bytes, 0.0)}),
-    ]
-
-
-def _passing(shard: Shard, num_in_flight: int, micro_batches: int) -> list[tuple[str, dict[str, Line]]]:
-    """Return (3), (4) and (5)."""
-    print_ = shard.footprint
+    lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": moments * shard.owned}
     found = []
-    others = num_in_flight - 1
+    for moment in _moments(shard, num_in_flight, micro_batches):
+        held = {term: (lasting.get(term, 0.0) + moment.terms.get(term, 0.0), 0.0) for term in TERMS}
+        held["messages"] = held["messages"][0], moment.messages
+        found.append(Instant(moment.name, held | {"activations": moment.activations}))
+    return tuple(found)
+
+
+def _moments(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+    """Yield (2) to (7); what is sent to other stages is held to the end."""
+    travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
+    synced = {"gradients": shard.parameters, "messages": shard.messages}
+    yield _Moment("gather", {"copies": shard.copied, "messages": travelling})
+    yield _Moment("synchronisation", synced, messages=micro_batches * shard.handed)
+    yield _Moment("update", {"gradients": shard.owned, "update": shard.update_bytes})
+    yield from _passing(shard, num_in_flight, micro_batches)
+
+
+def _passing(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+    """Yield (3), (4) and (5)."""
+    print_, others = shard.footprint, num_in_flight - 1
     has_gradients = micro_batches > num_in_flight
-    sent = {"messages": (0.0, (micro_batches if has_gradients else num_in_flight) * shard.handed)}
-    gradients = {"gradients": (shard.parameters, 0.0)}
+    sent = (micro_batches if has_gradients else num_in_flight) * shard.handed
+    none: Mapping[str, float] = {}
+    gradients = {"gradients": shard.parameters}
     for line in print_.forward:
-        kept = {"activations": _above(line, print_.kept, others)}
-        found.append(("forward", kept | sent | (gradients if has_gradients else {})))
+        yield _Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
     for line in print_.backward:
-        found.append(("first backward", {"activations": _above(line, print_.kept, others)} | sent))
+        yield _Moment("first backward", none, _above(line, print_.kept, others), sent)
     if micro_batches > 1:
         left = others if has_gradients else others - 1
         for line in print_.later:
-            found.append(("later backward", {"activations": _above(line, print_.kept, left)} | sent | gradients))
-    return found
+            yield _Moment("later backward", gradients, _above(line, print_.kept, left), sent)
 
 
 def _above(line: Line, kept: Line, times: int) -> Line:
@@ -164,9 +176,11 @@ def peak(found: Sequence[Instant], rows: int) -> Terms:
     return max(found, key=lambda instant: instant.bytes(rows)).at(rows)
 
 
-def most_rows(limit: float, found: Sequence[Instant]) -> int:
+def most_rows(limit: float, shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> int:
     """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
-    return min(_most_rows(limit, *instant.line) for instant in found)
+    lasting = (1 + moments) * shard.owned + shard.copied
+    found = (moment.line(lasting) for moment in _moments(shard, num_in_flight, micro_batches))
+    return min(_most_rows(limit, fixed, per_row) for fixed, per_row in found)
 
 
 def _most_rows(limit: float, fixed: float, per_row: float) -> int:

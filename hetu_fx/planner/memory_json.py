@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from hetu_fx.documents import Fields, located
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.footprint import Amount, PartMemory, ProgramMemory
+from hetu_fx.planner.again import Again, Piece
+from hetu_fx.planner.amounts import Amount
+from hetu_fx.planner.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.repeated import read_repeated, repeated_json
 from hetu_fx.planner.tied import Tied
 
 _AMOUNT_KEYS = tuple(f.name for f in fields(Amount))
-_PART_KEYS = tuple(f.name for f in fields(PartMemory))
+_WAY_KEYS = tuple(f.name for f in fields(Again))
+_PIECE_KEYS = tuple(f.name for f in fields(Piece))
+_HELD_KEYS = ("kept", "forward", "backward", "later", "largest")
+_PART_KEYS = (*_HELD_KEYS, "again")
 
 
 def memory_json(memory: ProgramMemory) -> dict[str, Any]:
@@ -42,7 +47,14 @@ def read_tied(value: Mapping[str, Any], where: str) -> Tied:
 
 
 def _part_json(part: PartMemory) -> dict[str, Any]:
-    return {name: written for name in _PART_KEYS if (written := _amount_json(getattr(part, name)))}
+    again = {
+        way: [_amounts_json(p, _PIECE_KEYS) for p in found] for way in _WAY_KEYS if (found := getattr(part.again, way))
+    }
+    return _amounts_json(part, _HELD_KEYS) | ({"again": again} if again else {})
+
+
+def _amounts_json(holder: PartMemory | Piece, keys: Iterable[str]) -> dict[str, Any]:
+    return {name: written for name in keys if (written := _amount_json(getattr(holder, name)))}
 
 
 def _amount_json(amount: Amount) -> dict[str, float]:
@@ -50,7 +62,21 @@ def _amount_json(amount: Amount) -> dict[str, float]:
 
 
 def _part_of(view: Fields) -> PartMemory:
-    return PartMemory(*(_amount_of(view.mapping(name, {}), f"{view.where}.{name}") for name in _PART_KEYS))
+    return PartMemory(*_amounts_of(view, _HELD_KEYS), again=_again_of(view.mapping("again", {}), f"{view.where}.again"))
+
+
+def _again_of(value: Mapping[str, Any], where: str) -> Again:
+    view = Fields(value, where, ProfileError, _WAY_KEYS)
+    return Again(**{way: tuple(_pieces_of(view.objects(way, ()), f"{where}.{way}")) for way in _WAY_KEYS})
+
+
+def _pieces_of(values: Iterable[Mapping[str, Any]], where: str) -> Iterator[Piece]:
+    for number, value in enumerate(values):
+        yield Piece(*_amounts_of(Fields(value, f"{where}[{number}]", ProfileError, _PIECE_KEYS), _PIECE_KEYS))
+
+
+def _amounts_of(view: Fields, keys: Iterable[str]) -> Iterator[Amount]:
+    return (_amount_of(view.mapping(name, {}), f"{view.where}.{name}") for name in keys)
 
 
 def _amount_of(value: Mapping[str, Any], where: str) -> Amount:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Sharing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who allocates: a part, forward or backward.
+    """Who allocates: an op of a part, forward or backward.
 
     `sizes` tells for some sizes in bytes how a group shares such a storage; `sharing` for all others.
     """
@@ -32,6 +32,7 @@ class Owner:
     is_backward: bool = False
     sharing: Sharing = Sharing.NEVER
     sizes: Mapping[int, Sharing] = field(default_factory=dict)
+    op: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,18 @@ class Held:
     @classmethod
     def by(cls, change: Change[Owner]) -> Held:
         """Return what a change adds."""
-        match change.owner.sizes.get(abs(change.bytes), change.owner.sharing):
+        return cls.shared(change.bytes, change.owner.sizes.get(abs(change.bytes), change.owner.sharing))
+
+    @classmethod
+    def shared(cls, size: int, sharing: Sharing) -> Held:
+        """Return so many bytes that a group shares so."""
+        match sharing:
             case Sharing.ALWAYS:
-                return cls(change.bytes, change.bytes)
+                return cls(size, size)
             case Sharing.IN_SEQUENCE:
-                return cls(change.bytes, 0, change.bytes)
+                return cls(size, 0, size)
             case Sharing.NEVER:
-                return cls(change.bytes)
+                return cls(size)
 
 
 class PartPeaks(NamedTuple):
@@ -69,76 +75,109 @@ class PartPeaks(NamedTuple):
     later: Held
 
 
+Place = tuple[int, int]
+"""A part of the program, and a piece of it, by number."""
+
+PlaceOf = Callable[[Owner], Place]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The storages that an op's result has, and its own bytes of them."""
+
+    storages: frozenset[int]
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came and went in a run forward and backward; `gradients` are the storages of parameters' gradients."""
+    """What came and went in a run forward and backward; `gradients` are the storages of parameters' gradients.
+
+    `results` are those of ops by name, `saving` the ops that save anything for backward.
+    """
 
     changes: Sequence[Change[Owner]]
     gradients: frozenset[int]
+    results: Mapping[str, Result] = field(default_factory=dict)
+    saving: frozenset[str] = frozenset()
 
     def peaks(self, num_parts: int) -> tuple[tuple[PartPeaks, ...], Held]:
         """Return the peaks of each part, and what is kept everywhere."""
-        passing = [change for change in self.changes if change.storage not in self.gradients]
-        kept, made = _kept(passing), _made(self.changes, self.gradients)
-        first, later = _most(self.changes, frozenset()), _most(self.changes, self.gradients)
-        everywhere = kept.get(EVERYWHERE, Held())
+        kept, made = self.kept(_whole), self.made()
+        first, later = self.most(_whole), self.most(_whole, self.gradients)
+        everywhere = kept.get((EVERYWHERE, 0), Held())
         after = sum(made.values(), Held())
         parts, before = [], everywhere
         for part in range(num_parts):
-            own = kept.get(part, Held())
+            place = part, 0
+            own = kept.get(place, Held())
             after -= made.get(part, Held())
             # A part whose turn never comes holds nothing more.
-            backward = first.get((part, True), before + own + after) - before - own - after
-            again = later.get((part, True), before + own) - before - own
-            parts.append(PartPeaks(own, later.get((part, False), before) - before, backward, again))
+            backward = first.get((place, True), before + own + after) - before - own - after
+            again = later.get((place, True), before + own) - before - own
+            parts.append(PartPeaks(own, later.get((place, False), before) - before, backward, again))
             before += own
         return tuple(parts), everywhere
 
+    def made(self) -> dict[int, Held]:
+        """Return the gradients of parameters that each part's backward makes."""
+        made: dict[int, Held] = {}
+        for ((part, _), _), change in _turns(self.changes, _whole):
+            if change.storage in self.gradients:
+                made[part] = made.get(part, Held()) + Held.by(change)
+        return made
 
-def _made(changes: Iterable[Change[Owner]], gradients: frozenset[int]) -> dict[int, Held]:
-    """Return the gradients of parameters that each part's backward makes."""
-    made: dict[int, Held] = {}
-    turn = (0, False)
+    def kept(self, place_of: PlaceOf) -> dict[Place, Held]:
+        """Return what the ops of each place have allocated in the forward and is there when the backward begins."""
+        kept: dict[Place, Held] = {}
+        for change in self.changes:
+            if change.during.is_backward:
+                break
+            if change.storage not in self.gradients:
+                place = place_of(change.owner)
+                kept[place] = kept.get(place, Held()) + Held.by(change)
+        return kept
+
+    def most(self, place_of: PlaceOf, added: frozenset[int] = frozenset()) -> dict[tuple[Place, bool], Held]:
+        """Return the most that is held at once in each place's turn, forward and backward.
+
+        A place's turn lasts until a later one's begins, backward until an earlier one's: what an op of an earlier
+        place does in between is held in the later one's turn. Storages in `added` are held for a moment only, as
+        gradients are that are added to those of earlier micro-batches.
+        """
+        held, most = Held(), dict[tuple[Place, bool], Held]()
+        for turn, change in _turns(self.changes, place_of):
+            now = held + Held.by(change)
+            if change.storage not in added:
+                held = now
+            if turn not in most or now.whole > most[turn].whole:
+                most[turn] = now
+        return most
+
+    def entered(self, place_of: PlaceOf, added: frozenset[int] = frozenset()) -> dict[Place, Held]:
+        """Return what is held when the backward comes to each place, without storages in `added`."""
+        held, found = Held(), dict[Place, Held]()
+        for (place, is_backward), change in _turns(self.changes, place_of):
+            if is_backward:
+                found.setdefault(place, held)
+            if change.storage not in added:
+                held += Held.by(change)
+        return found
+
+
+def _whole(owner: Owner) -> Place:
+    return owner.part, 0
+
+
+def _turns(changes: Iterable[Change[Owner]], place_of: PlaceOf) -> Iterator[tuple[tuple[Place, bool], Change[Owner]]]:
+    """Yield each change with whose turn it is then: a place, forward or backward."""
+    place, is_backward = (0, 0), False
     for change in changes:
-        turn = _next(turn, change.during)
-        if change.storage in gradients:
-            made[turn[0]] = made.get(turn[0], Held()) + Held.by(change)
-    return made
-
-
-def _kept(changes: Iterable[Change[Owner]]) -> dict[int, Held]:
-    """Return what each part's ops have allocated in the forward and is still there when the backward begins."""
-    kept: dict[int, Held] = {}
-    for change in changes:
-        if change.during.is_backward:
-            break
-        part = change.owner.part
-        kept[part] = kept.get(part, Held()) + Held.by(change)
-    return kept
-
-
-def _most(changes: Iterable[Change[Owner]], added: frozenset[int]) -> dict[tuple[int, bool], Held]:
-    """Return the most that is held at once in each part's turn, forward and backward.
-
-    A part's turn lasts until a later one's begins, backward until an earlier one's: what an op of an earlier part
-    does in between is held in the later one's turn. Storages in `added` are held for a moment only, as gradients are
-    that are added to those of earlier micro-batches.
-    """
-    held, most, turn = Held(), dict[tuple[int, bool], Held](), (0, False)
-    for change in changes:
-        turn = _next(turn, change.during)
-        now = held + Held.by(change)
-        if change.storage not in added:
-            held = now
-        if turn not in most or now.whole > most[turn].whole:
-            most[turn] = now
-    return most
-
-
-def _next(turn: tuple[int, bool], during: Owner) -> tuple[int, bool]:
-    part, is_backward = turn
-    if during.part == EVERYWHERE:
-        return turn
-    if during.is_backward:
-        return (min(part, during.part) if is_backward else during.part), True
-    return turn if is_backward else (max(part, during.part), False)
+        now, during = place_of(change.during), change.during
+        if during.part == EVERYWHERE:
+            pass  # takes no turn
+        elif during.is_backward:
+            place, is_backward = (min(place, now) if is_backward else now), True
+        elif not is_backward:
+            place = max(place, now)
+        yield (place, is_backward), change

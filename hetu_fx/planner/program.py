@@ -13,7 +13,9 @@ from functools import cached_property, reduce
 from operator import add, attrgetter
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.footprint import Amount, PartMemory, ProgramMemory, StageFootprint
+from hetu_fx.planner.amounts import Amount
+from hetu_fx.planner.footprint import PartMemory, ProgramMemory, StageFootprint
+from hetu_fx.planner.memory import Shard
 from hetu_fx.planner.tied import Tied, gradients_of, pending_of
 from hetu_fx.plans import Plan, Stage
 
@@ -233,8 +235,15 @@ class ProgramCosts:
         shared = self.on(stage, position)
         if not stage.recompute:
             return shared
-        summed = [block.reduced_bytes if stage.is_grid else 0.0 for block in self.blocks]
+        summed = [block.reduced_bytes for block in self.blocks] if stage.is_grid else []
         return shared._recomputing(start, start + stage.recompute, stage, summed)
+
+    @staticmethod
+    def _way(stage: Stage) -> str:
+        """Return how a stage's devices share work, as `again.Again` names it."""
+        if stage.shares_sequence:
+            return "grid" if stage.is_grid else "context"
+        return "tensor" if len(stage.devices) > 1 else "alone"
 
     def again(self, stage: Stage, start: int, position: int = 0) -> PartCosts:
         """Return the costs of the blocks whose forward a stage with the blocks from `start` does once more."""
@@ -243,23 +252,25 @@ class ProgramCosts:
     def _recomputing(self, start: int, stop: int, stage: Stage, summed: Sequence[float]) -> ProgramCosts:
         """Return the program with blocks that keep what they hand on, and what a group has sent.
 
-        `summed` are the bytes per row that each block sums over tensor parallel groups beside what the devices gather.
+        `summed` are the bytes per row that each block of a grid sums over tensor parallel groups beside what the
+        devices gather.
         """
-        key = start, stop, stage.shares_sequence, len(stage.devices) > 1
+        way = self._way(stage)
+        key = start, stop, way
         if key not in self._recomputed:
             memory = self.memory or _assumed(self.parts)
             parts = list(memory.parts)
             for block in range(start, stop):
                 handed = self.boundary(block + 1) or self.boundary(block)
                 sent = self.blocks[block].reduced_bytes * (len(stage.devices) > 1)
-                shared = handed * stage.shares_sequence + summed[block]
-                kept = Amount(0.0, handed + sent + summed[block], 0.0, shared)
-                parts[block + 1] = parts[block + 1].recomputed(kept)
+                beside = summed[block] if summed else 0.0
+                kept = Amount(0.0, handed + sent + beside, 0.0, handed * stage.shares_sequence + beside)
+                parts[block + 1] = parts[block + 1].recomputed(way, kept)
             self._recomputed[key] = replace(self, memory=replace(memory, parts=tuple(parts)))
         return self._recomputed[key]
 
     @cached_property
-    def _recomputed(self) -> dict[tuple[int, int, bool, bool], ProgramCosts]:
+    def _recomputed(self) -> dict[tuple[int, int, str], ProgramCosts]:
         """What _recomputing() worked out."""
         return {}
 
@@ -320,6 +331,11 @@ class ProgramCosts:
     @cached_property
     def known_limits(self) -> dict[object, int]:
         """What has been worked out of memory: searches ask the same over and over (`planner.shards`)."""
+        return {}
+
+    @cached_property
+    def known_shards(self) -> dict[object, Shard]:
+        """What has been worked out of what devices hold."""
         return {}
 
     @cached_property

@@ -82,8 +82,15 @@ class Piece:
         key = limit, num_in_flight, micro_batches, zero, num_replicas, self._place
         known = self.costs.known_limits
         if key not in known:
-            shard = self.shard(Homes.even(zero, num_replicas, self.group))
-            known[key] = most_rows(limit, instants(shard, num_in_flight, micro_batches))
+            shard = self._even_shard(zero, num_replicas)
+            known[key] = most_rows(limit, shard, num_in_flight, micro_batches)
+        return known[key]
+
+    def _even_shard(self, zero: int, num_replicas: int) -> Shard:
+        """Return what its device holds if states are spread evenly; it is the same for all schedules."""
+        key, known = (zero, num_replicas, self._place), self.costs.known_shards
+        if key not in known:
+            known[key] = self.shard(Homes.even(zero, num_replicas, self.group))
         return known[key]
 
     def recomputing(self, blocks: int) -> Piece:

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.footprint import Amount, PartMemory, ProgramMemory
+from hetu_fx.planner.amounts import Amount
+from hetu_fx.planner.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.lengths import costs_at
 from hetu_fx.planner.program import ProgramCosts
 from tests.planner.examples import transformer

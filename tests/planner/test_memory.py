@@ -65,7 +65,7 @@ def test_micro_batches_in_flight_add_up() -> None:
 @pytest.mark.parametrize("shard", [ALONE, SPREAD])
 def test_most_rows_fill_what_is_left(shard: Shard) -> None:
     found = instants(shard, 3, 6)
-    rows = most_rows(1000, found)
+    rows = most_rows(1000, shard, 3, 6)
     assert rows > 0
     held = [sum(count for _, count in peak(found, n)) for n in (rows, rows + 1)]
     assert held[0] <= 1000 < held[1]
@@ -73,6 +73,6 @@ def test_most_rows_fill_what_is_left(shard: Shard) -> None:
 
 def test_rows_have_no_limit_where_they_hold_nothing_and_none_fit_where_states_do_not() -> None:
     empty = StageFootprint((0, 0), (), (), ())
-    found = instants(Shard(100, 100, 0, 0, empty), 1, 1)
-    assert most_rows(400, found) == UNBOUNDED
-    assert most_rows(399, found) == 0
+    shard = Shard(100, 100, 0, 0, empty)
+    assert most_rows(400, shard, 1, 1) == UNBOUNDED
+    assert most_rows(399, shard, 1, 1) == 0

@@ -65,7 +65,7 @@ class _Walk:
         rings: frozenset[fx.Node],
     ) -> None:
         self.annotated, self.factors, self.joined, self.rings = annotated, annotated.factors, outside, rings
-        self.activations = activations(annotated)
+        self.activations = activations(annotated.graph, annotated.factors, annotated.flow)
         needed = (stage_nodes(annotated, layout).needed for layout in annotated.context_layouts)
         self.computed = frozenset(n for nodes in needed for n in nodes if self.factors.is_op(n)) - excluded
         self.ops: dict[fx.Node, Classes] = {}

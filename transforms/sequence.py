@@ -81,18 +81,17 @@ def sequence_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outsid
     """Return what may be cut under a plan, without the ops that are `excluded`; values read `outside` are joined."""
     if not annotated.plan.sequence_parallel:
         return UNCUT
-    able = activations(annotated) - excluded
+    able = activations(annotated.graph, annotated.factors, annotated.flow) - excluded
     return SequenceCut({node: _cuttable(node, annotated) for node in able}, outside)
 
 
-def activations(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
+def activations(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[fx.Node]:
     """Return the ops that batch and parameters both reach, the latter by tensors; masks have but sizes of them."""
-    graph, factors = annotated.graph, annotated.factors
     reached = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
     for node in graph.graph.nodes:
         if factors.is_op(node) and any(operand.node in reached for operand in factors.op(node).operands):
             reached.add(node)
-    return frozenset(node for node in reached if node.op == "call_function" and annotated.flow.through_inputs(node))
+    return frozenset(node for node in reached if node.op == "call_function" and flow.through_inputs(node))
 
 
 def _cuttable(node: fx.Node, annotated: AnnotatedGraph) -> Classes:

@@ -60,6 +60,57 @@ class Pooled(ByPositions):
         return super().meet(x, positions) + x.mean(1, keepdim=True)
 
 
+class WithTable(ByPositions):
+    """Adds a learned position to each token, of the table's rows that `places` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 8)
+        self.register_buffer("waves", torch.randn(64, 8))
+        self.register_buffer("numbers", torch.arange(64))
+
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().meet(x + self.places(positions), positions)
+
+    def places(self, positions: Tensor) -> Tensor:
+        return self.table(positions)
+
+
+class CountsUp(WithTable):
+    def places(self, positions: Tensor) -> Tensor:
+        return self.table(torch.arange(positions.shape[1]))
+
+
+class CountsNumbersOfABuffer(WithTable):
+    def places(self, positions: Tensor) -> Tensor:
+        return self.table(self.numbers[: positions.shape[1]])
+
+
+class HasWaves(WithTable):
+    def places(self, positions: Tensor) -> Tensor:
+        return self.waves[: positions.shape[1]]
+
+
+class CountsTokens(WithTable):
+    def places(self, positions: Tensor) -> Tensor:
+        return self.table((positions >= 0).cumsum(1))
+
+
+class CutsTheTable(WithTable):
+    def places(self, positions: Tensor) -> Tensor:
+        return self.table.weight[: positions.shape[1]]
+
+
+class ByCausalMask(ByPositions):
+    """Makes its mask of positions and of places in the row, as transformers' models do."""
+
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        number = (positions == 0).cumsum(1)
+        places = torch.arange(positions.shape[1])
+        mask = (number[:, :, None] == number[:, None]) & (places[:, None] >= places)
+        return scaled_dot_product_attention(x, x, x, mask)
+
+
 def judged(kind: type[Reader]) -> tuple[str, str]:
     ids = torch.ones(3, 11, dtype=torch.int64)
     batch = {"input_ids": ids, "position_ids": torch.arange(11).expand(3, -1).clone(), "labels": ids.clone()}
@@ -72,6 +123,17 @@ def test_a_mask_that_follows_from_positions_keeps_sequences_apart() -> None:
     packed, padded = judged(ByPositions)
     assert packed == ""
     assert "is not causal" in padded
+
+
+@pytest.mark.parametrize("kind", [WithTable, ByCausalMask])
+def test_positions_that_are_given_and_places_in_masks_keep_sequences_apart(kind: type[Reader]) -> None:
+    assert judged(kind)[0] == ""
+
+
+@pytest.mark.parametrize("kind", [CountsUp, CountsNumbersOfABuffer, HasWaves, CountsTokens, CutsTheTable])
+def test_activations_that_learn_their_place_in_the_row_are_not_packed(kind: type[Reader]) -> None:
+    packed, _ = judged(kind)
+    assert "in their row" in packed or "which takes no mask" in packed
 
 
 def test_causal_attention_does_not_see_what_fills_a_row_but_sees_other_sequences() -> None:

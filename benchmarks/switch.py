@@ -2,7 +2,7 @@
 
 Two kinds: another variant (parameters are gathered from home into another plan's layout) and another home (parameters
 and optimizer state change their owners). Both beside torch.distributed.checkpoint, which saves the same state from one
-home and loads it into the other.
+home and loads it into the other. And steps: what a change of variant adds to a step, which gathers anyway.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from benchmarks.switch_ranks import FULL, HOME, QUICK, RESULT, VARIANT, WORLD, work
+from benchmarks.switch_ranks import FULL, HOME, QUICK, RESULT, STEP, VARIANT, WORLD, work
 
-SPEEDUP_BAR, BYTES_BAR = 10.0, 1.0
+SPEEDUP_BAR, BYTES_BAR, STEP_BAR = 10.0, 1.0, 1.05
 Switch = Mapping[str, Any]
 
 
@@ -45,8 +45,23 @@ def judge(result: Mapping[str, Any]) -> int:
         bars.append(Bar(f"checkpoint over {kind}, median", statistics.median(speedups), SPEEDUP_BAR, at_least=True))
         bars.append(Bar(f"bytes of {kind} over the least", excess, BYTES_BAR, at_least=False))
         rows += [row(kind, switch, speedup) for switch, speedup in zip(switches, speedups, strict=True)]
+    ratios = [median_ratio(step["changed"], step["stayed"]) for step in result[STEP]]
+    bars.append(
+        Bar("step after a change of variant over the next", statistics.median(ratios), STEP_BAR, at_least=False)
+    )
+    rows += [step_row(step, ratio) for step, ratio in zip(result[STEP], ratios, strict=True)]
     rows += [{"what": f"checkpoint {way}", "seconds": statistics.median(result[way])} for way in ("save", "load")]
     return finish("switch", bars, rows, **result["about"])
+
+
+def step_row(step: Switch, ratio: float) -> Row:
+    """Make a line of steps."""
+    return {
+        "what": f"step after {step['from']} to {step['to']}",
+        "seconds": statistics.median(step["changed"]),
+        "next step": statistics.median(step["stayed"]),
+        "of the next step": ratio,
+    }
 
 
 def row(kind: str, switch: Switch, speedup: float) -> Row:
@@ -54,6 +69,7 @@ def row(kind: str, switch: Switch, speedup: float) -> Row:
     return {
         "what": f"{kind} {switch['from']} to {switch['to']}",
         "seconds": statistics.median(switch["seconds"]),
+        "first": switch["seconds"][0],
         "MB": switch["bytes"] / 1e6,
         "least MB": switch["least bytes"] / 1e6,
         "messages": switch["messages"],

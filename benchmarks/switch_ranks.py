@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 
 import hetu_fx
-from benchmarks.contest import adamw, barrier, slowest, timed, train_step
+from benchmarks.contest import Step, adamw, barrier, slowest, timed, train_step
 from benchmarks.models import Size, batch, llama, num_parameters
 from hetu_fx.comm_ops.bsr_plan import Move
 from hetu_fx.comm_ops.bsr_report import least_bytes
@@ -25,7 +25,7 @@ from hetu_fx.switching.home import HomeTensor
 
 WORLD = 4
 QUICK, FULL = Size(width=512, layers=4, rows=8, tokens=16), Size(width=1024, layers=9, rows=8, tokens=16)
-HOME, VARIANT, RESULT = "home", "variant", "result.json"
+HOME, VARIANT, STEP, RESULT = "home", "variant", "step", "result.json"
 # Every plan to every other one, once.
 ROUND = ("DP", "TP", "DP", "PP", "DP", "unequal", "TP", "PP", "TP", "unequal", "PP", "unequal", "DP")
 
@@ -57,14 +57,31 @@ def work(rank: int, folder: Path, size: Size, rounds: int) -> None:
         model.hetu.add_variant(plan, name)
         model.hetu.switch(name)
         train_step(model, optimizer, data)()  # makes graphs, groups and optimizer state
+    steps = variant_steps(model, train_step(model, optimizer, data), rounds)
     optimizer.zero_grad()
     model.hetu.switch_home("DP")
     found: dict[str, Any] = {HOME: home_switches(model, rounds), VARIANT: variant_switches(model, data, rounds)}
-    found |= checkpoints(model, optimizer, folder, rounds) | {"about": about}
+    found |= checkpoints(model, optimizer, folder, rounds) | {"about": about, STEP: steps}
     if rank == 0:
         (folder / RESULT).write_text(json.dumps(found))
     barrier()
     dist.destroy_process_group()
+
+
+def variant_steps(model: Any, step: Step, rounds: int) -> list[dict[str, Any]]:
+    """Time steps right after a change of variant, and the steps after those; all gather the changed parameters."""
+    steps: list[dict[str, Any]] = []
+    for pair in (("DP", "TP"), ("TP", "unequal")):
+        for before, after in (pair, pair[::-1]):
+            steps.append({"from": before, "to": after, "changed": [], "stayed": []})
+        model.hetu.switch(pair[0])
+        step()
+        for _ in range(rounds):
+            for found in steps[-2:]:
+                model.hetu.switch(found["to"])
+                for kind in ("changed", "stayed"):
+                    found[kind].append(slowest(timed(step)))
+    return steps
 
 
 def home_switches(model: Any, rounds: int) -> list[dict[str, Any]]:

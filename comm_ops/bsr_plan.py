@@ -158,16 +158,19 @@ def relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tupl
 
 
 def _chunks(part: Slice, count: int) -> list[Slice]:
-    """Cut a slice in at most `count` chunks of about equal size, along its longest dim."""
-    if not part.dims:
-        return [part]
-    dim = max(range(len(part.dims)), key=lambda d: length(part.dims[d]))
-    size = length(part.dims[dim])
+    """Cut a slice in at most `count` chunks of about equal size."""
+    return [replace(part, dims=dims) for dims in cut_evenly(part.dims, count)]
+
+
+def cut_evenly(dims: Dims, count: int) -> list[Dims]:
+    """Cut a part of index space in at most `count` chunks of about equal size, along its longest dim."""
+    if not dims:
+        return [dims]
+    dim = max(range(len(dims)), key=lambda d: length(dims[d]))
+    size = length(dims[dim])
     bounds = [size * index // count for index in range(count + 1)]
     return [
-        replace(part, dims=(*part.dims[:dim], merge(select(part.dims[dim], a, b)), *part.dims[dim + 1 :]))
-        for a, b in itertools.pairwise(bounds)
-        if a < b
+        (*dims[:dim], merge(select(dims[dim], a, b)), *dims[dim + 1 :]) for a, b in itertools.pairwise(bounds) if a < b
     ]
 
 

@@ -6,14 +6,13 @@ Packing and unpacking are pure functions of tensors, so a whole plan can also be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.comm_ops.bsr_messages import Messages, Rooms, post
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer
-from hetu_fx.comm_ops.groups import GroupTable, guarded
+from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.comm_ops.packing import (
     check_local,
     local_dims,
@@ -25,9 +24,6 @@ from hetu_fx.comm_ops.packing import (
     write,
 )
 from hetu_fx.errors import CommError
-
-# Keeps these messages apart from a pipeline's own between the same two ranks.
-_TAG = 0x4253
 
 
 def run_moves(
@@ -55,11 +51,17 @@ def run_moves(
 
 
 def pack(
-    plan: BsrPlan, rank: int, receiver: int, tensors: Sequence[Tensor | None], examples: Sequence[Tensor]
+    plan: BsrPlan,
+    rank: int,
+    receiver: int,
+    tensors: Sequence[Tensor | None],
+    examples: Sequence[Tensor],
+    message: Tensor | None = None,
 ) -> Tensor:
-    """Make the message (flat bytes) from `rank` to `receiver`."""
+    """Make the message (flat bytes) from `rank` to `receiver`, in `message` if that is given."""
     transfers = plan.outgoing[rank][receiver]
-    message = examples[transfers[0].move].new_empty(message_bytes(plan, transfers, examples), dtype=torch.uint8)
+    if message is None:
+        message = examples[transfers[0].move].new_empty(message_bytes(plan, transfers, examples), dtype=torch.uint8)
     for transfer, place in _places(plan, transfers, examples, message):
         place.copy_(_read(plan, rank, transfer, tensors))
     return message
@@ -71,15 +73,14 @@ def unpack(
     tensors: Sequence[Tensor | None],
     examples: Sequence[Tensor],
     messages: Mapping[int, Tensor],
+    results: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor | None]:
     """Put one round's results together from this rank's own slices and the messages by sender.
 
-    Where this rank's part stays as it is, the result is the tensor itself.
+    Where this rank's part stays as it is, the result is the tensor itself. `results` are those of a call for an
+    earlier part of the same moves; they are filled further.
     """
-    results = [
-        tensor if _stays(plan.moves[number], rank) else _allocate(plan.moves[number], rank, example)
-        for number, (tensor, example) in enumerate(zip(tensors, examples, strict=True))
-    ]
+    results = _new_results(plan, rank, tensors, examples) if results is None else list(results)
     incoming = plan.incoming.get(rank, ())
     places = {
         sender: _places(plan, [t for t in incoming if t.sender == sender], examples, message)
@@ -94,16 +95,13 @@ def unpack(
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """One rank's messages of one round, flat bytes by peer: ready to be sent, and room for what arrives.
-
-    Tensors are on `device`; the messages may be in host memory.
-    """
-
-    arriving: Mapping[int, Tensor]
-    leaving: Mapping[int, Tensor]
-    device: torch.device
+def _new_results(
+    plan: BsrPlan, rank: int, tensors: Sequence[Tensor | None], examples: Sequence[Tensor]
+) -> list[Tensor | None]:
+    return [
+        tensor if _stays(plan.moves[number], rank) else _allocate(plan.moves[number], rank, example)
+        for number, (tensor, example) in enumerate(zip(tensors, examples, strict=True))
+    ]
 
 
 def exchange(
@@ -113,55 +111,43 @@ def exchange(
     rank = table.rank
     if not plan.outgoing.get(rank) and all(t.sender == rank for t in plan.incoming.get(rank, ())):
         return {}
-    return send(prepare(plan, table, examples, tensors), table)
+    return post(prepare(plan, table, examples, tensors), table).wait()
 
 
-def prepare(plan: BsrPlan, table: GroupTable, examples: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> Messages:
-    """Pack what this rank sends, and make room for what it gets; talks to nobody."""
+def prepare(
+    plan: BsrPlan,
+    table: GroupTable,
+    examples: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
+    rooms: Rooms | None = None,
+) -> Messages:
+    """Pack what this rank sends, and make room for what it gets, in `rooms` if given; talks to nobody."""
+    rank, rooms = table.rank, rooms or Rooms()
     senders: dict[int, list[Transfer]] = {}
-    for transfer in plan.incoming.get(table.rank, ()):
-        if transfer.sender != table.rank:
+    for transfer in plan.incoming.get(rank, ()):
+        if transfer.sender != rank:
             senders.setdefault(transfer.sender, []).append(transfer)
-    device = _device(plan, table.rank, examples)
+    receivers = plan.outgoing.get(rank, {})
+    device = _device(plan, rank, examples)
     host = torch.device("cpu") if table.staged(device) else device
-    arriving = {
-        sender: torch.empty(message_bytes(plan, transfers, examples), dtype=torch.uint8, device=host)
-        for sender, transfers in sorted(senders.items())
-    }
-    leaving = {
-        peer: pack(plan, table.rank, peer, tensors, examples).to(host)
-        for peer in sorted(plan.outgoing.get(table.rank, {}))
-    }
+    arriving = rooms.arriving.take(_sizes(plan, senders, examples), host)
+    leaving = rooms.leaving.take(_sizes(plan, receivers, examples), host)
+    for peer, message in leaving.items():
+        if host == device:
+            pack(plan, rank, peer, tensors, examples, message)
+        else:
+            message.copy_(pack(plan, rank, peer, tensors, examples))
     return Messages(arriving, leaving, device)
 
 
-def send(messages: Messages, table: GroupTable) -> dict[int, Tensor]:
-    """Send messages and wait for those that arrive; gives them by sender. Raises CommError where a peer is dead."""
-    peers = sorted({*messages.arriving, *messages.leaving})
-    if not peers:
-        return {}
-    with guarded("batched send-receive", [table.rank, *peers]):
-        for work in _post(table, messages.arriving, messages.leaving):
-            work.wait()
-    return {sender: message.to(messages.device) for sender, message in messages.arriving.items()}
+def _sizes(plan: BsrPlan, peers: Mapping[int, Sequence[Transfer]], examples: Sequence[Tensor]) -> dict[int, int]:
+    return {peer: message_bytes(plan, transfers, examples) for peer, transfers in sorted(peers.items())}
 
 
 def _device(plan: BsrPlan, rank: int, examples: Sequence[Tensor]) -> torch.device:
     moves = [t.move for t in plan.incoming.get(rank, ())]
     moves += [t.move for peers in plan.outgoing.get(rank, {}).values() for t in peers]
     return examples[moves[0]].device if moves else torch.device("cpu")
-
-
-def _post(table: GroupTable, arriving: Mapping[int, Tensor], leaving: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Post every receive before any send: gloo's send ends only once its receive is posted."""
-    receives = [(dist.irecv, message, table.to_global(peer)) for peer, message in sorted(arriving.items())]
-    sends = [(dist.isend, message, table.to_global(peer)) for peer, message in sorted(leaving.items())]
-    if any(message.device.type != "cpu" for message in (*arriving.values(), *leaving.values())):
-        # NCCL needs one group call, or sends and receives of a pair wait for each other.
-        batch = [dist.P2POp(op, message, peer, table.base, _TAG) for op, message, peer in receives + sends]
-        return list(dist.batch_isend_irecv(batch))
-    works = [op(message, peer, group=table.base, tag=_TAG) for op, message, peer in receives + sends]
-    return [work for work in works if work is not None]
 
 
 def examples_of(

@@ -80,8 +80,12 @@ class Rehoming:
 
     def switch_home(self, home: Home, optimizer: Optimizers | None = None) -> SwitchPlan:
         """Bring parameters and all that belongs to them home to where `home` says; see `Handle.switch_home`."""
-        self._learn(optimizer)
-        return self._carry_out(*together(self.runtime.table, lambda: self._wanted(home)))
+
+        def wanted() -> tuple[Plan, list[float]]:
+            self._take_in(optimizer)
+            return self._wanted(home)
+
+        return self._carry_out(*together(self.runtime.table, wanted))
 
     def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work and of all homes; see `Handle.drain`."""

@@ -146,6 +146,19 @@ def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     return tuple(count > 0 for count in counts.tolist())
 
 
+def alike(table: GroupTable, digest: int) -> bool:
+    """Tell whether all ranks, several, have the same number of 48 bits; collective."""
+    bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=_device(table))
+    with using(table), guarded("agreement on what is alike", range(table.size)):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=table.base)
+    return bool(bounds.sum() == 0)
+
+
+def digest_of(text: str) -> int:
+    """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
 def from_first(table: GroupTable, value: T) -> T:
     """Return rank 0's value on every rank; collective."""
     values = [value]
@@ -195,20 +208,15 @@ def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
 def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
+    same = digest_of(f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}")
     asks = facts.is_leaving, facts.has_plan, facts.probe_seconds, facts.is_joined
-    head = [0.0, facts.rows, _digest(facts), facts.longest, facts.compute_seconds, *asks]
+    head = [0.0, facts.rows, same, facts.longest, facts.compute_seconds, *asks]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
     return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
 
 
 def _padded(numbers: Sequence[float], length: int) -> list[float]:
     return [*map(float, numbers), *[0.0] * (length - len(numbers))]
-
-
-def _digest(facts: LocalFacts) -> int:
-    """Hash what must be equal to 48 bits, which a float64 carries exactly."""
-    text = f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
 
 def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:

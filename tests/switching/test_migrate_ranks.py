@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_home_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
+from hetu_fx.comm_ops import bsr_run
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import StateError
+from hetu_fx.switching import migrate as migrate_module
+from hetu_fx.switching.agreement import of_all
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.migrate import migrate
 
@@ -83,13 +87,55 @@ def check_gradients_that_add_up_move_too(rank: int, world: int, folder: Path) ->
 
 def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    small = moved(homes, [], ELSEWHERE, extra_share=1e-3)
+    small = moved(homes, [], ELSEWHERE, extra_share=1e-3, least_extra_bytes=0)
     assert_same(homes, plains)
     assert moved(homes, [], ELSEWHERE).buckets == ()
     large = moved(homes, [], BEFORE, extra_share=10.0)
     assert len(small.buckets) > 8
+    assert not all(bucket.completes for bucket in small.buckets)
     assert len(large.buckets) == 1
     assert_same(homes, plains)
+
+
+def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_moved(
+    rank: int, world: int, folder: Path
+) -> None:
+    plains, homes = parameters(rank)
+    small: dict[str, Any] = {"extra_share": 1e-3, "least_extra_bytes": 0}
+    last = len(moved(homes, [], ELSEWHERE, **small).buckets) - 1
+    moved(homes, [], BEFORE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate_module, "unpack", failing_at(last, rank == 1))
+        with pytest.raises((MemoryError, StateError), match="no memory is left"):
+            moved(homes, [], ELSEWHERE, **small)
+    found = [tensor.home_layout.annotation for home in homes for tensor in (home, home.grad)]
+    old, new = ([places[name] for name in HOMES for _ in range(2)] for places in (BEFORE, ELSEWHERE))
+    assert all(place in places for place, *places in zip(found, old, new, strict=True))
+    assert found != old
+    assert found != new
+    assert of_all(GroupTable(), found) == [found] * world
+    assert_same(homes, plains)
+    assert_same([home.grad for home in homes], [plain.grad for plain in plains])
+    moved(homes, [], BEFORE)
+    assert_same(homes, plains)
+
+
+def failing_at(number: int, fails: bool) -> Any:
+    """Return `unpack` that fails at its call of this number, if it is to fail."""
+    calls = itertools.count()
+
+    def unpack(*arguments: Any) -> Any:
+        if next(calls) == number and fails:
+            raise MemoryError("no memory is left")
+        return bsr_run.unpack(*arguments)
+
+    return unpack
+
+
+def check_a_change_that_was_planned_lately_is_not_planned_again(rank: int, world: int, folder: Path) -> None:
+    _, homes = parameters(rank)
+    plans = [moved(homes, [], targets) for targets in (ELSEWHERE, BEFORE, ELSEWHERE, BEFORE)]
+    assert [plans[0] is plans[2], plans[1] is plans[3]] == [True, True]
 
 
 def check_versions_tell_of_the_move(rank: int, world: int, folder: Path) -> None:

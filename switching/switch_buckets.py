@@ -1,0 +1,183 @@
+"""The state's tensors in buckets: what is brought over together, so that all that it takes stays below a bound.
+
+While a bucket's messages travel, those before it are put together and those after it are packed. So a rank holds, at
+most and beside its state, what arrives and what leaves of two buckets, and new parts of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.region import length
+from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer, cut_evenly
+from hetu_fx.errors import StateError
+
+ARRIVING, LEAVING, NEW = _USES = "arriving", "leaving", "new"
+_PARTS = 5  # of the bound: what arrives and what leaves, of two buckets each, and new parts
+
+Load = Counter[tuple[str, int]]
+"""Bytes by what they are for, and by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of the training state: where its parts lie before and after.
+
+    `kind` says what it is of its parameter: "value", "gradient", or an optimizer's state by its name. `shape` is
+    global.
+    """
+
+    parameter: str
+    kind: str
+    dtype: torch.dtype
+    source: Annotation
+    target: Annotation
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.source.has_partial or self.target.has_partial:
+            raise StateError(
+                f"{self.kind} of {self.parameter!r} cannot have summands at home: {self.source} before, {self.target} "
+                f"after"
+            )
+
+    @property
+    def move(self) -> Move:
+        """Return what is asked of the planner of messages."""
+        return Move(self.source, self.target, self.shape, self.dtype.itemsize)
+
+    def part_bytes(self, at: Annotation, rank: int) -> int:
+        """Count the bytes of a rank's part where the tensor lies as `at` says."""
+        return math.prod(at.region(rank, self.shape).local_shape) * self.dtype.itemsize if at.holds(rank) else 0
+
+    def stays(self, rank: int) -> bool:
+        """Tell whether a rank's part stays as it is."""
+        held = self.source.holds(rank), self.target.holds(rank)
+        if not all(held):
+            return not any(held)
+        return self.source.region(rank, self.shape).dims == self.target.region(rank, self.shape).dims
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchBucket:
+    """Tensors that travel together, or one part of them; move i of `moves` is that of tensor i.
+
+    `completes` says that it is the last part: the tensors are at their new home after it, and as before until then.
+    """
+
+    tensors: tuple[StateTensor, ...]
+    moves: BsrPlan
+    completes: bool = True
+
+    @property
+    def load(self) -> Load:
+        """Count what every rank holds for this bucket beside its state."""
+        return sum(loads_of(self.tensors, self.moves.transfers), Counter())
+
+    @property
+    def message_bytes(self) -> int:
+        """Count what the busiest rank sends or receives."""
+        return max((num_bytes for (what, _), num_bytes in self.load.items() if what != NEW), default=0)
+
+
+def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> list[Load]:
+    """Count for each tensor what every rank holds beside its state while the tensor is brought over.
+
+    Its new part stands beside the old one until all of it has arrived everywhere, unless it is the old one.
+    """
+    loads: list[Load] = [Counter() for _ in tensors]
+    for transfer in transfers:
+        if transfer.sender != transfer.receiver:
+            num_bytes = transfer.numel * tensors[transfer.move].dtype.itemsize
+            loads[transfer.move][ARRIVING, transfer.receiver] += num_bytes
+            loads[transfer.move][LEAVING, transfer.sender] += num_bytes
+    for tensor, load in zip(tensors, loads, strict=True):
+        for rank in tensor.target.ranks:
+            load[NEW, rank] = 0 if tensor.stays(rank) else tensor.part_bytes(tensor.target, rank)
+    return loads
+
+
+def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
+    """Count what every rank holds, at most, beside its state while buckets are brought over one after the other.
+
+    Room for messages is used again by the bucket after the next, and is as large as the larger of the two.
+    """
+    rooms: Load = Counter()
+    for number, bucket in enumerate(buckets):
+        for (what, rank), num_bytes in bucket.load.items():
+            room = what if what == NEW else f"{what} {number % 2}"
+            rooms[room, rank] = max(rooms[room, rank], num_bytes)
+    peaks: Counter[int] = Counter()
+    for (_, rank), num_bytes in rooms.items():
+        peaks[rank] += num_bytes
+    return peaks
+
+
+def share_out(tensors: Sequence[StateTensor], transfers: Sequence[Transfer], limit: int) -> tuple[SwitchBucket, ...]:
+    """Put tensors in buckets that take `limit` bytes of a rank beside its state.
+
+    Nothing may be lost where a rank fails, so that a tensor's old part must stay until the new one is whole. Where the
+    largest new part takes nearly the limit or more, a rank takes that, and a fifth of the limit for messages: those
+    are cut so that each part of them brings over a part of the bucket.
+    """
+    loads = loads_of(tensors, transfers)
+    largest = {
+        what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in _USES
+    }
+    new = max(limit // _PARTS, largest[NEW])
+    messages = max(limit - new, limit // _PARTS) // (_PARTS - 1)
+    limits = {NEW: new, ARRIVING: max(messages, largest[ARRIVING]), LEAVING: max(messages, largest[LEAVING])}
+    groups = _filled(loads, limits)
+    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages))
+
+
+def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]:
+    """Put tensors in few groups, largest first, each in the first group that has room for it on every rank."""
+    largest = [max(load.values(), default=0) for load in loads]
+    filled: list[Load] = []
+    groups: list[list[int]] = []
+    for number in sorted(range(len(loads)), key=lambda number: (-largest[number], number)):
+        load = loads[number]
+        fits = (all(taken[key] + size <= limits[key[0]] for key, size in load.items()) for taken in filled)
+        place = next((index for index, fit in enumerate(fits) if fit), len(filled))
+        if place == len(filled):
+            filled.append(Counter())
+            groups.append([])
+        filled[place].update(load)
+        groups[place].append(number)
+    return [sorted(group) for group in groups]
+
+
+def _buckets(
+    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], group: Sequence[int], limit: int
+) -> list[SwitchBucket]:
+    """Make the buckets of one group: as many as its messages need to stay below the limit, if they can be cut so."""
+    place = {number: index for index, number in enumerate(group)}
+    members = tuple(tensors[number] for number in group)
+    moves = tuple(tensor.move for tensor in members)
+    own = [replace(t, move=place[t.move]) for t in transfers if t.move in place]
+    longest = max((length(intervals) for transfer in own for intervals in transfer.dims), default=1)
+    count = 1
+    while True:
+        parts = _parts(own, count)
+        buckets = [SwitchBucket(members, BsrPlan(moves, part), part is parts[-1]) for part in parts]
+        excess = max((bucket.message_bytes for bucket in buckets), default=0) / max(limit, 1)
+        if excess <= 1 or count >= longest:
+            return buckets
+        count = min(max(math.ceil(count * excess), count + 1), longest)
+
+
+def _parts(transfers: Sequence[Transfer], count: int) -> list[tuple[Transfer, ...]]:
+    """Cut every transfer in `count` chunks, or fewer if it is small, and share them out evenly; in order."""
+    parts: list[list[Transfer]] = [[] for _ in range(count)]
+    for number, transfer in enumerate(transfers):
+        for index, dims in enumerate(cut_evenly(transfer.dims, count)):
+            chunk = replace(transfer, dims=dims, numel=math.prod(map(length, dims)))
+            parts[(number + index) % count].append(chunk)
+    return [tuple(part) for part in parts]

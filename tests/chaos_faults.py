@@ -88,7 +88,7 @@ def inflict(job: Job, kind: str, phase: str, chance: random.Random) -> Fault:
 
 
 def inflict_all(job: Job, faults: int, kinds: tuple[str, ...], interval: float, chance: random.Random) -> list[Fault]:
-    """Do faults, each `interval` seconds at least after the one before.
+    """Do faults, and wait after each until `interval` seconds have passed since it.
 
     Those that cost no process, and those in the middle of a step, come some steps after a start; those at the
     beginning of a run follow another one at once.
@@ -100,7 +100,6 @@ def inflict_all(job: Job, faults: int, kinds: tuple[str, ...], interval: float, 
         if phase in LATER:
             after, pause = job.wait_for("a start", job.starts)[-1]["seconds"], chance.randrange(1, 4)
             job.wait_for(f"{pause} steps", lambda after=after, pause=pause: len(job.steps(after)) >= pause)
-        if done:
-            time.sleep(max(0.0, done[-1].done + interval - time.monotonic()))
         done.append(inflict(job, kind, phase, chance))
+        time.sleep(max(0.0, done[-1].done + interval - time.monotonic()))
     return done

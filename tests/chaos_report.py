@@ -85,16 +85,18 @@ def summary(faults: Sequence[Fault], job: Job) -> dict[str, Any]:
             "steps_lost": sum(row.steps_lost for row in chosen),
             **{f"{name}_seconds": _spread([getattr(row, name) for row in chosen]) for name in _TIMES},
         }
-    return {**made, "join_seconds": _spread(joins_of(job)), **useful(rows, job)}
+    joins = joins_of(job)
+    return {**made, "join_seconds": _spread(joins), **useful(rows, joins, job)}
 
 
 _TIMES = ("detect", "regroup", "resume")
 
 
-def useful(rows: Sequence[Recovery], job: Job) -> dict[str, Any]:
-    """Return the ETTR of this run, and the one that its median recovery gives at one fault per so many seconds.
+def useful(rows: Sequence[Recovery], joins: Sequence[float], job: Job) -> dict[str, Any]:
+    """Return the ETTR of this run, and the one that it gives at one lost process (or two at once) per so many seconds.
 
-    A step counts once, with the median time of those that follow another one without a fault between.
+    A step counts once, with the median time of those that follow another one without a fault between. A lost process
+    costs the mean time until a step is finished, the steps done again, and its part of the joins.
     """
     steps = job.steps()
     gaps = [b["seconds"] - a["seconds"] for a, b in pairwise(steps) if b["step"] == a["step"] + 1]
@@ -103,7 +105,7 @@ def useful(rows: Sequence[Recovery], job: Job) -> dict[str, Any]:
     costs = [row.resume + row.steps_lost * step for row in rows if row.resume is not None]
     made = {"step_seconds": step, "ettr": ettr}
     if costs:
-        cost = statistics.median(costs)
+        cost = statistics.mean(costs) + sum(joins) / len(rows)
         made |= {f"ettr_at_one_fault_per_{mtbf}_s": max(0.0, 1 - cost / mtbf) for mtbf in MTBF_SECONDS}
     return made
 

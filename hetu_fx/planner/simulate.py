@@ -171,14 +171,22 @@ class _Step:
         return self.jobs.transfer(kind, name, line, traffic, after, self._members(bucket), start, end)
 
     def _travel_lines(self, bucket: Bucket, term: int) -> Iterator[Line]:
-        """Yield latency and seconds of a bucket's way from or to each device, with one of each other group."""
-        groups = self._groups(bucket)
+        """Yield latency and seconds of a bucket's way from or to each device, with one of each other group.
+
+        Rings of as many bytes that go through the same nodes take the same, and are priced once.
+        """
+        groups, node_of, known = self._groups(bucket), self.cluster.node_of, set[tuple[float, object]]()
+        firsts = [group.devices[0] for group in groups]
         for number, group in enumerate(groups):
-            others = [other.devices[0] for i, other in enumerate(groups) if i != number]
             for rank, size in self._held(bucket, group).items():
-                ranks = (rank, *group.beside(rank), *others)
-                empty, full = (sync_seconds(n, ranks, self.cluster, self.plan.zero)[term] for n in (0.0, size))
-                yield Line(empty, full - empty)
+                own = (rank, *group.beside(rank))
+                there, here = [node_of(firsts[number])], [node_of(peer) for peer in own]
+                key = size, None if here == there else (*there, *here)
+                if key not in known:
+                    known.add(key)
+                    ranks = (*firsts[:number], *own, *firsts[number + 1 :])
+                    empty, full = (sync_seconds(n, ranks, self.cluster, self.plan.zero)[term] for n in (0.0, size))
+                    yield Line(empty, full - empty)
 
     def _rings(self, bucket: Bucket) -> tuple[list[list[int]], float]:
         """Return the rings that a bucket goes around, one for each part of its weights, and the bytes of each."""

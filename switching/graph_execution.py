@@ -51,7 +51,9 @@ class GraphExecution:
 
     def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
         """Return what a step of so many rows costs."""
-        return program_costs(self.program.graph, rows=rows, cut=self.program.tensor_cut, memory=memory)
+        program = self.program
+        summed = program.summed_over_rows
+        return program_costs(program.graph, rows=rows, cut=program.tensor_cut, memory=memory, summed_over_rows=summed)
 
     def plan(self, costs: ProgramCosts, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
         """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""

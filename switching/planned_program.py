@@ -46,4 +46,5 @@ class PlannedProgram:
         cut = tensor_cut(program.graph, program.factors, program.flow, split)
         if cut.classes == program.tensor_cut.classes:
             return self.costs
-        return program_costs(program.graph, rows=self.costs.rows, cut=cut, memory=self.costs.memory is not None)
+        has_memory, summed = self.costs.memory is not None, program.summed_over_rows
+        return program_costs(program.graph, rows=self.costs.rows, cut=cut, memory=has_memory, summed_over_rows=summed)

@@ -15,7 +15,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.planner.cut import FactorCut
-from hetu_fx.transforms.axis import deduce_batch_axis
+from hetu_fx.transforms.axis import AxisDeduction, deduce_batch_axis
 from hetu_fx.transforms.flow import Flow, flow_of, reached_from
 from hetu_fx.transforms.pass_ import run_passes
 from hetu_fx.transforms.passes import GRAPH_PASSES
@@ -78,17 +78,26 @@ class Program:
         """Return the names of the inputs that have one entry per row of the batch."""
         return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
 
-    @cached_property
+    @property
     def mixes_rows(self) -> bool:
         """Tell whether rows meet in the middle of the model (or its batch is fixed): no micro-batches then."""
+        return self._batch_axis is None or self._batch_axis.talks
+
+    @property
+    def summed_over_rows(self) -> tuple[fx.Node, ...]:
+        """Return the values that replicas sum in the middle of a step, and those whose cotangents they sum."""
+        return () if self._batch_axis is None else self._batch_axis.exchanged
+
+    @cached_property
+    def _batch_axis(self) -> AxisDeduction | None:
+        """Return how values lie where rows are spread over replicas; None where they cannot be."""
         rows = frozenset(factor for factor in self.factors.classes if factor.is_batch)
         if self.graph.batch_symbol is None:
-            return True
+            return None
         try:
-            axis = deduce_batch_axis(self.graph, self.factors, self.flow, rows)
+            return deduce_batch_axis(self.graph, self.factors, self.flow, rows)
         except DeductionError:
-            return True
-        return axis.talks
+            return None
 
     @cached_property
     def tensor_cut(self) -> FactorCut:

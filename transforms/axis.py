@@ -64,9 +64,18 @@ class AxisDeduction:
         """Yield the ops for which communication along the axis is needed."""
         return (node for node, decision in self.decisions.items() if any(map(self._differs, decision.needs)))
 
+    @property
+    def exchanged(self) -> tuple[fx.Node, ...]:
+        """Return the values that are exchanged along the axis, then those whose cotangents are."""
+        needs = [need for decision in self.decisions.values() for need in decision.needs]
+        values = dict.fromkeys(need.node for need in needs if self.states[need.node] != need.state)
+        return (*values, *dict.fromkeys(need.node for need in needs if self._sums_cotangent(need)))
+
     def _differs(self, need: Need) -> bool:
-        summed = need.summed_cotangent and need.node not in self.summed_cotangents
-        return summed or self.states[need.node] != need.state
+        return self._sums_cotangent(need) or self.states[need.node] != need.state
+
+    def _sums_cotangent(self, need: Need) -> bool:
+        return need.summed_cotangent and need.node not in self.summed_cotangents
 
 
 def deduce_batch_axis(graph: Graph, factors: FactorMap, flow: Flow, rows: Splits) -> AxisDeduction:

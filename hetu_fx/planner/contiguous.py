@@ -121,8 +121,8 @@ class _Search:
         ranks, node = self._cluster.ranks, self._cluster.node_of
         far = [rank for rank in ranks if node(rank) != node(ranks[0])]
         ring = tuple(dict.fromkeys((ranks[0], *far, *ranks)))[:num_replicas]
-        empty = sum(sync_seconds(0.0, ring, self._cluster, self._options.zero))
-        return empty, (sum(sync_seconds(1e6, ring, self._cluster, self._options.zero)) - empty) / 1e6
+        empty, full = (sum(sync_seconds(size, ring, self._cluster, self._options.zero)) for size in (0.0, 1e6))
+        return empty + self._costs.row_sums.seconds(ring, self._cluster), (full - empty) / 1e6
 
     def _first_deadline(self, table: DeadlineTable, num_devices: int, num_replicas: int) -> float | None:
         """Return a deadline to start from: a little above the best plan's, or one that some plan meets."""

@@ -11,7 +11,7 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
 A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update           (5)
-each of the former two of which is a meeting too.
+each of the former two of which is a meeting too; replicas in which rows meet sum them in between.
 
 A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
@@ -287,11 +287,16 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
     sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
     ends = [place.end_terms(plan, cluster, sync) for place in places]
-    end = math.fsum(max(column) for column in zip(*ends, strict=True))
+    end = math.fsum(max(column) for column in zip(*ends, strict=True)) + row_sum_seconds(plan, costs, cluster)
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
     pairs = zip(places, ends, strict=True)
     devices = tuple(_device_cost(place, held[place.rank], terms, slowest + end) for place, terms in pairs)
     return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
+
+
+def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
+    """Return the seconds of the sums over rows in the middle of a step, among the first devices of all pipelines."""
+    return costs.row_sums.seconds([pipeline.devices[0] for pipeline in plan.pipelines], cluster)
 
 
 def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Place]:

@@ -23,11 +23,17 @@ from hetu_fx.planner.cut import Cut, NoCut
 from hetu_fx.planner.footprint import ProgramMemory
 from hetu_fx.planner.liveness import owners, program_memory
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.row_sums import RowSums
 from hetu_fx.planner.tied import Tied
 
 
 def program_costs(
-    graph: Graph, *, rows: int | None = None, cut: Cut | None = None, memory: bool = True
+    graph: Graph,
+    *,
+    rows: int | None = None,
+    cut: Cut | None = None,
+    memory: bool = True,
+    summed_over_rows: Iterable[fx.Node] = (),
 ) -> ProgramCosts:
     """Return the costs of a step of a captured program.
 
@@ -36,7 +42,9 @@ def program_costs(
         rows: rows of a step over all replicas; None: as many as the example has.
         cut: what a tensor parallel group would cut; None: nothing, so that no plan makes such groups.
         memory: find out what parts hold by running them without data, which takes a while; only planning needs it.
+        summed_over_rows: the values that replicas sum in the middle of a step, or whose cotangents they sum.
     """
+    summed = [_bytes(node) for node in summed_over_rows]
     profile = _Profile(graph, cut or NoCut())
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -54,6 +62,7 @@ def program_costs(
         units=profile.cut.units,
         memory=profile.memory() if memory else None,
         tied=tuple(profile.tied),
+        row_sums=RowSums(len(summed), float(sum(summed))),
     )
 
 

@@ -16,6 +16,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.amounts import Amount
 from hetu_fx.planner.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.memory import Shard
+from hetu_fx.planner.row_sums import NO_ROW_SUMS, RowSums
 from hetu_fx.planner.tied import Tied, gradients_of, pending_of
 from hetu_fx.plans import Plan, Stage
 
@@ -140,7 +141,7 @@ class ProgramCosts:
     class that tensor parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that
     add up to it; 1 means that nothing can be cut. `memory` is what each part holds; None: what its
     activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
-    before the blocks.
+    before the blocks. `row_sums` are what replicas sum in the middle of a step.
     """
 
     rows: int
@@ -151,6 +152,7 @@ class ProgramCosts:
     units: int = 1
     memory: ProgramMemory | None = None
     tied: tuple[Tied, ...] = ()
+    row_sums: RowSums = NO_ROW_SUMS
 
     def __post_init__(self) -> None:
         expected = max(0, len(self.blocks) - 1)

@@ -12,8 +12,9 @@ from hetu_fx.errors import ProfileError
 from hetu_fx.planner.memory_json import memory_json, read_memory, read_tied, tied_json
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.repeated import read_repeated, repeated_json
+from hetu_fx.planner.row_sums import read_row_sums
 
-PROGRAM_KEYS = ("rows", "units", "before", "blocks", "after", "boundary_bytes", "tied", "memory")
+PROGRAM_KEYS = ("rows", "units", "before", "blocks", "after", "boundary_bytes", "tied", "memory", "row_sums")
 
 _PART_KEYS = tuple(f.name for f in fields(PartCosts))
 _WHOLE = tuple(name for name, kind in get_type_hints(PartCosts).items() if kind is int)
@@ -26,6 +27,7 @@ def program_json(costs: ProgramCosts) -> dict[str, Any]:
     result["after"] = _part_json(costs.after)
     result["boundary_bytes"] = repeated_json(costs.boundary_bytes, lambda size: {"bytes": size})
     result |= {"tied": [tied_json(one) for one in costs.tied]} if costs.tied else {}
+    result |= {"row_sums": costs.row_sums.to_json()} if costs.row_sums else {}
     return result if costs.memory is None else result | {"memory": memory_json(costs.memory)}
 
 
@@ -41,6 +43,7 @@ def read_program(view: Fields) -> ProgramCosts:
         "after": _read_part(view.mapping("after", {}), f"{where}.after"),
         "boundary_bytes": read_repeated(edges, f"{where}.boundary_bytes", ("bytes",), _edge_of),
         "tied": tuple(read_tied(one, f"{where}.tied[{i}]") for i, one in enumerate(view.objects("tied", ()))),
+        "row_sums": read_row_sums(view.mapping("row_sums", {"count": 0}), f"{where}.row_sums"),
         "memory": None if memory is None else read_memory(memory, f"{where}.memory"),
     }
     return located(ProgramCosts, parts, where)

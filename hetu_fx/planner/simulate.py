@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 
 from hetu_fx.comm_ops.buckets import BUCKETS_AT_ONCE
-from hetu_fx.planner.cost import Line, places_of, sync_seconds
+from hetu_fx.planner.cost import Line, places_of, row_sum_seconds, sync_seconds
 from hetu_fx.planner.events import play
 from hetu_fx.planner.jobs import Jobs, ring_traffic
 from hetu_fx.planner.lanes import Lane
@@ -56,7 +56,7 @@ class _Step:
 
     def simulation(self) -> Simulation:
         """Add all jobs, play them and sum up."""
-        gathered = self._gather()
+        gathered = self._meet(self._gather())
         rows = split_rows(self.costs.rows, self.plan)
         pipelines = []
         for number, lane in enumerate(self.lanes):
@@ -69,6 +69,15 @@ class _Step:
         name = f"simulated step: {self.plan.name or self.plan.summary()}"
         groups = [pipeline.devices for pipeline in self.plan.pipelines]
         return simulation(name, self.jobs.all, times, lasting, groups)
+
+    def _meet(self, gathered: dict[int, list[int]]) -> dict[int, list[int]]:
+        """Add the time of the sums over rows in the middle of the step, all before it; return what devices wait for."""
+        seconds = row_sum_seconds(self.plan, self.costs, self.cluster)
+        if not seconds:
+            return gathered
+        after = sorted({job for jobs in gathered.values() for job in jobs})
+        job = self.jobs.transfer("rows", "sums over rows", Line(seconds), (), after, self.plan.devices)
+        return {rank: [job] for rank in self.plan.devices}
 
     def _gather(self) -> dict[int, list[int]]:
         """Add the gathers of parameters, a few buckets at once; return by device those that it waits for."""

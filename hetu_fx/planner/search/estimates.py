@@ -91,6 +91,7 @@ class Estimates:
         update = max(replica.update_seconds for replica in found)
         rings = (firsts, (last, *firsts[1:]))
         sync = max(sum(sync_seconds(parameters, ring, self._cluster, zero)) for ring in rings)
+        sync += self._costs.row_sums.seconds(firsts, self._cluster)
         return sync + update / (len(firsts) if zero else 1)
 
     def _kind(self, devices: Sequence[int]) -> Hashable:

@@ -1,0 +1,47 @@
+"""Sums over the rows of all replicas in the middle of a step, such as those of BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetu_fx.checks import check_not_negative
+from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost
+from hetu_fx.documents import Fields, located
+from hetu_fx.errors import ProfileError
+from hetu_fx.topology import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class RowSums:
+    """How many there are in a step, forward and backward, and their bytes in all."""
+
+    count: int = 0
+    bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(ProfileError, "sums over rows", count=self.count, bytes=self.bytes)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def seconds(self, ranks: Sequence[int], cluster: Cluster) -> float:
+        """Return what they take among one device of each replica: each is a meeting, and waits for the one before."""
+        if len(ranks) < 2 or not self:
+            return 0.0
+        each = cheapest_all_reduce_cost(self.bytes / self.count, ranks, cluster) + cluster.meeting_seconds(ranks)
+        return self.count * each
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object that `read_row_sums` reads."""
+        return {"count": self.count, "bytes": self.bytes}
+
+
+NO_ROW_SUMS = RowSums()
+
+
+def read_row_sums(value: Mapping[str, Any], where: str) -> RowSums:
+    """Read `row_sums` of a program; raise `ProfileError` with its place."""
+    view = Fields(value, where, ProfileError, ("count", "bytes"))
+    return located(RowSums, {"count": view.integer("count"), "bytes": view.number("bytes", 0.0)}, where)

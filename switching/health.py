@@ -1,10 +1,11 @@
 """How slow each device is: straggling rates from measured compute seconds, calm under noise.
 
 A rank that did work w (a share of the model's work, or FLOPs) in t seconds of its own compute takes t / w
-per unit. Its normal is the median of its first `window` steps, or given. In one step, a rank is t / w over
-its normal, over the least such number of all ranks: what slows everybody (longer sequences, a busy host) is
-no straggler. Its rate now is the median of that over its last `window` steps (Malleus' x: 1 healthy, 2
-twice as slow). A rate is reported when, for `patience` steps,
+per unit. Its normal is the median of its first `window` steps, or given. Its slowness is the median of t / w over
+its normal, of its last `window` steps in a row, and its rate now is its slowness over the least of all ranks: what
+slows everybody (longer sequences, a busy host) is no straggler (Malleus' x: 1 healthy, 2 twice as slow). The least
+of medians, not of single steps: that would be too small by the noise of a step. A rate is reported when, for
+`patience` steps,
 
     a healthy device's rate is at least 1 + threshold                                              (1)
     a slow device's rate is below 1 + threshold - hysteresis: it is healthy again, rate 1          (2)
@@ -87,12 +88,26 @@ class HealthTracker:
         """
         known = [rank for rank in sorted(work) if work[rank] > 0 and seconds.get(rank, 0.0) > 0]
         costs = {rank: seconds[rank] / work[rank] for rank in known}
-        slowness = {rank: x for rank, cost in costs.items() if (x := self._slowness(rank, cost)) is not None}
-        least = min(slowness.values()) if len(slowness) > 1 else 1.0
-        for rank, x in slowness.items():
-            self._judge(self._devices[rank], x / least)
-        for rank, x in (standby or {}).items():
-            self._judge(self._device(rank), x)
+        steps = {rank: x for rank, cost in costs.items() if (x := self._slowness(rank, cost)) is not None}
+        apart = standby or {}
+        for rank, device in self._devices.items():
+            if rank not in steps and rank not in apart:
+                device.recent.clear()  # medians are compared of the same steps
+        slowness = self._medians(steps)
+        num_working = sum(amount > 0 for amount in work.values())
+        if len(slowness) >= min(2, num_working):  # or what slows everybody cannot be told
+            least = min(slowness.values()) if len(slowness) > 1 else 1.0
+            for rank, x in slowness.items():
+                self._judge(self._devices[rank], x / least)
+        for rank, x in self._medians(apart).items():
+            self._judge(self._devices[rank], x)
+
+    def _medians(self, steps: Mapping[int, float]) -> dict[int, float]:
+        """Take in one step's slowness of some ranks; return the medians of those with a whole window."""
+        for rank, x in steps.items():
+            self._device(rank).recent.append(x)
+        recent = {rank: self._devices[rank].recent for rank in steps}
+        return {rank: median(steps) for rank, steps in recent.items() if len(steps) == self.window}
 
     def changed(self) -> dict[int, float] | None:
         """Return all rates if one of them was newly reported since the last call, else None."""
@@ -122,12 +137,9 @@ class HealthTracker:
             self._devices[rank] = _Device(deque(maxlen=self.window), self.normal.get(rank))
         return self._devices[rank]
 
-    def _judge(self, device: _Device, slowness: float) -> None:
-        """Take in one step's slowness; report a shift of the median once it has lasted."""
-        device.recent.append(slowness)
-        if len(device.recent) < self.window:
-            return
-        target = self._target(device.rate, median(device.recent))
+    def _judge(self, device: _Device, rate: float) -> None:
+        """Report a shift of the rate once it has lasted."""
+        target = self._target(device.rate, rate)
         device.waiting = 0 if target == device.rate else device.waiting + 1
         if device.waiting >= self.patience:
             device.rate, device.waiting, self._is_new = target, 0, True

@@ -94,6 +94,27 @@ def test_what_slows_everybody_is_no_straggler() -> None:
     assert tracker.changed() == {0: 1.0, 1: 2.0}
 
 
+def test_a_device_that_was_not_measured_for_a_step_begins_a_new_window() -> None:
+    tracker = HealthTracker(window=3, patience=1)
+    for length in (1.0, 1.0, 1.0, 1.0, 1.0):
+        tracker.observe({0: length, 1: length}, {0: 1.0, 1: 1.0})
+    tracker.observe({1: 4.0}, {0: 1.0, 1: 1.0})
+    for _ in range(3):
+        tracker.observe({0: 4.0, 1: 4.0}, {0: 1.0, 1: 1.0})
+    assert tracker.changed() is None, "steps of 4 were compared with steps of 1"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(0.97, 1.03)] * 4), min_size=60, max_size=60))
+def test_the_noise_of_the_others_does_not_make_a_rate_larger(noise: list[tuple[float, ...]]) -> None:
+    tracker, rates = HealthTracker(), (1.0, 1.0, 1.0, 2.0)
+    for number, step in enumerate(noise):
+        slow = rates if number >= 20 else (1.0,) * 4
+        tracker.observe({r: x * slow[r] for r, x in enumerate(step)}, dict.fromkeys(range(4), 1.0))
+    assert tracker.rates[3] == pytest.approx(2.0, rel=0.13)
+    assert [tracker.rates[rank] for rank in range(3)] == [1.0] * 3
+
+
 def test_ranks_without_work_are_not_judged() -> None:
     tracker = HealthTracker(window=1, patience=1)
     for _ in range(4):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hetu_fx.planner.hydraulis.assignment import Batching as Batching
     from hetu_fx.planner.hydraulis.policies import HotSPa as HotSPa
     from hetu_fx.planner.hydraulis.policies import Hydraulis as Hydraulis
+    from hetu_fx.planner.hydraulis.policies import Soonest as Soonest
     from hetu_fx.planner.profile_file import Profile as Profile
     from hetu_fx.planning import plan as plan
     from hetu_fx.planning import profile as profile
@@ -45,6 +46,7 @@ _HOMES = {
     "Plan": "hetu_fx.plans",
     "Profile": "hetu_fx.planner.profile_file",
     "SequenceOptions": "hetu_fx.switching.sequence_form",
+    "Soonest": "hetu_fx.planner.hydraulis.policies",
     "Stage": "hetu_fx.plans",
     "TokenBudgetSampler": "hetu_fx.sequences",
     "auto_parallelize": "hetu_fx.api",

@@ -2,7 +2,8 @@
 
 The ways are those of `Batching`: Hydraulis' own, and what it is compared with (the batching modes of its artifact).
 Rows are tried at several lengths, from that of the longest sequence up to what a pipeline holds: long ones are fewer,
-but attention in them costs more.
+but attention in them costs more. Hydraulis' own way is drafted for all of them, and searched for the best drafts alone:
+on devices whose processors have little time to spare, a search for each would take as long as a step.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from hetu_fx.planner.hydraulis.assignment import (
 )
 from hetu_fx.planner.hydraulis.choose import packed
 from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch, Strategy, check_each_once, order_of
-from hetu_fx.planner.hydraulis.dispatch import Dispatch, dispatch
+from hetu_fx.planner.hydraulis.dispatch import RESTARTS, Dispatch, dispatch
+from hetu_fx.planner.hydraulis.pack import pack_quickly
 from hetu_fx.planner.hydraulis.refine import refine
 from hetu_fx.plans import pipeline_rows
+
+_CARED_FOR = 2  # of drafts: those that come first are dispatched and packed with care
+_DRAFT_RESTARTS = 2
 
 
 def assign(candidates: Sequence[Candidate], request: Request) -> Assignment:
@@ -35,14 +40,18 @@ def assign(candidates: Sequence[Candidate], request: Request) -> Assignment:
         BatchError: none of them takes it.
     """
     _check_taken(candidates, request)
-    found = [one for candidate in candidates for one in _assignments(candidate, request)]
-    if not found:
+    drafts = [one for candidate in candidates for one in _drafts(candidate, request)]
+    if not drafts:
         names = [candidate.name for candidate in candidates]
         raise BatchError(
             f"none of the variants {names} runs rows of {request.longest} tokens on all pipelines with a share, as "
             f"{request.batching.value!r} batching asks; use {Batching.PACKED.value!r}, or pipelines that hold them"
         )
-    best = min(found, key=lambda assignment: assignment.seconds)
+    drafts.sort(key=lambda draft: draft[1].seconds)
+    found = [
+        _with_care(limited, request) for limited, _ in drafts[: _CARED_FOR * (request.batching is Batching.PACKED)]
+    ]
+    best = min((*found, drafts[0][1]), key=lambda assignment: assignment.seconds)
     check_each_once("an assignment", [best.positions], len(request.lengths))
     return best
 
@@ -56,8 +65,8 @@ def _check_taken(candidates: Sequence[Candidate], request: Request) -> None:
         )
 
 
-def _assignments(candidate: Candidate, request: Request) -> Iterator[Assignment]:
-    """Yield assignments to a candidate, with rows of several lengths; none if it does not take the batch."""
+def _drafts(candidate: Candidate, request: Request) -> Iterator[tuple[Candidate, Assignment]]:
+    """Yield assignments to a candidate, limited to rows of several lengths; none if it does not take the batch."""
     tokens, most = request.longest, candidate.max_length
     most = max(tokens, request.tokens or 0) if most == ANY_LENGTH else most
     while tokens <= most:
@@ -65,7 +74,7 @@ def _assignments(candidate: Candidate, request: Request) -> Iterator[Assignment]
         pipelines = _WAYS[request.batching](limited, request)
         if pipelines is None:
             return
-        yield Assignment(candidate.name, pipelines, _seconds(limited, pipelines))
+        yield limited, Assignment(candidate.name, pipelines, _seconds(limited, pipelines))
         if tokens >= sum(request.lengths):
             return
         tokens = max(tokens + 1, min(2 * tokens, most))
@@ -117,6 +126,20 @@ def _dispatched(candidate: Candidate, request: Request) -> Pipelines:
     return _in_plan_order(candidate, found, lambda j: _own_rows(rows(*_pipeline(found, j)), request))
 
 
+def _packed_quickly(candidate: Candidate, request: Request) -> Pipelines:
+    def rows(scheme: Scheme, positions: Sequence[int]) -> Rows:
+        packing = pack_quickly(scheme, [request.lengths[i] for i in positions])
+        return tuple(tuple(positions[i] for i in row) for row in packing.rows)
+
+    found = _dispatch(candidate, request.lengths, request, restarts=_DRAFT_RESTARTS)
+    return _in_plan_order(candidate, found, lambda j: _own_rows(rows(*_pipeline(found, j)), request))
+
+
+def _with_care(candidate: Candidate, request: Request) -> Assignment:
+    pipelines = _packed(candidate, request)
+    return Assignment(candidate.name, pipelines, _seconds(candidate, pipelines))
+
+
 def _packed(candidate: Candidate, request: Request) -> Pipelines:
     found = packed(refine(_dispatch(candidate, request.lengths, request), seed=request.seed), seed=request.seed)
     return _in_plan_order(candidate, found.dispatch, lambda j: _own_rows(found.micro_batches[j], request))
@@ -133,13 +156,15 @@ _WAYS: Mapping[Batching, Callable[[Candidate, Request], Pipelines | None]] = {
     Batching.IN_ORDER: _in_order,
     Batching.GREEDY: _greedy,
     Batching.DISPATCHED: _dispatched,
-    Batching.PACKED: _packed,
+    Batching.PACKED: _packed_quickly,
     Batching.ALIKE: _alike,
 }
 
 
-def _dispatch(candidate: Candidate, lengths: tuple[int, ...], request: Request) -> Dispatch:
-    return dispatch(Strategy(candidate.schemes), SequenceBatch(lengths), seed=request.seed)
+def _dispatch(
+    candidate: Candidate, lengths: tuple[int, ...], request: Request, *, restarts: int = RESTARTS
+) -> Dispatch:
+    return dispatch(Strategy(candidate.schemes), SequenceBatch(lengths), restarts=restarts, seed=request.seed)
 
 
 def _pipeline(dispatched: Dispatch, index: int) -> tuple[Scheme, tuple[int, ...]]:

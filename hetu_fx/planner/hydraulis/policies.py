@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -74,6 +75,27 @@ class HotSPa:
         """Return the number and the positions of each group that has sequences, shortest first; the last is open."""
         of = [bisect.bisect_left(self.bounds, length) for length in lengths]
         return [(number, tuple(i for i, group in enumerate(of) if group == number)) for number in sorted(set(of))]
+
+
+@dataclass(frozen=True, slots=True)
+class Soonest:
+    """What the policy says that is expected to be done first, the first one of equals.
+
+    `Hydraulis` needs a variant that takes the longest sequence for the whole batch; where that is all devices together,
+    `HotSPa` leaves the short ones to others, but gathers parameters and reduces gradients once more.
+    """
+
+    policies: tuple[SequencePolicy, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", tuple(self.policies))
+        if not self.policies:
+            raise PlanError("there is no policy to follow; give one or more")
+
+    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+        """Return the parts that take the fewest seconds together."""
+        answers = [policy(candidates, request) for policy in self.policies]
+        return min(answers, key=lambda parts: math.fsum(part.seconds for part in parts))
 
 
 def _batched(request: Request, batching: Batching) -> Request:

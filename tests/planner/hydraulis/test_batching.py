@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hetu_fx.errors import BatchError, PlanError
 from hetu_fx.planner.hydraulis.assignment import ANY_LENGTH, Batching, Candidate, Request
 from hetu_fx.planner.hydraulis.batching import assign
 from hetu_fx.planner.hydraulis.cost import Scheme, TimeFit
-from hetu_fx.planner.hydraulis.policies import HotSPa, Hydraulis
+from hetu_fx.planner.hydraulis.policies import HotSPa, Hydraulis, Soonest
 from hetu_fx.plans import Pipeline, Plan, Stage
 
 LINEAR = TimeFit(a=0.0, b=1.0, c=1.0)
@@ -103,6 +105,17 @@ def test_groups_need_a_variant_each() -> None:
         HotSPa((8,), ("one",))
     with pytest.raises(PlanError, match="different numbers of tokens"):
         HotSPa((8, 8))
+
+
+def test_the_policy_is_followed_that_is_done_first() -> None:
+    candidates = [candidate("replicas", *(8,) * 4), two_stages("stages", 64)]
+    both = Soonest((Hydraulis(), HotSPa((8,))))
+    apart = both(candidates, Request((8,) * 16 + (40,)))
+    assert [part.variant for part in apart] == ["replicas", "stages"], "stages take the short ones one after another"
+    dear = [replace(one, step_seconds=500.0) for one in candidates]
+    assert [part.variant for part in both(dear, Request((8,) * 16 + (40,)))] == ["stages"]
+    with pytest.raises(PlanError, match="no policy"):
+        Soonest(())
 
 
 def test_a_model_that_cannot_pack_is_not_packed() -> None:

@@ -5,21 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
 
 from hetu_fx.planner.allocate import RangeSeconds, cut, deal, spread
-from hetu_fx.planner.cost import (
-    Line,
-    compute_lines,
-    forward_lines,
-    optimizer_seconds,
-    stage_costs,
-    tensor_parallel_lines,
-)
+from hetu_fx.planner.cost import stage_costs
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.replica import Holding, Replica, Rules, Run, StageEstimate
-from hetu_fx.planner.shards import Piece, stops_of
+from hetu_fx.planner.replica import Replica, Rules, Run, StageEstimate
+from hetu_fx.planner.shards import stops_of
 from hetu_fx.planner.space import Groups
+from hetu_fx.planner.stage_estimate import stage_estimate
 from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster
 
@@ -126,21 +119,8 @@ class Builder:
         """Return what the blocks [start, stop) take on a group, without what is handed over."""
         key = (devices, start, stop)
         if key not in self._estimates:
-            self._estimates[key] = self._new_estimate(devices, start, stop)
+            stage = self._stage(devices)
+            assert stage is not None, "build() refuses groups without ratios first"
+            memory = self._rules.memory
+            self._estimates[key] = stage_estimate(stage, start, stop, self._costs, self._cluster, memory)
         return self._estimates[key]
-
-    def _new_estimate(self, devices: tuple[int, ...], start: int, stop: int) -> StageEstimate:
-        stage = self._stage(devices)
-        assert stage is not None, "build() refuses groups without ratios first"
-        parts, whole = self._costs.stage(start, stop), sum(stage.ratios)
-        pieces = [Piece(self._costs, start, stop, ratio / whole, len(devices)) for ratio in stage.ratios]
-        pairs = list(zip(devices, pieces, strict=True))
-        repeated = self._costs.again(replace(stage, recompute=stop - start), start)
-        again = forward_lines(compute_lines(stage, repeated, self._cluster))
-        slowest = reduce(Line.upper, compute_lines(stage, parts, self._cluster))
-        return StageEstimate(
-            seconds=sum(tensor_parallel_lines(stage, parts, self._cluster), slowest),
-            again=reduce(Line.upper, again),
-            holdings=tuple(Holding(0, self._rules.memory[rank], piece) for rank, piece in pairs),
-            update_seconds=max(optimizer_seconds(p.parameter_bytes, self._cluster.device(r)) for r, p in pairs),
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.planner.cost import Line, pipeline_seconds
 from hetu_fx.planner.memory import in_flight
@@ -179,13 +179,15 @@ class Way:
 class Family:
     """A replica, of so many, and the ways to run it.
 
-    `limits` are (micro-batches, most rows of one that fit memory without recompute), also where these are none.
+    `limits` are (micro-batches, most rows of one that fit memory without recompute), also where these are none;
+    `known` are the fastest ways by rows, as far as they have been asked for.
     """
 
     replica: Replica
     num_replicas: int
     rules: Rules
     limits: tuple[tuple[int, int], ...]
+    known: dict[int, Way | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, replica: Replica, num_replicas: int, rules: Rules) -> Family:
@@ -211,7 +213,9 @@ class Family:
 
     def best(self, rows: int) -> Way | None:
         """Return the fastest way to do `rows` rows; None if none fits."""
-        return min(self.ways(rows), key=lambda way: (way.seconds, way.micro_batches), default=None)
+        if rows not in self.known:
+            self.known[rows] = min(self.ways(rows), key=lambda way: (way.seconds, way.micro_batches), default=None)
+        return self.known[rows]
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""

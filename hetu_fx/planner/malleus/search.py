@@ -38,14 +38,15 @@ MOST_GROUPINGS = 48
 """So many groupings of all nodes, besides the two that ignore and that leave out stragglers, are placed."""
 
 
-def search(situation: Situation, before: Plan | None = None) -> MalleusResult:
+def search(situation: Situation, before: Plan | None = None, below: float = math.inf) -> MalleusResult:
     """Return the best assignment found for the situation.
 
     Args:
         situation: devices, rates, model and batch.
         before: the plan that runs now: of equally fast assignments, one that moves less is taken.
+        below: seconds; assignments that take as long or longer are not looked for.
 
-    Raises `PlanError` when nothing fits, with the way out.
+    Raises `PlanError` when nothing fits, with the way out, or nothing takes less than `below`.
     """
     held = holdings(before, situation.num_layers)
     nodes = [regrouped(ranks, situation.rates, held) for ranks in situation.nodes]
@@ -55,11 +56,11 @@ def search(situation: Situation, before: Plan | None = None) -> MalleusResult:
     for grouping in _groupings(situation, nodes):
         bound = situation.num_micro_batches * situation.num_layers / grouping.capacity if grouping.groups else math.inf
         least = min(least, bound)
-        limit = best[0].seconds if best else math.inf
+        limit = best[0].seconds if best else below
         if bound < limit and (placement := placer.place(grouping.kinds, limit)) is not None:
             best = placement, grouping
     if best is None:
-        raise PlanError(_nothing_fits(situation))
+        raise PlanError(_nothing_fits(situation) if below == math.inf else f"no assignment takes less than {below} s")
     return _result(situation, *best, held, least, placer)
 
 

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 
 from hetu_fx.planner.replica import Family
 from hetu_fx.planner.search.blocks import Balance
-from hetu_fx.planner.search.classes import Template, plan_of, rows_of_templates, seconds_of
+from hetu_fx.planner.search.classes import Estimated, estimate
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.search.templates import Template
 from hetu_fx.planner.space import Groups
 from hetu_fx.plans import Plan
 
@@ -32,18 +33,15 @@ class Adapter:
         self._speeds = {device.rank: device.speed for device in problem.cluster.devices}
         self._straggling = {device.rank for device in problem.cluster.devices if device.rate > 1.0}
 
-    def adapted(self, plan: Plan) -> tuple[float, Plan] | None:
+    def adapted(self, plan: Plan) -> Estimated | None:
         """Return the plan for the devices as they are, with its estimated seconds; None if none fits.
 
         Shards of the plan are taken as even.
         """
-        problem, found = self._problem, self._templates(plan)
-        rows = rows_of_templates(found, problem.costs.rows) if found else None
-        if rows is None:
-            return None
-        return seconds_of(found, rows, problem, self._estimates), plan_of(found, rows, problem)
+        found = self._templates(plan)
+        return estimate(found, self._problem, self._estimates) if found else None
 
-    def _templates(self, plan: Plan) -> list[Template]:
+    def _templates(self, plan: Plan) -> tuple[Template, ...]:
         """Return the pipelines, equal ones together; those that cannot be mended are left out."""
         families: dict[int, Family] = {}
         members: dict[int, list[Groups]] = {}
@@ -54,7 +52,7 @@ class Adapter:
                 family, groups = mended
                 families[id(family)] = family
                 members.setdefault(id(family), []).append(groups)
-        return [Template(tuple(members[number]), family, 0.0) for number, family in families.items()]
+        return tuple(Template(tuple(members[number]), family, 0.0) for number, family in families.items())
 
     def _mended(self, groups: Groups, count: int, rows: int) -> tuple[Family, Groups] | None:
         pairs = ((self._balance.family(choice, count, rows), choice) for choice in self._choices(groups))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.planner.search.classes import classes_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
 

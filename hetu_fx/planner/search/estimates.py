@@ -1,6 +1,6 @@
 """Pipelines priced by what their devices are, not by which: for searches over thousands of devices.
 
-Devices of one kind, speed and memory are a class. What a stage takes depends on the classes of its devices and on
+Devices that are alike (`search.alike`) are a class. What a stage takes depends on the classes of its devices and on
 which of them share a node, so that equal stages are priced once, by the functions of the cost model, in a cluster of
 their own devices. Numbers are those of `predict` but for which device of a stage stands for it in gradient syncs; what
 a search chooses by them is priced by `predict` at its end.
@@ -11,37 +11,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from functools import reduce
 
-from hetu_fx.planner.cost import (
-    Line,
-    compute_lines,
-    forward_lines,
-    hand_over_line,
-    optimizer_seconds,
-    sync_seconds,
-    tensor_parallel_lines,
-)
-from hetu_fx.planner.replica import Holding, Replica, Rules, StageEstimate
+from hetu_fx.planner.cost import Line, hand_over_line, sync_seconds
+from hetu_fx.planner.replica import Replica, Rules, StageEstimate
+from hetu_fx.planner.search.alike import alike_in
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.shards import Piece
 from hetu_fx.planner.space import Groups
+from hetu_fx.planner.stage_estimate import stage_estimate
 from hetu_fx.plans import Pipeline, Stage
-from hetu_fx.topology import Cluster, Device
-
-DeviceClass = tuple[str, float, int, float]
-"""Kind, speed, memory, and the most bytes per second that it sends or receives."""
-
-
-def class_of(device: Device) -> DeviceClass:
-    """Return what makes devices alike."""
-    return device.kind, device.speed, device.memory_bytes, device.most_bytes_per_second
+from hetu_fx.topology import Cluster
 
 
 def rules_of(problem: Problem, zero: int) -> Rules:
     """Return what holds for the replicas of a problem's plans."""
-    options, devices = problem.options, problem.cluster.devices
-    memory = {device.rank: int(device.memory_bytes * options.memory_fraction) for device in devices}
+    options = problem.options
+    memory = {
+        device.rank: int(alike.memory_bytes * options.memory_fraction)
+        for alike in alike_in(problem.cluster)
+        for device in alike.devices
+    }
     return Rules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
 
@@ -52,8 +40,8 @@ class Estimates:
         self._costs, self._cluster = problem.costs, problem.cluster
         devices = problem.cluster.devices
         self._memory = rules_of(problem, problem.options.zero).memory
-        numbers = {known: number for number, known in enumerate(dict.fromkeys(map(class_of, devices)))}
-        self._class = {device.rank: numbers[class_of(device)] for device in devices}
+        classes = enumerate(alike_in(problem.cluster))
+        self._class = {device.rank: number for number, alike in classes for device in alike.devices}
         self._node = {device.rank: problem.cluster.node_of(device.rank) for device in devices}
         by_speed = sorted(devices, key=lambda device: (device.speed, -device.rank))
         self._fastest = {device.kind: device for device in by_speed}
@@ -66,7 +54,8 @@ class Estimates:
         start, stop = self._like(start, stop)
         key = (self._kind(devices), start, stop)
         if key not in self._stages:
-            self._stages[key] = self._new_stage(devices, start, stop)
+            around = self._around(devices)
+            self._stages[key] = stage_estimate(Stage(devices), start, stop, self._costs, around, self._memory)
         return self._stages[key]
 
     def replica(self, groups: Groups, blocks: tuple[int, ...]) -> Replica:
@@ -106,20 +95,6 @@ class Estimates:
         if start == 0 or stop == self._costs.num_blocks or not self._costs.is_uniform:
             return start, stop
         return 1, 1 + stop - start
-
-    def _new_stage(self, devices: tuple[int, ...], start: int, stop: int) -> StageEstimate:
-        stage, parts = Stage(devices), self._costs.stage(start, stop)
-        piece = Piece(self._costs, start, stop, 1 / len(devices), len(devices))
-        around = self._around(devices)
-        seconds = reduce(Line.upper, compute_lines(stage, parts, around))
-        again = self._costs.again(replace(stage, recompute=stop - start), start)
-        held = piece.parameter_bytes
-        return StageEstimate(
-            seconds=sum(tensor_parallel_lines(stage, parts, around), seconds),
-            again=reduce(Line.upper, forward_lines(compute_lines(stage, again, around))),
-            holdings=(Holding(0, min(self._memory[rank] for rank in devices), piece),),
-            update_seconds=max(optimizer_seconds(held, around.device(rank)) for rank in devices),
-        )
 
     def _around(self, devices: Sequence[int]) -> Cluster:
         """Return a cluster of the devices and the fastest of their kinds, by which overheads are counted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
@@ -23,6 +23,7 @@ from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kin
 from hetu_fx.planner.heteroauto.result import HeteroResult
 from hetu_fx.planner.heteroauto.search import search_below
 from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.search.alike import Alike, alike_in
 from hetu_fx.planner.search.classes import MOST_CLASSES
 from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.malleus import degrees, layer_seconds
@@ -40,35 +41,6 @@ MANY_DEVICES = 64
 MOST_WORK = 1024
 
 _WORTH = 1.25  # what HeteroAuto's own prices say is slower than the best so far by this factor is not tried
-_MEMORY_STEP = 1.1  # what is measured to be free differs a little from device to device
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Devices that differ in nothing but their nodes, and a little in memory."""
-
-    name: str
-    devices: tuple[Device, ...]
-
-    @property
-    def one(self) -> Device:
-        """Return one of them."""
-        return self.devices[0]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return what each of them has at least."""
-        return min(device.memory_bytes for device in self.devices)
-
-
-def kinds_of(cluster: Cluster) -> tuple[Alike, ...]:
-    """Return the devices by all that they have but rank and node, those of like memory together."""
-    found: dict[object, list[Device]] = {}
-    for device in cluster.devices:
-        size = round(math.log(device.memory_bytes, _MEMORY_STEP))
-        key = replace(device, rank=0, node="0", source="given", memory_bytes=1)
-        found.setdefault((key, size), []).append(device)
-    return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())
 
 
 def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
@@ -77,7 +49,7 @@ def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: 
     block = _largest_block(problem)
     known = _of_one_source(problem)
     return HeteroProblem(
-        kinds=tuple(_kind(known, alike, rows, margin) for alike in kinds_of(problem.cluster)),
+        kinds=tuple(_kind(known, alike, rows, margin) for alike in alike_in(problem.cluster)),
         num_layers=costs.num_blocks,
         num_micro_batches=replicas * micro_batches,
         between=_link(problem.cluster, problem.cluster.devices),
@@ -190,7 +162,7 @@ def _stage(devices: tuple[int, ...], stage: HeteroStage) -> Stage:
 
 def _placed(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the devices of each (stage, replica), larger groups first so that they leave no gaps in a node."""
-    free = {alike.name: _by_node(alike) for alike in kinds_of(cluster)}
+    free = {alike.name: _by_node(alike) for alike in alike_in(cluster)}
     places = list(product(range(len(result.stages)), range(result.replicas)))
     degree = {place: result.stages[place[0]].groups.degree for place in places}
     order = sorted(places, key=lambda place: (-degree[place], *(place[::-1] if by_replica else place)))
@@ -238,7 +210,7 @@ def _fitting(problem: Problem, replicas: int, micro_batches: int, below: float) 
 
 
 def _lacks(problem: Problem) -> str:
-    kinds = kinds_of(problem.cluster)
+    kinds = alike_in(problem.cluster)
     if not problem.costs.num_blocks:
         return "it places repeated blocks, but the program has none"
     if not problem.options.pipelines:

@@ -23,15 +23,18 @@ from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.planner.memory import fixed_bytes
 from hetu_fx.planner.program import PartCosts
 from hetu_fx.planner.search.adapted import Adapter
-from hetu_fx.planner.search.classes import MOST_CLASSES, classes_of, estimated
+from hetu_fx.planner.search.classes import MOST_CLASSES, estimated
 from hetu_fx.planner.search.homogeneous import Candidate, best_priced, candidates, finalists
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
 from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.topology import Cluster
+from hetu_fx.topology import Cluster, Device
 
 MOST_ADAPTED = 6
 """So many plans without stragglers, of each search for them, are mended."""
+
+_WORTH = 1.25  # what Malleus' own prices say is slower than the best so far by this factor is not looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,9 @@ def _all_shapes(problem: Problem) -> Iterator[Shape]:
     count, rows = len(problem.cluster.devices), problem.costs.rows
     for degree in degrees(problem):
         for pipelines in replica_counts(min(count, rows)):
-            for micro_batches in sorted({min(rows, pipelines * m) for m in problem.options.micro_batches}):
+            for micro_batches in sorted(
+                {min(rows, pipelines * m) for m in problem.options.micro_batches}, reverse=True
+            ):
                 yield Shape(pipelines, degree, micro_batches)
 
 
@@ -97,7 +102,7 @@ def layer_seconds(problem: Problem, size: int, rows: int) -> float:
 
     Infinite for a size that nothing is known of where others are known: what is measured, told and counted never mixes.
     """
-    fastest = max(problem.cluster.devices, key=lambda device: (device.flops_per_second, -device.rank))
+    fastest = _fastest(problem)
     times, alpha = problem.profile.block_times(fastest.kind), problem.profile.slowdown(fastest.kind)
     length = problem.profile.tokens_per_row
     if length and times:
@@ -111,6 +116,10 @@ def layer_seconds(problem: Problem, size: int, rows: int) -> float:
     sums, returns = tensor_parallel_lines(stage, blocks, healthy)
     line = compute_lines(stage, blocks, healthy)[0] + sums + returns
     return line(rows) / problem.costs.num_blocks
+
+
+def _fastest(problem: Problem) -> Device:
+    return max(problem.cluster.devices, key=lambda device: (device.flops_per_second, -device.rank))
 
 
 def _worthwhile(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -150,24 +159,25 @@ def _find(problem: Problem) -> Candidates:
     tried = tuple(shapes(problem, even))
     for number, shape in enumerate(tried, 1):
         problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
-        plan = _plan(problem, shape)
+        plan = _plan(problem, shape, _below(problem, shape, min(found.values(), default=math.inf)))
         priced = None if plan is None else problem.fitted(plan)
         if priced is not None:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
-    return found | _adapted(problem, healthy, even)
+    return found | (_adapted(problem, healthy, even) if healthy.cluster != problem.cluster else {})
 
 
 def _adapted(problem: Problem, healthy: Problem, even: Sequence[Candidate]) -> dict[Plan, float]:
     """Return what the best plans without stragglers become with them."""
     adapter, few = Adapter(problem), len(classes_of(healthy)) <= MOST_CLASSES
-    uneven = sorted(estimated(healthy), key=lambda pair: pair[0])[:MOST_ADAPTED] if few else []
+    uneven = sorted(estimated(healthy), key=lambda one: one.seconds)[:MOST_ADAPTED] if few else []
     first = {candidate.arrangement: candidate for candidate in reversed(even)}
     chosen = sorted(first.values(), key=lambda candidate: candidate.seconds)[:MOST_ADAPTED]
-    plans = dict.fromkeys([*(plan for _, plan in uneven), *(candidate.plan(healthy) for candidate in chosen)])
+    plans = dict.fromkeys([*(one.plan(healthy) for one in uneven), *(one.plan(healthy) for one in chosen)])
     made = (adapter.adapted(plan) for plan in plans)
-    best = sorted((pair for pair in made if pair is not None), key=lambda pair: pair[0])
-    return best_priced(list(dict.fromkeys(plan for _, plan in best)), problem, finalists(len(problem.cluster.devices)))
+    best = sorted((one for one in made if one is not None), key=lambda one: one.seconds)
+    made_plans = list(dict.fromkeys(one.plan(problem) for one in best))
+    return best_priced(made_plans, problem, finalists(len(problem.cluster.devices)))
 
 
 def without_stragglers(problem: Problem) -> Problem:
@@ -175,10 +185,18 @@ def without_stragglers(problem: Problem) -> Problem:
     return replace(problem, cluster=problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0)))
 
 
-def _plan(problem: Problem, shape: Shape) -> Plan | None:
+def _below(problem: Problem, shape: Shape, best: float) -> float:
+    """Return the seconds, by Malleus' own prices of a shape's micro-batches, above which no plan is the best."""
+    rows = math.ceil(problem.costs.rows / shape.micro_batches) * shape.micro_batches
+    fastest = _fastest(problem)
+    has_ratios_only = problem.profile.slowdown(fastest.kind) and not problem.profile.block_times(fastest.kind)
+    return math.inf if has_ratios_only else _WORTH * best * rows / problem.costs.rows
+
+
+def _plan(problem: Problem, shape: Shape, below: float) -> Plan | None:
     """Return Malleus' plan of one shape, with recomputed blocks where it needs them; None where there is none."""
-    options = problem.options
-    made = next(filter(None, (_found(problem, shape, again) for again in sorted({False, options.recompute}))), None)
+    options, ways = problem.options, sorted({False, problem.options.recompute})
+    made = next(filter(None, (_found(problem, shape, again, below) for again in ways)), None)
     if made is None:
         return None  # another shape may fit
     if not options.pipelines and any(len(pipeline.stages) > 1 for pipeline in made.pipelines):
@@ -186,9 +204,9 @@ def _plan(problem: Problem, shape: Shape) -> Plan | None:
     return Plan(made.pipelines, options.schedule, options.zero, options.name, options.max_length)
 
 
-def _found(problem: Problem, shape: Shape, recompute: bool) -> Plan | None:
+def _found(problem: Problem, shape: Shape, recompute: bool, below: float) -> Plan | None:
     try:
-        return search(situation(problem, shape, recompute=recompute), problem.before).to_plan()
+        return search(situation(problem, shape, recompute=recompute), problem.before, below).to_plan()
     except PlanError:
         return None
 

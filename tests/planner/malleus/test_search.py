@@ -37,6 +37,13 @@ def test_one_straggler_of_64_gives_the_plan_of_the_released_planner(rate: float)
     assert result.is_exact
 
 
+def test_what_takes_as_long_as_asked_or_longer_is_not_looked_for() -> None:
+    situation = LLAMA_32B.situation({0: 4.79})
+    assert search(situation, below=256).objective == 255
+    with pytest.raises(PlanError, match="no assignment takes less than 255 s"):
+        search(situation, below=255)
+
+
 def test_one_straggler_of_32_gives_the_plan_of_the_released_planner() -> None:
     result = search(LLAMA_32B.situation({0: 4.79}))
     assert result.objective == 255

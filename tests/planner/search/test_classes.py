@@ -5,8 +5,9 @@ from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.search.classes import CLASSES, classes_of, cuts
+from hetu_fx.planner.search.classes import CLASSES, cuts
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import paper, transformer
 

@@ -9,8 +9,9 @@ from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.measured import BlockTime, Slowdown
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.search.alike import alike_in
 from hetu_fx.planner.search.classes import MOST_CLASSES
-from hetu_fx.planner.search.heteroauto import hetero_problem, kinds_of, plans_of, shapes
+from hetu_fx.planner.search.heteroauto import hetero_problem, plans_of, shapes
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.space import PlanOptions
 from hetu_fx.topology import Cluster, Link
@@ -79,7 +80,7 @@ def test_what_fits_nowhere_is_said() -> None:
 
 def test_devices_are_of_one_kind_if_they_differ_in_nothing_but_their_nodes() -> None:
     cluster = two_kinds().with_rates({1: 2.0, 6: 1.5})
-    assert [[d.rank for d in alike.devices] for alike in kinds_of(cluster)] == [[0, 2, 3], [1], [4, 5, 7], [6]]
+    assert [[d.rank for d in alike.devices] for alike in alike_in(cluster)] == [[0, 2, 3], [1], [4, 5, 7], [6]]
     made = hetero_problem(replace(BOTH, cluster=cluster), 1, 8)
     fast, slowed = made.kinds[0].layers[1], made.kinds[1].layers[1]
     assert slowed.forward_seconds == pytest.approx(2 * fast.forward_seconds)
@@ -90,8 +91,8 @@ def test_devices_are_of_one_kind_if_they_differ_in_nothing_but_their_nodes() -> 
 def test_devices_of_like_memory_are_of_one_kind_with_the_least_of_it() -> None:
     free = [1 << 30, (1 << 30) + (1 << 20), 1 << 32, 1 << 30]
     cluster = Cluster.on_paper([1e12] * 4, memory_bytes=free, intra=FAST_LINK)
-    assert [[d.rank for d in alike.devices] for alike in kinds_of(cluster)] == [[0, 1, 3], [2]]
-    assert [alike.memory_bytes for alike in kinds_of(cluster)] == [1 << 30, 1 << 32]
+    assert [[d.rank for d in alike.devices] for alike in alike_in(cluster)] == [[0, 1, 3], [2]]
+    assert [alike.memory_bytes for alike in alike_in(cluster)] == [1 << 30, 1 << 32]
 
 
 def test_links_inside_a_node_are_used_by_what_stands_on_one() -> None:

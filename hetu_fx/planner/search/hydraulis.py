@@ -3,6 +3,10 @@
 The pool that Hydraulis' interval programme proposes becomes plans, one per range of longest sequences. A batch as the
 profile describes it is dispatched and packed, for the shares of the pipelines and their micro-batches. Plans are
 priced by the cost model that all searches share, for rows of the mean length of such a batch.
+
+Nothing is recomputed. What a pipeline would have to depends on the lengths that a batch packs into its rows, while a
+plan says it once and a scheme has one fit of seconds; a sequence that a scheme has no room for goes to one of more
+devices instead.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class Adaptation:
         self.tracker.observe(seconds, expected, standby)
         if self._calibrates and self.tracker.normals:
             self.calibrate(self.cluster, self.tracker.normals)
-        rates = self.tracker.changed()
-        if rates is not None and self.runtime.pinned is None:
+        rates = self.tracker.changed() if self.runtime.pinned is None else None  # told when the policy chooses again
+        if rates is not None:
             self.adapt(rates)
 
     def _stand_by(self) -> None:

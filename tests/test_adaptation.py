@@ -16,6 +16,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction
 from hetu_fx.situations import Situation
 from hetu_fx.switching.agreement import LocalFacts, StepFacts
+from hetu_fx.switching.health import HealthTracker
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper
 
@@ -179,6 +180,23 @@ def test_a_situation_that_returns_is_not_planned_again() -> None:
         assert not adaptation.is_planning
     assert [change.variant for change in adaptation.changes] == ["slow-0x2", "variant0", "slow-0x2"]
     assert adaptation.runtime.variants["slow-0x2"].planned_rates == {0: 2.0}, "what it was planned for"
+
+
+def test_a_device_that_became_slow_under_a_pinned_variant_is_planned_for_when_that_is_released() -> None:
+    adaptation = adaptation_with(Plan.single())
+    runtime = adaptation.runtime
+    adaptation.tracker = HealthTracker(window=1, patience=1, normal={0: 1.0})
+    adaptation._calibrates = False
+    runtime.report.variant, runtime.report.rows = "variant0", (4,)
+    facts = StepFacts((4,), longest=0, counts=(), compute_seconds=(1e9,))
+    runtime.pin("variant0")
+    for _ in range(3):
+        adaptation.observe(facts)
+    assert adaptation.rates[0] > 2
+    assert not adaptation.is_planning
+    runtime.pin(None)
+    adaptation.observe(facts)
+    assert adaptation.is_planning
 
 
 def test_a_planner_that_fails_is_told_and_leaves_all_as_it_was(caplog: pytest.LogCaptureFixture) -> None:

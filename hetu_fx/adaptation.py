@@ -23,7 +23,7 @@ from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.policy import Health
 from hetu_fx.switching.probe import Probe
-from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.runtime import Runtime, StepReport
 from hetu_fx.topology import Cluster
 
 _log = logging.getLogger("hetu_fx.health")
@@ -107,7 +107,7 @@ class Adaptation:
         if facts.has_plan:
             self._take_over()
         report = self.runtime.report
-        if self.cluster is None or report.variant == "" or report.planned is not None:
+        if self.cluster is None or report.variant == "":
             return
         if report.variant not in self._run_before:
             self._run_before.add(report.variant)
@@ -115,28 +115,32 @@ class Adaptation:
         seconds = dict(enumerate(facts.compute_seconds))
         if was_planning:
             del seconds[0]  # it has shared its processor with the planner
-        expected = self._expected(self.cluster, report.variant, report.rows)
+        expected = self._expected(self.cluster, report)
         standby = self.standby.observe(facts, [rank for rank, work in expected.items() if work > 0])
         self.tracker.observe(seconds, expected, standby)
         if self._calibrates and self.tracker.normals:
             self.calibrate(self.cluster, self.tracker.normals)
         rates = self.tracker.changed() if self.runtime.pinned is None else None  # told when the policy chooses again
-        if rates is not None:
+        if rates is not None and report.work is not None:
+            self.runtime.health = Health(rates)  # sequences go where they are done first
+        elif rates is not None:
             self.adapt(rates)
 
     def _stand_by(self) -> None:
         if self.runtime.table.rank not in self.runtime.drained:
             self.standby.run()
 
-    def _expected(self, cluster: Cluster, variant: str, rows: tuple[int, ...]) -> dict[int, float]:
+    def _expected(self, cluster: Cluster, report: StepReport) -> Mapping[int, float]:
         """Return the compute seconds that each device is expected to take for a step while it is healthy.
 
         Not just FLOPs: what an op takes besides its work would make a device with few rows look slow, so that it
         gets fewer still.
         """
-        plan = self.runtime.variants[variant].plan.with_blocks(self.costs.num_blocks)
+        if report.work is not None:
+            return report.work(cluster)
+        plan = self.runtime.variants[report.variant].plan.with_blocks(self.costs.num_blocks)
         work: dict[int, float] = {}
-        for pipeline, count in zip(plan.pipelines, rows, strict=True):
+        for pipeline, count in zip(plan.pipelines, report.rows, strict=True):
             micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
             for stage in stage_costs(pipeline, self.costs, cluster):
                 for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):

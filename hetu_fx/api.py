@@ -194,10 +194,11 @@ class Handle:
             count: how many batches to read in advance.
         """
         waiting: deque[Batch] = deque()
+        runtime = self._runtime
         for batch in batches:
             waiting.append(batch)
             for one in waiting:
-                self.sequences.ahead(one, self._runtime.model.training, self._runtime.able())
+                self.sequences.ahead(one, runtime.model.training, runtime.able(), runtime.health.rates)
             if len(waiting) > count:
                 yield waiting.popleft()
         yield from waiting

@@ -89,6 +89,7 @@ class StepOutputs:
 
 
 Run = Callable[[V, StepInputs], StepOutputs]
+Work = Callable[[Cluster], Mapping[int, float]]
 
 
 @dataclass(frozen=True)
@@ -109,25 +110,27 @@ class Division(Generic[V]):
         counts: those of the whole batch.
         output: makes what the model returns of the loss.
         planned: what all parts together are expected to take, and what planning them took.
+        work: the compute seconds that each of these devices is expected to take while it is healthy.
     """
 
     parts: tuple[Part[V], ...]
     counts: tuple[float, ...]
     output: Callable[[Tensor], Any]
     planned: Planned
+    work: Work
 
 
 @dataclass(frozen=True)
 class Reading(Generic[V]):
     """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective).
 
-    A batch of sequences of mixed lengths has `divide` in place of `run`: from the variants that it may run on to its
-    division.
+    A batch of sequences of mixed lengths has `divide` in place of `run`: from the variants that it may run on, and the
+    devices' straggling rates, to its division.
     """
 
     facts: LocalFacts
     run: Run[V] | None
-    divide: Callable[[Sequence[V]], Division[V]] | None = None
+    divide: Callable[[Sequence[V], Mapping[int, float]], Division[V]] | None = None
 
 
 class Execution(Protocol[V]):

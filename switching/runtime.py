@@ -21,7 +21,7 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
-from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
+from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, Work, check_takes_any_row
 from hetu_fx.switching.migrate import migrate
 from hetu_fx.switching.policy import BatchFacts, Health, Policy, VariantFacts, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
@@ -49,12 +49,13 @@ class Settings:
 
 @dataclass
 class StepReport:
-    """What the last step did: for `model.hetu.stats`; `planned` if it ran sequences at lengths of their own."""
+    """What the last step did: for `model.hetu.stats`; `planned` and `work` if sequences had lengths of their own."""
 
     variant: str = ""
     rows: tuple[int, ...] = ()
     timer: ComputeTimer = field(default_factory=ComputeTimer)
     planned: Planned | None = None
+    work: Work | None = None
 
 
 class LossAndOutput(NamedTuple):
@@ -152,7 +153,7 @@ class Runtime:
             for observe in self.observers:
                 observe(facts)
             if batch.divide is not None:
-                return self._run_division(batch.divide(self.able()))
+                return self._run_division(batch.divide(self.able(), self.health.rates))
             self._switch(self.pinned or self._chosen(facts))
             return self._run(batch, facts)
 
@@ -245,7 +246,8 @@ class Runtime:
             made = part.run(self.variants[self.current], inputs)
             assert made.loss is not None, "sequences are read for models with a loss alone"
             losses.append(made.loss)
-            self.report = StepReport(self.current, tuple(map(len, part.rows.pipelines)), timer, division.planned)
+            rows = tuple(map(len, part.rows.pipelines))
+            self.report = StepReport(self.current, rows, timer, division.planned, division.work)
         loss = functools.reduce(operator.add, losses)
         return division.output(loss) if self.execution.loss_fn is None else LossAndOutput(loss, None)
 

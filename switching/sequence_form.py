@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
@@ -50,6 +53,10 @@ class SequenceForm:
     filling: Filling
     batching: Batching
     multiple: int
+
+    def sample(self, sequences: Sequences, width: int) -> Mapping[str, Tensor]:
+        """Return the inputs of two rows of so many tokens, of zeros."""
+        return input_tensors(self.program.graph, sample_rows(sequences, self.filling, width))
 
     def request(self, lengths: tuple[int, ...], tokens: int | None) -> Request:
         """Return what is asked of a policy for sequences of these lengths."""
@@ -98,11 +105,6 @@ def longest_row(sequences: Sequences) -> int:
     return max(_SHORTEST, *sequences.lengths)
 
 
-def length_of(program: Program, sequences: Sequences) -> int:
-    """Return the tokens of the rows that a program was captured with."""
-    return next(meta.hints(leaf.node)[1] for leaf in program.inputs if leaf.name in sequences.inputs)
-
-
 def sample_rows(sequences: Sequences, filling: Filling, width: int | None = None) -> dict[str, Any]:
     """Return a batch of two rows of one sequence, of zeros, with the other arguments as they are."""
     width = width or longest_row(sequences)
@@ -148,5 +150,4 @@ def _has_fixed_length(leaf: Leaf, sequences: Sequences) -> bool:
 
 def _counts(form: SequenceForm, sequences: Sequences, filling: Filling) -> tuple[float, ...]:
     """Return what the loss counts in rows that have a label for every token but those that are for nothing."""
-    rows = sample_rows(sequences, filling, _PROBE)
-    return form.program.prologue(input_tensors(form.program.graph, rows))
+    return form.program.prologue(replace(form, filling=filling).sample(sequences, _PROBE))

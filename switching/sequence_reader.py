@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -12,6 +13,7 @@ from torch import Tensor
 from hetu_fx.planner.hydraulis.assignment import Candidate
 from hetu_fx.planner.hydraulis.candidates import candidate_of
 from hetu_fx.planner.hydraulis.policies import SequencePolicy
+from hetu_fx.planner.hydraulis.work import device_seconds
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
@@ -26,16 +28,19 @@ from hetu_fx.switching.sequence_form import (
     SequenceForm,
     SequenceOptions,
     form_of_sequences,
-    length_of,
     longest_row,
-    sample_rows,
 )
-from hetu_fx.switching.sequence_planner import SequencePlanner
+from hetu_fx.switching.sequence_planner import Assignments, SequencePlanner
+from hetu_fx.switching.shapes import bind
 from hetu_fx.switching.variant import Variant
 from hetu_fx.topology import Cluster
 
 _SHARES = (1, 2, 4)  # these parts of the longest row are what times are fitted to
 _EQUAL_SPEED = 1e12  # FLOP/s of devices that nobody measured: only ratios matter then
+
+
+Rates = Mapping[int, float]
+"""Straggling rates of devices; those that are left out are healthy."""
 
 
 class SequenceReader:
@@ -89,39 +94,40 @@ class SequenceReader:
         )
         return Reading(facts, None, partial(self._divide, key, sequences))
 
-    def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant]) -> None:
-        """Begin to plan for a batch to come, once one of its form has run."""
+    def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant], rates: Rates) -> None:
+        """Begin to plan for a batch to come, on devices of these rates, once one of its form has run."""
         sequences = sequences_of(batch)
         key = "" if sequences is None else _key(sequences, training)
         if sequences is not None and key in self._forms:
-            candidates = self._candidates(key, variants)
+            candidates = self._candidates(key, variants, rates)
             self.planner.ahead(candidates, self._forms[key].request(sequences.lengths, self.options.tokens))
 
     def _form(self, key: str, sequences: Sequences, training: bool) -> SequenceForm:
         if key not in self._forms:
             form = form_of_sequences(self.programs, sequences, self.options, training)
-            known, lengths = length_of(form.program, sequences), [longest_row(sequences) // s for s in _SHARES]
-            samples = {length: sample_rows(sequences, form.filling, length) for length in lengths if length != known}
-            programs = {length: self.programs.trace(rows, training) for length, rows in samples.items()}
-            programs |= {known: form.program}
-            self._costs[key] = {length: _row_costs(program) for length, program in programs.items()}
+            samples = {
+                length: form.sample(sequences, length) for length in (longest_row(sequences) // s for s in _SHARES)
+            }
+            self._costs[key] = {length: _row_costs(form.program, sample) for length, sample in samples.items()}
             self._forms[key] = form
         return self._forms[key]
 
-    def _candidates(self, key: str, variants: Sequence[Variant]) -> tuple[Candidate, ...]:
-        return tuple(self._candidate(key, variant) for variant in variants)
+    def _candidates(self, key: str, variants: Sequence[Variant], rates: Rates) -> tuple[Candidate, ...]:
+        return tuple(self._candidate(key, variant, _cluster_of(variant).with_rates(rates)) for variant in variants)
 
-    def _candidate(self, key: str, variant: Variant) -> Candidate:
-        cluster, (plan, devices, known) = _cluster_of(variant), self._known.get((key, variant.name), (None, None, None))
+    def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> Candidate:
+        plan, devices, known = self._known.get((key, variant.name), (None, None, None))
         if known is None or plan is not variant.plan or devices != cluster:  # what is predicted of it may have changed
             known = candidate_of(variant.name, variant.plan, self._costs[key], cluster)
             self._known[key, variant.name] = variant.plan, cluster, known
         return known
 
-    def _divide(self, key: str, sequences: Sequences, variants: Sequence[GraphVariant]) -> Division[GraphVariant]:
+    def _divide(
+        self, key: str, sequences: Sequences, variants: Sequence[GraphVariant], rates: Rates
+    ) -> Division[GraphVariant]:
         form = self._forms[key]
         request = form.request(sequences.lengths, self.options.tokens)
-        planned = self.planner.take(self._candidates(key, variants), request)
+        planned = self.planner.take(self._candidates(key, variants, rates), request)
         assignments = planned.assignments
         numbers = iter(first_rows([micro for found in assignments for micro in found.micro_batches]))
         rows = [
@@ -138,15 +144,25 @@ class SequenceReader:
         def output(loss: Tensor) -> Any:
             return graph.rebuild({form.program.loss_name: loss})
 
-        return Division(parts, counts, output, planned)
+        plans = {variant.name: variant.plan for variant in variants}
+        return Division(parts, counts, output, planned, partial(_work, assignments, plans, self._costs[key]))
 
 
-def _row_costs(program: Program) -> ProgramCosts:
-    return program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False)
+def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:
+    sizes = bind(program.inputs, sample)
+    return program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False, sizes=sizes)
 
 
 def _run(rows: AssignedRows, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
     return run_step(variant, rows, inputs)
+
+
+def _work(
+    assignments: Assignments, plans: Mapping[str, Plan], costs: Mapping[int, ProgramCosts], cluster: Cluster
+) -> dict[int, float]:
+    """Return the compute seconds of each device for all parts."""
+    parts = [device_seconds(one, plans[one.variant], costs, cluster) for one in assignments]
+    return {rank: math.fsum(part.get(rank, 0.0) for part in parts) for rank in cluster.ranks}
 
 
 def _key(sequences: Sequences, training: bool) -> str:

@@ -17,6 +17,7 @@ from hetu_fx.prediction import Prediction
 from hetu_fx.situations import Situation
 from hetu_fx.switching.agreement import LocalFacts, StepFacts
 from hetu_fx.switching.health import HealthTracker
+from hetu_fx.switching.runtime import StepReport
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper
 
@@ -217,6 +218,21 @@ def take_over(adaptation: Adaptation) -> None:
     while not adaptation.replanning.tell(LocalFacts(1, "")).has_plan:
         time.sleep(0.001)
     adaptation.observe(StepFacts((1,), longest=0, counts=(), compute_seconds=(0.0,), has_plan=True))
+
+
+def test_rates_are_learnt_of_sequences_by_the_work_of_their_parts_without_another_plan() -> None:
+    adaptation, report = adaptation_with(replace(Plan.single(), schedule="gpipe")), StepReport("variant0")
+    adaptation.cluster = Cluster.on_paper((1e9, 1e9))
+    adaptation.runtime.report, adaptation._calibrates = report, False
+    for step in range(24):
+        work = {0: 1.0 + step % 3, 1: 2.0 - step % 2}  # other sequences in each step
+        report.work = lambda cluster, work=work: work  # type: ignore[misc]
+        slow = 3.0 if step > 8 else 1.0
+        facts = StepFacts(rows=(4, 4), longest=9, counts=(), compute_seconds=(0.1 * work[0], 0.2 * work[1] * slow))
+        adaptation.observe(facts)
+    assert adaptation.rates == {0: 1.0, 1: 3.0}
+    assert adaptation.runtime.health.rates == {0: 1.0, 1: 3.0}
+    assert list(adaptation.runtime.variants) == ["variant0"]
 
 
 def expecting(adaptation: Adaptation, seconds: float) -> Cluster:

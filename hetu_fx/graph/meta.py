@@ -11,6 +11,7 @@ import copy
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import sympy
@@ -79,6 +80,14 @@ def hint(size: Size) -> int:
         return size
     known = size.node.hint
     return DATA_DEPENDENT if known is None else int(known)
+
+
+def size_at(sizes: Mapping[sympy.Symbol, int], size: Size) -> int:
+    """Return a size where symbols stand for these numbers; as in the example batch where they do not say."""
+    if isinstance(size, int) or not sizes:
+        return hint(size)
+    found = expression(size).subs(sizes)
+    return int(found) if found.is_number else hint(size)
 
 
 def hints(node: fx.Node) -> tuple[int, ...]:

@@ -1,30 +1,34 @@
 """What a captured program costs, from its graph: FLOPs, memory traffic, parameters, activations, boundaries.
 
 FLOPs are counted by torch's own formulas, by running each distinct op on meta tensors of the example's
-sizes. Activations are what products read and make (and views of it share it), which is what min-cut
+sizes or of given ones. Activations are what products read and make (and views of it share it), which is what min-cut
 rematerialisation keeps, near enough. A value that batch and parameters reach belongs to one part; masks and
 tables that only one of them reaches are computed wherever they are read, and cross no boundary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import partial
 
+import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._pytree import tree_leaves
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.cut import Cut, NoCut
+from hetu_fx.planner.flops import FlopCounter
 from hetu_fx.planner.footprint import ProgramMemory
 from hetu_fx.planner.liveness import owners, program_memory
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.planner.row_sums import RowSums
 from hetu_fx.planner.tied import Tied
+
+SizeOf = Callable[[meta.Size], int]
 
 
 def program_costs(
@@ -34,18 +38,22 @@ def program_costs(
     cut: Cut | None = None,
     memory: bool = True,
     summed_over_rows: Iterable[fx.Node] = (),
+    sizes: Mapping[sympy.Symbol, int] | None = None,
 ) -> ProgramCosts:
     """Return the costs of a step of a captured program.
 
     Args:
-        graph: its example batch gives the sequence length that the costs are for.
+        graph: its example batch gives the sequence length that the costs are for, where `sizes` says no other.
         rows: rows of a step over all replicas; None: as many as the example has.
         cut: what a tensor parallel group would cut; None: nothing, so that no plan makes such groups.
         memory: find out what parts hold by running them without data, which takes a while; only planning needs it.
         summed_over_rows: the values that replicas sum in the middle of a step, or whose cotangents they sum.
+        sizes: what the graph's symbols stand for, instead of the example's sizes; what parts hold is told for those
+            alone.
     """
-    summed = [_bytes(node) for node in summed_over_rows]
-    profile = _Profile(graph, cut or NoCut())
+    assert not (memory and sizes), "what parts hold is known at the example's sizes"
+    profile = _Profile(graph, cut or NoCut(), partial(meta.size_at, sizes or {}))
+    summed = [profile.bytes_of(node) for node in summed_over_rows]
     for node in graph.graph.nodes:
         if node.op == "call_function":
             profile.add_op(node)
@@ -66,11 +74,11 @@ def program_costs(
     )
 
 
-def example_rows(graph: Graph) -> int:
-    """Return the number of rows of the example batch."""
+def example_rows(graph: Graph, size_of: SizeOf = meta.hint) -> int:
+    """Return the number of rows of the example batch, or of the batch whose sizes are given."""
     sizes = [size for leaf in graph.leaves_of(LeafKind.INPUT) for size in _sizes(leaf.node)]
     of_batch = [size for size in sizes if meta.depends_on_batch(size, graph)]
-    return meta.hint((of_batch or sizes or [1])[0])
+    return size_of((of_batch or sizes or [1])[0])
 
 
 def _sizes(node: fx.Node) -> list[meta.Size]:
@@ -101,10 +109,10 @@ class _Part:
 class _Profile:
     """The totals of all parts while the graph is walked: before, each block, after."""
 
-    def __init__(self, graph: Graph, cut: Cut) -> None:
-        self.cut, self.example_rows = cut, example_rows(graph)
+    def __init__(self, graph: Graph, cut: Cut, size_of: SizeOf) -> None:
+        self.cut, self._size_of, self.example_rows = cut, size_of, example_rows(graph, size_of)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
-        self._graph, self._counter = graph, FlopCounter()
+        self._graph, self._counter = graph, FlopCounter(size_of)
         inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
         self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
         by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
@@ -132,26 +140,26 @@ class _Profile:
         if flops:
             self._keep([node, *node.all_input_nodes])
         elif not is_view(node):
-            moved = sum(_bytes(other) for other in (node, *node.all_input_nodes))
+            moved = sum(self.bytes_of(other) for other in (node, *node.all_input_nodes))
             part.add("traffic_bytes", moved / self.example_rows, shares, self.cut.shares_sequence(node))
         for source in self.cut.gathered(node):
             if source in self._gathered or source not in self._mixed:
                 continue
             self._gathered.add(source)
-            part.add("gathered_bytes", _bytes(source) / self.example_rows)
+            part.add("gathered_bytes", self.bytes_of(source) / self.example_rows)
             part.add("num_gathers", 1)
         if self.cut.sums(node):
-            part.add("reduced_bytes", _bytes(node) / self.example_rows)
+            part.add("reduced_bytes", self.bytes_of(node) / self.example_rows)
             part.add("num_reductions", 1)
         if self.cut.returns(node):
             # what reads a value gives its cotangent back
             reader = self.parts[min(map(self.part_of, self._mixed & node.users.keys()), default=0)]
-            reader.add("returned_bytes", _bytes(node) / self.example_rows)
+            reader.add("returned_bytes", self.bytes_of(node) / self.example_rows)
             reader.add("num_returns", 1)
 
     def _flops(self, node: fx.Node) -> int:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
-        return self._counter.flops(node) or 2 * self.cut.contracted(node) * _num_elements(node)
+        return self._counter.flops(node) or 2 * self.cut.contracted(node) * self._num_elements(node)
 
     def _keep(self, nodes: Iterable[fx.Node]) -> None:
         """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""
@@ -161,12 +169,12 @@ class _Profile:
                 self._kept.add(base)
                 part = self.parts[self.part_of(base)]
                 is_cut = meta.is_tensor(base) and self.cut.splits(base)
-                size, shared = _bytes(base) / self.example_rows, self.cut.shares_sequence(base)
+                size, shared = self.bytes_of(base) / self.example_rows, self.cut.shares_sequence(base)
                 part.add("activation_bytes", size, is_cut, shared)
 
     def add_parameter(self, node: fx.Node) -> None:
         """Count a parameter where it is read first, and note where it is read again."""
-        size, is_split = _bytes(node), self.cut.splits(node)
+        size, is_split = self.bytes_of(node), self.cut.splits(node)
         readers = sorted({self.part_of(user) for user in node.users if user.op == "call_function"})
         self.parts[readers[0] if readers else 0].add("parameter_bytes", size, is_split)
         if len(readers) > 1:
@@ -180,7 +188,16 @@ class _Profile:
     def boundary_bytes(self, block: int) -> float:
         """Return the bytes per row that cross from a block (and all before it) to the next ones."""
         crossing = (n for n in self._mixed if self.part_of(n) <= block + 1 and self._last_use(n) > block + 1)
-        return sum(_bytes(node) for node in crossing) / self.example_rows
+        return sum(self.bytes_of(node) for node in crossing) / self.example_rows
+
+    def bytes_of(self, node: fx.Node) -> int:
+        return sum(self._numel(tensor) * tensor.element_size() for tensor in _tensors(node))
+
+    def _num_elements(self, node: fx.Node) -> int:
+        return sum(map(self._numel, _tensors(node)))
+
+    def _numel(self, tensor: torch.Tensor) -> int:
+        return math.prod(map(self._size_of, tensor.shape))
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)
@@ -220,63 +237,3 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 def _is_float(node: fx.Node) -> bool:
     return any(tensor.is_floating_point() for tensor in _tensors(node))
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(_numel(tensor) * tensor.element_size() for tensor in _tensors(node))
-
-
-def _num_elements(node: fx.Node) -> int:
-    return sum(map(_numel, _tensors(node)))
-
-
-def _numel(tensor: torch.Tensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= meta.hint(size)
-    return count
-
-
-class FlopCounter:
-    """Counts the FLOPs of ops by running them on meta tensors; equal calls are run once."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, int] = {}
-
-    def flops(self, node: fx.Node) -> int:
-        """Return the FLOPs of an op node at the example's sizes; 0 for one that cannot run without data."""
-        args, kwargs = tree_map(_meta_argument, (node.args, node.kwargs))
-        key = f"{node.target} {tree_map(_description, (args, kwargs))}"
-        if key not in self._known:
-            self._known[key] = _count(node.target, args, kwargs)
-        return self._known[key]
-
-
-def _meta_argument(argument: Any) -> Any:
-    return tree_map(_without_symbols, meta.value(argument)) if isinstance(argument, fx.Node) else argument
-
-
-def _without_symbols(value: Any) -> Any:
-    match value:
-        case torch.Tensor():
-            sizes = [meta.hint(size) for size in value.shape]
-            return torch.empty(sizes, dtype=value.dtype, device="meta")
-        case torch.SymInt():
-            return meta.hint(value)
-        case _:
-            return value
-
-
-def _description(argument: Any) -> Any:
-    return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else argument
-
-
-def _count(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    placed = {**kwargs, "device": "meta"} if "device" in kwargs else dict(kwargs)
-    counter = FlopCounterMode(display=False)
-    try:
-        with torch.no_grad(), counter:
-            target(*args, **placed)
-    except (RuntimeError, NotImplementedError):
-        return 0  # an op whose result depends on data, or without a meta kernel, is no product
-    return int(counter.get_total_flops())

@@ -11,15 +11,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetu_fx.deduction.analyse import analyse
+from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.cut import FactorCut
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.profile import example_rows, program_costs
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.switching.program import make_program
+from hetu_fx.switching.shapes import bind
 from hetu_fx.transforms.flow import flow_of
 from hetu_fx.transforms.tensor_cut import tensor_cut
-from tests.model_zoo import LENGTH, SAMPLES, captured, example
+from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
 from tests.planner.examples import paper
 from tests.transforms.plans import zoo_program
 
@@ -167,3 +170,12 @@ def test_what_parts_hold_is_found_out_only_where_it_is_asked_for() -> None:
     assert quick.memory is None
     assert found.memory is not None
     assert replace(found, memory=None) == quick
+
+
+def test_costs_at_other_sizes_are_those_of_a_graph_that_was_captured_with_them() -> None:
+    batch, program = to_double(SAMPLES["llama"].batch(2, LENGTH - 5)), zoo_program("llama")
+    other = make_program(capture(captured("llama")[0], batch), frozenset())
+    sizes = bind(program.inputs, input_tensors(program.graph, batch))
+    found = program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False, sizes=sizes)
+    assert found == program_costs(other.graph, rows=1, cut=other.tensor_cut, memory=False)
+    assert found != program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False)

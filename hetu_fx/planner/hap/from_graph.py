@@ -23,8 +23,9 @@ from hetu_fx.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.planner.flops import FlopCounter
 from hetu_fx.planner.hap.problem import Factors, Kind, Op, Problem, Tensor
-from hetu_fx.planner.profile import FlopCounter, example_rows, is_view
+from hetu_fx.planner.profile import example_rows, is_view
 
 
 def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool = False) -> Problem:

@@ -1,0 +1,271 @@
+"""Devices that become slow and recover while a model trains: what adapting to them gains, and what it costs.
+
+Three equal emulated devices; CPU quotas slow one, two, one of them more, and give all back. Three contestants train in
+turns on them: a model that adapts by itself, told nothing; the same one pinned to the plan of the start; a model from
+which slow devices are dropped, homes and all, the moment they become slow. The optimum of a phase is total work over
+total speed: the adapting model's step of the first phase, over the share of the quotas that is left. The rate of a slow
+device is told by a loop of products that all devices run at once, beside no training, over the fastest of them, as in
+health: a quota gives time and not speed, and cores that share a processor are faster when neighbours are throttled.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.contest import Step, adamw, run_rounds, train_step
+from benchmarks.fleet import in_fleet, run_workers, say, set_speeds, worker_parser, write_result
+from benchmarks.models import Size, batch, llama, num_parameters
+from benchmarks.report import Bar, Row, finish
+from hetu_fx.emulate import EmulateSpec
+from hetu_fx.switching.health import HealthTracker
+from hetu_fx.switching.probe import Probe
+
+SPEED = 0.6
+WORLD = 3
+SIZE = Size(width=192, layers=2, rows=48, tokens=64)
+TRACE: Mapping[str, Mapping[int, float]] = {
+    "normal": {},
+    "one slow": {2: 2.0},
+    "two slow": {2: 2.0, 1: 3.0},
+    "worse": {2: 4.0, 1: 3.0},
+    "recovered": {},
+}
+OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR = 0.9, 0.03, 3, 1.5
+ALONE_SECONDS = 1.0
+SETTLING_STEPS = HealthTracker().window + 2
+NOTICED = 1.5  # a rate that is wrong by less is about right
+MOST_STEPS = 40  # before a change that is not noticed counts as missed
+ADAPTING, FIXED, DROPPING = "adapting", "fixed", "dropping"
+
+
+@dataclass
+class Watched:
+    """What the adapting model did from a change of speeds until it had settled.
+
+    Attributes:
+        seconds: of each step.
+        detected: steps until the rates were known.
+        switched: steps from then until the new plan ran.
+        after: of these, the steps that began after the plan had been made.
+        planning_seconds: what the plan took; 0 if it was known.
+        planned_beside: the seconds of steps during which a plan was being made.
+        rates: as they were found.
+        variant: what runs.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    detected: int = 0
+    switched: int = 0
+    after: int = 0
+    planning_seconds: float = 0.0
+    planned_beside: list[float] = field(default_factory=list)
+    rates: dict[int, float] = field(default_factory=dict)
+    variant: str = ""
+
+
+def main() -> int:
+    """Run the trace under the emulator and judge it."""
+    options = worker_parser("straggler", "Training while devices become slow and recover.").parse_args()
+    if options.worker is not None:
+        return work(options.worker, rounds=3 if options.quick else 9)
+    spec = EmulateSpec(speeds=(SPEED,) * WORLD)
+    return judge(run_workers("straggler", ["--quick"] * options.quick, spec, timeout_seconds=1800))
+
+
+def judge(result: Mapping[str, Any]) -> int:
+    """Turn what was measured into bars and rows."""
+    rows = [phase_row(name, result["phases"]) for name in TRACE]
+    slow = [row for row in rows if TRACE[str(row["phase"])]]
+    watched = {name: phase["watched"] for name, phase in result["phases"].items()}
+    errors = [error for name in TRACE for error in rate_errors(name, result["phases"][name])]
+    changes = [watched[name] for name in TRACE if name != "normal"]
+    bars = [
+        *(Bar(f"{row['phase']}: of the optimum", row["of optimum"], OPTIMUM_BAR, at_least=True) for row in rows[1:]),
+        Bar("least gain over no adaptation", min(row["over fixed"] for row in slow), 1.0, at_least=True),
+        Bar("least gain over dropping", min(row["over dropping"] for row in slow), 1.0, at_least=True),
+        Bar("worst error of a rate", max(errors), RATE_BAR, at_least=False),
+        Bar("steps from plan to switch, most", max(w["after"] for w in changes), SWITCH_BAR, at_least=False),
+        Bar("longest step beside planning / before it", max(map(gap, changes)), GAP_BAR, at_least=False),
+    ]
+    return finish("straggler", bars, rows, speed=SPEED, size=str(SIZE), **result["about"])
+
+
+def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
+    """Make a line of the table."""
+    seconds = {who: statistics.median(times) for who, times in phases[name]["seconds"].items()}
+    healthy = statistics.median(phases["normal"]["seconds"][ADAPTING])
+    watched = phases[name]["watched"]
+    return {
+        "phase": name,
+        **{f"{who} steps/s": 1 / value for who, value in seconds.items()},
+        "of optimum": healthy * WORLD / sum(quota_speeds(name)) / seconds[ADAPTING],
+        "over fixed": seconds[FIXED] / seconds[ADAPTING],
+        "over dropping": seconds[DROPPING] / seconds[ADAPTING],
+        "detected after": watched["detected"],
+        "switched after": watched["switched"],
+        "planning s": watched["planning_seconds"],
+        "longest step beside it s": max(watched["planned_beside"], default=0.0),
+        "injected": rates_text(dict(enumerate(relative(phases[name]["injected"])))),
+        "found": rates_text(watched["rates"]),
+        "variant": watched["variant"],
+    }
+
+
+def rates_text(rates: Mapping[Any, float]) -> str:
+    """Name the devices that are slow, with their rates."""
+    return " ".join(f"{rank}x{rate:.3g}" for rank, rate in rates.items() if rate > 1 + HealthTracker().threshold)
+
+
+def quota_speeds(name: str) -> list[float]:
+    """Return the devices' quotas in a phase, over those of the first."""
+    return [1 / TRACE[name].get(rank, 1.0) for rank in range(WORLD)]
+
+
+def rate_errors(name: str, phase: Mapping[str, Any]) -> list[float]:
+    """Return by how much each slow device's rate was missed; the devices that are left alone become faster, too."""
+    found, injected = phase["watched"]["rates"], relative(phase["injected"])
+    return [abs(found.get(str(rank), 1.0) / injected[rank] - 1) for rank in TRACE[name]]
+
+
+def relative(rates: Sequence[float]) -> list[float]:
+    """Return rates over the least of them."""
+    return [rate / min(rates) for rate in rates]
+
+
+def gap(watched: Mapping[str, Any]) -> float:
+    """Return the longest step beside planning over the median of those before, on the same devices; 0 without any."""
+    before = watched["seconds"][1 : watched["detected"]] or watched["seconds"]
+    return max(watched["planned_beside"], default=0.0) / statistics.median(before)
+
+
+def work(result: Path, *, rounds: int) -> int:
+    """Be one rank of the contest."""
+    with in_fleet():
+        contest = Contest()
+        phases = {name: contest.phase(name, rounds) for name in TRACE}
+        about = {"parameters": num_parameters(llama(SIZE)), "rounds": rounds}
+        write_result(result, {"phases": phases, "about": about})
+    return 0
+
+
+class Contest:
+    """The contestants, and their way through the trace."""
+
+    def __init__(self) -> None:
+        self.whole = batch(SIZE.rows, SIZE.tokens)
+        self.adapting, step = self._model("auto")
+        self.steps: dict[str, Step] = {ADAPTING: step}
+        self.dropping: nn.Module | None = None
+        self.rates: Mapping[int, float] = {}
+        self.first: list[float] = []
+        self.injected: list[float] = []
+
+    def _model(self, plan: Any) -> tuple[nn.Module, Step]:
+        import hetu_fx
+
+        plain = llama(SIZE)
+        optimizer = adamw(plain)
+        model = hetu_fx.auto_parallelize(plain, self.whole, plan=plan, optimizer=optimizer, data="global")
+        return model, train_step(model, optimizer, self.whole)
+
+    def phase(self, name: str, rounds: int) -> dict[str, Any]:
+        """Change the speeds, let the model adapt, and let the others run beside it; collective."""
+        while self.adapting.hetu.is_planning:  # noise in the last phase has asked for a plan
+            self.steps[ADAPTING]()
+        before, self.rates = self.rates, TRACE[name]
+        set_speeds([SPEED / self.rates.get(rank, 1.0) for rank in range(WORLD)])
+        seconds = self._alone_seconds()
+        self.first = self.first or seconds
+        self.injected = [now / first for now, first in zip(seconds, self.first, strict=True)]
+        watched = self._watch(changes=before != self.rates)
+        say(f"{name}: {self.injected} {watched}")
+        if self.dropping is None:
+            self._start_others()
+        self._drop()
+        times = run_rounds(self.steps, rounds=rounds, warm_up=1)
+        return {"watched": asdict(watched), "seconds": times, "injected": self.injected}
+
+    def _alone_seconds(self) -> list[float]:
+        """Return what a product takes on each device, all at once; collective."""
+        seconds = [0.0] * WORLD
+        dist.all_gather_object(seconds, Probe(torch.device("cpu")).seconds(ALONE_SECONDS))
+        return seconds
+
+    def _start_others(self) -> None:
+        from hetu_fx.plans import Plan
+
+        start = self.adapting.hetu.plan
+        self.steps[FIXED] = self._pinned(self.adapting.hetu.current)
+        plans = [start, *(Plan.data_parallel(self._healthy(rates)) for rates in TRACE.values() if rates)]
+        named = {plan.devices: plan for plan in plans}
+        self.dropping, self.steps[DROPPING] = self._model(list(named.values()))
+
+    def _pinned(self, name: str) -> Step:
+        def step() -> None:
+            self.adapting.hetu.switch(name)
+            self.steps[ADAPTING]()
+            self.adapting.hetu.release()
+
+        return step
+
+    def _healthy(self, rates: Mapping[int, float]) -> list[int]:
+        return [rank for rank in range(WORLD) if rank not in rates]
+
+    def _drop(self) -> None:
+        assert self.dropping is not None
+        hetu = self.dropping.hetu
+        slow, gone = set(self.rates), set(hetu.drained)
+        if gone - slow:
+            hetu.admit(*sorted(gone - slow))
+        if slow - gone:
+            hetu.drain(*sorted(slow - gone))
+
+    def _watch(self, *, changes: bool) -> Watched:
+        """Train the adapting model until it has noticed the change and runs what it planned for it; collective."""
+        hetu, watched, steps = self.adapting.hetu, Watched(), 0
+        before, asked, asked_at, begun = len(hetu.stats["replanned"]), None, 0.0, list[float]()
+        while not self._settled(steps, changes=changes) and (steps < MOST_STEPS or hetu.is_planning):
+            plans = hetu.is_planning
+            start = perf_counter()
+            self.steps[ADAPTING]()
+            dist.barrier()
+            watched.seconds.append(perf_counter() - start)
+            steps += 1
+            if plans:
+                watched.planned_beside.append(watched.seconds[-1])
+                begun.append(start - asked_at)
+            if hetu._adaptation.replanning.asked not in (None, asked):
+                asked, asked_at, begun = hetu._adaptation.replanning.asked, start, []
+            if not watched.detected and self._noticed():
+                watched.detected = steps
+        watched.rates, watched.variant = dict(hetu.health), hetu.current
+        for change in hetu.stats["replanned"][before:]:
+            watched.planning_seconds = change.planning_seconds
+            watched.switched = change.step - change.asked
+        watched.after = sum(seconds >= watched.planning_seconds for seconds in begun)
+        return watched
+
+    def _settled(self, steps: int, *, changes: bool) -> bool:
+        if not changes:
+            return steps >= SETTLING_STEPS and not self.adapting.hetu.is_planning
+        return self._noticed() and not self.adapting.hetu.is_planning
+
+    def _noticed(self) -> bool:
+        """Tell whether the rates are known, each about right."""
+        found = self.adapting.hetu.health
+        pairs = [(found.get(rank, 1.0), self.rates.get(rank, 1.0)) for rank in range(WORLD)]
+        return all(max(mine / rate, rate / mine) < NOTICED for mine, rate in pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -191,6 +191,7 @@ class _Profile:
         return sum(self.bytes_of(node) for node in crossing) / self.example_rows
 
     def bytes_of(self, node: fx.Node) -> int:
+        """Return the bytes of a value."""
         return sum(self._numel(tensor) * tensor.element_size() for tensor in _tensors(node))
 
     def _num_elements(self, node: fx.Node) -> int:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tests.chaos_job import ChaosError, Job
 
@@ -87,19 +88,24 @@ def inflict(job: Job, kind: str, phase: str, chance: random.Random) -> Fault:
     return fault
 
 
+def _has_done(job: Job, steps: int, after: float) -> bool:
+    return len(job.steps(after)) >= steps
+
+
 def inflict_all(job: Job, faults: int, kinds: tuple[str, ...], interval: float, chance: random.Random) -> list[Fault]:
     """Do faults, and wait after each until `interval` seconds have passed since it.
 
     Those that cost no process, and those in the middle of a step, come some steps after a start; those at the
-    beginning of a run follow another one at once.
+    beginning of a run follow another one at once: there are none with an interval.
     """
     done: list[Fault] = []
-    for number in range(faults):
+    for _ in range(faults):
         kind = chance.choice(kinds)
-        phase = chance.choice(PHASES if number and kind in LOSSES and done[-1].kind in LOSSES else LATER)
+        follows_at_once = not interval and bool(done) and done[-1].kind in LOSSES
+        phase = chance.choice(PHASES if follows_at_once and kind in LOSSES else LATER)
         if phase in LATER:
             after, pause = job.wait_for("a start", job.starts)[-1]["seconds"], chance.randrange(1, 4)
-            job.wait_for(f"{pause} steps", lambda after=after, pause=pause: len(job.steps(after)) >= pause)
+            job.wait_for(f"{pause} steps", partial(_has_done, job, pause, after))
         done.append(inflict(job, kind, phase, chance))
         time.sleep(max(0.0, done[-1].done + interval - time.monotonic()))
     return done

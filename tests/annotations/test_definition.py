@@ -45,7 +45,7 @@ def test_summands_are_numbered_by_both_tiers():
     assert [part.summand for part in parts(parse_annotation("[0,1] D(2)"), (4,)).values()] == [None, None]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SEEDS)
 def test_regions_are_what_the_definition_says(seed):
     annotation = random_annotation(Random(seed), range(12), SHAPE)
@@ -62,7 +62,7 @@ def test_regions_are_what_the_definition_says(seed):
         assert all(held[box].all() for box in boxes)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_every_entry_is_held_as_often_as_the_duplicates_say(seed):
     annotation = random_annotation(Random(seed), range(12), SHAPE)

@@ -14,7 +14,7 @@ from hetu_fx.errors import AnnotationError
 SHAPE = (48, 16)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_regions_grow_in_step_with_a_size_that_fits(seed, times):
     annotation = random_annotation(Random(seed), range(8), SHAPE)
@@ -26,7 +26,7 @@ def test_regions_grow_in_step_with_a_size_that_fits(seed, times):
         assert others == same
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1))
 def test_no_smaller_size_fits(seed):
     annotation = random_annotation(Random(seed), range(8), SHAPE)

@@ -54,7 +54,7 @@ def random_moves(seed, partial):
     return [Move(source, target, SHAPE, 4) for source, target in pairs]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1))
 def test_a_fused_plan_without_sums_moves_exactly_the_least(seed):
     moves = random_moves(seed, partial=False)
@@ -63,7 +63,7 @@ def test_a_fused_plan_without_sums_moves_exactly_the_least(seed):
     assert found.inter_node_bytes == found.least_inter_node_bytes
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1))
 def test_no_slice_crosses_between_nodes_where_the_receivers_node_owns_it(seed):
     moves = random_moves(seed, partial=False)
@@ -85,7 +85,7 @@ def holds(annotation, rank, dims):
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 2**32 - 1))
 def test_no_plan_moves_less_than_the_least(seed):
     moves = random_moves(seed, partial=True)

@@ -75,7 +75,7 @@ def test_symbolic_sizes_have_no_bytes():
         explained("[0,1] P(2)", "[0,1] D(2)", (None, 4))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_any_change_is_explained_and_its_links_carry_all_bytes(seed, measured):
     source, target = random_pair(Random(seed), range(12), (24, 4, 6))

@@ -59,7 +59,7 @@ def test_summands_become_groups(annotation, expected):
     assert (None if found is None else str(found)) == expected
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(SEEDS)
 def test_what_is_proposed_fits_and_keeps_the_ranks(seed):
     annotation = random_annotation(Random(seed), range(12), SHAPE)

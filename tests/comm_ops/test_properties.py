@@ -66,7 +66,7 @@ def check(annotation: Annotation, arrays, expected) -> None:
             np.testing.assert_allclose(arrays[rank], array, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(SEEDS)
 def test_resolutions_mean_what_the_annotations_say(seed):
     random = Random(seed)
@@ -77,7 +77,7 @@ def test_resolutions_mean_what_the_annotations_say(seed):
     check(target, run(resolution, noisy(value(shape), source)), value(shape))
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(SEEDS)
 def test_adjoints_are_adjoint(seed):
     random = Random(seed)
@@ -93,7 +93,7 @@ def test_adjoints_are_adjoint(seed):
     np.testing.assert_allclose(np.vdot(*across), np.vdot(*back), atol=1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_what_packs_and_unpacks_does_what_the_reference_does(seed):
     random = Random(seed)
@@ -113,7 +113,7 @@ def _one_dim_on(state):
     return replace(state, dim=state.dim + 1) if isinstance(state, Split) else state
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS, st.integers(0, 3))
 def test_a_symbolic_dim_takes_any_size(seed, size):
     random = Random(seed)
@@ -123,7 +123,7 @@ def test_a_symbolic_dim_takes_any_size(seed, size):
     check(target, {r: y.numpy() for r, y in simulate(resolution, tensors(noisy(x, source))).items()}, x)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(SEEDS)
 def test_nothing_moves_more_bytes_than_one_batched_send_receive(seed):
     random = Random(seed)
@@ -136,7 +136,7 @@ def test_nothing_moves_more_bytes_than_one_batched_send_receive(seed):
         assert resolution.bytes(1) == least_bytes(Move(source, target, SHAPE, 1))
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(SEEDS)
 def test_what_crosses_groups_is_counted_as_if_every_collective_were_listed(seed):
     random = Random(seed)
@@ -147,7 +147,7 @@ def test_what_crosses_groups_is_counted_as_if_every_collective_were_listed(seed)
             assert step.traffic == sum((len(ranks) - 1) * numel for ranks, numel in step.collectives())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_measured_links_never_make_it_slower(seed):
     random = Random(seed)
@@ -156,7 +156,7 @@ def test_measured_links_never_make_it_slower(seed):
     assert measured.seconds(4, NODES) <= plain.seconds(4, NODES) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_several_moves_share_their_messages(seed):
     random = Random(seed)
@@ -183,7 +183,7 @@ def test_what_stays_is_the_tensor_itself_and_a_summand_never_is():
         assert torch.equal(found, x if same else x + x)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS)
 def test_annotations_and_changes_round_trip_as_text(seed):
     random = Random(seed)

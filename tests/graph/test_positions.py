@@ -123,7 +123,7 @@ def steps() -> st.SearchStrategy[list[tuple[str, int]]]:
     return st.lists(st.tuples(st.sampled_from(names), st.integers(-2, 3)), max_size=6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps())
 def test_whatever_is_known_of_a_program_is_true_at_every_size(program: list[tuple[str, int]]) -> None:
     def body(x: Tensor) -> Tensor:

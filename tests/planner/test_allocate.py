@@ -38,7 +38,7 @@ def test_a_receiver_that_never_finishes_gets_nothing() -> None:
     assert spread(4, [lambda n: n, lambda n: float("inf") if n else 0.0]) == (4, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 12),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4),
@@ -66,7 +66,7 @@ def brute_force_cut(sizes: Sequence[int], speeds: Sequence[int], fixed: Sequence
     return min(bests, default=None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=4),

@@ -30,7 +30,7 @@ def most_by_trying(one: Option, deadline: float, total: int) -> int:
     return max(fitting, default=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(LINES, min_size=1, max_size=4),
     st.sampled_from([1, 2, 4]),

@@ -195,7 +195,7 @@ def test_memory_goes_back_to_where_it_was() -> None:
         assert counter.values[-1][1] == pytest.approx(counter.values[0][1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.integers(1, 3),

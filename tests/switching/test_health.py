@@ -66,7 +66,7 @@ def test_a_slow_device_that_gets_slower_is_reported_again() -> None:
     assert feed(tracker, [4.0]) == [{0: 4.0}]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(*[st.floats(0.95, 1.05)] * 3), min_size=30, max_size=60))
 def test_noise_of_five_percent_never_triggers(noise: list[tuple[float, ...]]) -> None:
     tracker = HealthTracker()
@@ -75,7 +75,7 @@ def test_noise_of_five_percent_never_triggers(noise: list[tuple[float, ...]]) ->
     assert tracker.changed() is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(1.5, 20.0), st.lists(st.floats(0.97, 1.03), min_size=40, max_size=40))
 def test_an_injected_rate_is_found_within_the_noise(rate: float, noise: list[float]) -> None:
     tracker = HealthTracker()
@@ -104,7 +104,7 @@ def test_a_device_that_was_not_measured_for_a_step_begins_a_new_window() -> None
     assert tracker.changed() is None, "steps of 4 were compared with steps of 1"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(*[st.floats(0.97, 1.03)] * 4), min_size=60, max_size=60))
 def test_the_noise_of_the_others_does_not_make_a_rate_larger(noise: list[tuple[float, ...]]) -> None:
     tracker, rates = HealthTracker(), (1.0, 1.0, 1.0, 2.0)

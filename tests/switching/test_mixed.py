@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import BatchError
@@ -53,7 +53,6 @@ def test_rows_are_counted_over_pipelines() -> None:
     assert plan.owned == (Interval(0, 4), Interval(0, 4))
 
 
-@settings(deadline=None)
 @given(sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=8))
 def test_no_two_micro_batches_draw_for_one_row_or_token(sizes: list[tuple[int, int]]) -> None:
     micro_batches = [MicroBatch(((0,),) * rows, width) for rows, width in sizes]

@@ -69,7 +69,7 @@ def boxes(annotation: Annotation, rank: int, shape: tuple[int, ...]) -> list[tup
     return [tuple(itertools.starmap(slice, box.bounds)) for box in annotation.region(rank, shape).boxes]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32 - 1))
 def test_what_the_plan_sends_is_what_the_new_owners_lack(seed: int) -> None:
     state = random_state(seed)
@@ -86,7 +86,7 @@ def test_what_the_plan_sends_is_what_the_new_owners_lack(seed: int) -> None:
             assert shard(whole, tensor.target)[rank].size == wanted.sum()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32 - 1))
 def test_no_byte_too_many_travels(seed: int) -> None:
     state = random_state(seed)
@@ -108,7 +108,7 @@ def owned(annotation: Annotation, rank: int, shape: tuple[int, ...]) -> set[tupl
     }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1))
 def test_every_pair_of_ranks_has_one_message_per_bucket(seed: int) -> None:
     plan = plan_switch(random_state(seed), WORLD)
@@ -119,7 +119,7 @@ def test_every_pair_of_ranks_has_one_message_per_bucket(seed: int) -> None:
     assert all(tensor.source != tensor.target for tensor in plan.tensors)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]))
 def test_extra_memory_of_a_rank_is_a_share_of_the_state_or_one_new_part_and_a_fifth_of_that(
     seed: int, share: float

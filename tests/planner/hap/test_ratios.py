@@ -22,7 +22,7 @@ def on_a_grid(program: Program, speeds: tuple[float, ...], steps: int) -> float:
     return min(program.seconds(speeds, table) for table in tables)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS, st.integers(1, 5), st.sampled_from([(3e8, 1e8), (2e8, 1e8, 1e8), (4e5, 1e5)]))
 def test_no_ratios_on_a_grid_are_faster(seed: int, num_ops: int, speeds: tuple[float, ...]) -> None:
     problem = drawn(seed, num_ops)

@@ -22,7 +22,7 @@ def in_segments(problem: Problem) -> Problem:
     return replace(problem, ops=ops, blocks=())
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000), st.integers(1, 6))
 def test_the_best_pair_of_all_rounds_is_returned(seed: int, num_ops: int) -> None:
     result = search(drawn(seed, num_ops), UNEQUAL, collectives=LINES)
@@ -31,7 +31,7 @@ def test_the_best_pair_of_all_rounds_is_returned(seed: int, num_ops: int) -> Non
     assert result.is_exact
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10_000), st.integers(2, 5))
 def test_segments_of_their_own_ratios_are_never_slower(seed: int, num_ops: int) -> None:
     problem = drawn(3 * seed + 1, num_ops)

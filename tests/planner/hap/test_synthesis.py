@@ -19,7 +19,7 @@ OPS = st.integers(1, 4)
 SLOW = (3e5, 1e5)  # work matters more than exchanges
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SEEDS, OPS, SHARES, SHARES)
 def test_the_first_end_is_the_fastest_of_all_programs(
     seed: int, num_ops: int, shares: tuple[float, float], others: tuple[float, float]
@@ -39,7 +39,7 @@ def test_so_it_is_after_six_ops(seed: int) -> None:
     assert found.program.seconds(given.prices.speeds, given.prices.ratios) == pytest.approx(fastest(given), rel=1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 3), SHARES, st.floats(0.2, 1.0))
 def test_with_limits_of_memory_it_is_the_fastest_of_those_that_fit(
     seed: int, num_ops: int, shares: tuple[float, float], tightness: float
@@ -61,7 +61,7 @@ def test_with_limits_of_memory_it_is_the_fastest_of_those_that_fit(
     assert held.copied <= limits.least * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SEEDS, OPS, SHARES)
 def test_no_bound_is_above_the_seconds_of_any_program(seed: int, num_ops: int, shares: tuple[float, float]) -> None:
     given = expansion(problem := drawn(seed, num_ops), ratios=(shares,) * drawn(seed, num_ops).num_segments)

@@ -75,7 +75,7 @@ def check(result: HeteroResult, given_problem: HeteroProblem) -> None:
     assert step_seconds(given_problem, result.replicas, result.stages) == pytest.approx(result.seconds, rel=1e-9)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(problems())
 def test_with_groups_of_one_size_per_kind_it_equals_an_exhaustive_search(drawn: HeteroProblem) -> None:
     result, best = found(drawn), Exhaustive(drawn).seconds

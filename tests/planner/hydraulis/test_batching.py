@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import BatchError, PlanError
@@ -30,7 +30,6 @@ def two_stages(name: str, held: int) -> Candidate:
     return Candidate(name, plan, (Scheme(1, 2, LINEAR, held),))
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
     held=st.lists(st.integers(30, 90), min_size=1, max_size=3),

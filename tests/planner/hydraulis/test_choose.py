@@ -41,7 +41,7 @@ def test_the_golden_batch_chooses_the_authors_strategy() -> None:
     assert math.fsum(seconds for _, seconds in choice.terms) == pytest.approx(choice.seconds)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.integers(1, 25000), min_size=1, max_size=40), st.randoms())
 def test_a_choice_drops_nothing_and_does_not_depend_on_the_order(lengths: list[int], shuffler: random.Random) -> None:
     choice = choose(POOL[1:4], SequenceBatch(tuple(lengths)), seed=1)

@@ -36,7 +36,7 @@ def lengths_of(found: Dispatch) -> list[list[int]]:
     return [sorted(found.batch.lengths[i] for i in group) for group in found.pipelines]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_cases())
 def test_small_dispatches_equal_exhaustive_search(case: tuple[Strategy, SequenceBatch]) -> None:
     found, best = dispatch(*case), best_of_all(*case)
@@ -56,7 +56,7 @@ def test_long_sequences_that_one_pipeline_holds_decide() -> None:
     assert dispatch(POOL[3], BATCH).seconds == pytest.approx(6 * SCHEMES[16, 1].times.seconds(12000))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 20000), min_size=1, max_size=60), st.sampled_from(POOL[:3]), st.randoms())
 def test_a_dispatch_drops_nothing_and_does_not_depend_on_the_order(
     lengths: list[int], made: Strategy, random: np.random.Generator

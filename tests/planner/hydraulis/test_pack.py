@@ -50,7 +50,7 @@ def best_of_all(scheme: Scheme, lengths: list[int]) -> float:
     return min(scheme.seconds(slowest, rows) for slowest, rows in tried)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(small_cases())
 def test_small_packings_equal_mixed_integer_programming(case: tuple[Scheme, list[int]]) -> None:
     found, best = pack(*case), best_of_all(*case)
@@ -61,7 +61,7 @@ def test_small_packings_equal_mixed_integer_programming(case: tuple[Scheme, list
         assert len(found.rows) > -(-sum(case[1]) // case[0].max_length)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_cases(count=40), st.integers(0, 3))
 def test_a_packing_drops_nothing_and_does_not_depend_on_the_order(case: tuple[Scheme, list[int]], seed: int) -> None:
     scheme, lengths = case

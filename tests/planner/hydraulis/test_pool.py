@@ -74,7 +74,7 @@ def home_of(devices: int) -> Strategy:
     return Strategy((Scheme(devices, 1, TimeFit(0.0, 1.0), 500),))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(small_schemes(), small_counts, st.integers(4, 5))
 def test_the_strategy_of_the_longest_sequence_equals_enumeration(
     schemes: tuple[Scheme, ...], counts: dict[int, float], devices: int
@@ -86,7 +86,7 @@ def test_the_strategy_of_the_longest_sequence_equals_enumeration(
     assert seconds_of(made, counts) == pytest.approx(best_of_all(schemes, counts, devices), rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(small_schemes(), small_counts)
 def test_shorter_batches_get_the_strategy_of_the_shorter_histogram(
     schemes: tuple[Scheme, ...], counts: dict[int, float]

@@ -16,7 +16,7 @@ def highest(costs: list[float], counts: tuple[int, ...]) -> float:
     return max(y * n for y, n in zip(costs, counts, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 12), st.lists(COSTS, min_size=1, max_size=4), st.data())
 def test_it_equals_brute_force_and_the_general_spread(total: int, costs: list[float], data: st.DataObject) -> None:
     limits = st.lists(st.integers(0, 6), min_size=len(costs), max_size=len(costs))
@@ -43,7 +43,7 @@ def least_by_milp(total: int, costs: list[float], low: list[int], high: list[int
     return float(solved.x[-1]) if solved.success else None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(COSTS, min_size=1, max_size=8), st.integers(1, 96), st.data())
 def test_it_equals_the_integer_program(costs: list[float], total: int, data: st.DataObject) -> None:
     low = data.draw(st.lists(st.integers(0, 8), min_size=len(costs), max_size=len(costs)))

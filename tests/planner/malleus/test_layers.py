@@ -22,7 +22,7 @@ def limits(stages: Kinds, situation: Situation) -> list[int]:
     return [int(room // memory.at(last - j)) for j, room in enumerate(rooms)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(SECONDS, min_size=1, max_size=4), st.integers(1, 9))
 def test_without_memory_it_equals_brute_force(seconds: list[float], layers: int) -> None:
     stages = kinds(*seconds)
@@ -48,7 +48,7 @@ def least_by_milp(stages: Kinds, situation: Situation) -> float | None:
     return float(solved.x[-1]) if solved.success else None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(SECONDS, st.sampled_from([1, 2, 4])), min_size=1, max_size=6), st.integers(20, 90))
 def test_with_memory_it_is_never_worse_than_the_integer_program(groups: list[tuple[float, int]], layers: int) -> None:
     memory = LayerMemory.linear(2.0, 0.5, edge_bytes=3.0)
@@ -63,7 +63,7 @@ def test_with_memory_it_is_never_worse_than_the_integer_program(groups: list[tup
         assert all(1 <= n <= most for n, most in zip(filled.layers, limits(filled.kinds, situation), strict=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(SECONDS, min_size=1, max_size=5), st.integers(1, 40), st.data())
 def test_a_slower_group_never_helps(seconds: list[float], layers: int, data: st.DataObject) -> None:
     slower = [y + data.draw(st.sampled_from([0.0, 0.5, 3.0])) for y in seconds]

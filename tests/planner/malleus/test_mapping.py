@@ -63,7 +63,7 @@ def test_a_group_stands_only_where_its_kind_is_wanted() -> None:
     assert [group.kind for group in mapped.groups] == [slow, KIND]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.permutations([0, 1, 2, 3]), st.lists(st.sampled_from("012"), min_size=4, max_size=4))
 def test_no_swap_of_two_groups_is_better(order: list[int], nodes: list[str]) -> None:
     groups = [pairs("".join(nodes))[i] for i in order]

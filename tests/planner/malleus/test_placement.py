@@ -43,7 +43,7 @@ def brute_force(groups: Sequence[Kind], situation: Situation) -> float:
 CASES = given(st.lists(SECONDS, min_size=1, max_size=6), st.integers(2, 12), st.integers(1, 3), st.integers(6, 20))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @CASES
 def test_the_exact_search_equals_brute_force(seconds: list[float], layers: int, pipelines: int, batch: int) -> None:
     situation, groups = ample(layers, batch, pipelines), kinds(*seconds)
@@ -53,7 +53,7 @@ def test_the_exact_search_equals_brute_force(seconds: list[float], layers: int, 
     assert (math.inf if found is None else found.seconds) == pytest.approx(best, rel=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @CASES
 def test_it_equals_brute_force_where_memory_is_short(
     seconds: list[float], layers: int, pipelines: int, batch: int
@@ -65,7 +65,7 @@ def test_it_equals_brute_force_where_memory_is_short(
     assert seconds_found == pytest.approx(brute_force(groups, situation), rel=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @CASES
 def test_the_descent_alone_is_never_better(seconds: list[float], layers: int, pipelines: int, batch: int) -> None:
     situation, groups = ample(layers, batch, pipelines), kinds(*seconds)

@@ -164,7 +164,7 @@ def small(rates: Mapping[int, float], pipelines: int = 2) -> Situation:
     return Situation(cluster, 12, 24, pipelines, {4: 1.0, 2: 1.9, 1: 3.7})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RATES, st.integers(1, 2))
 def test_it_is_never_worse_than_without_the_stragglers(rates: dict[int, float], pipelines: int) -> None:
     situation = small(rates, pipelines)
@@ -173,7 +173,7 @@ def test_it_is_never_worse_than_without_the_stragglers(rates: dict[int, float], 
         assert search(removed).objective >= search(situation).objective * (1 - 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RATES)
 def test_it_is_never_worse_than_with_stragglers_ignored(rates: dict[int, float]) -> None:
     situation = small(rates)
@@ -185,14 +185,14 @@ def test_it_is_never_worse_than_with_stragglers_ignored(rates: dict[int, float])
     assert search(situation).objective <= ignored * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 7), st.lists(st.floats(1.1, 15), min_size=2, max_size=5, unique=True))
 def test_a_straggler_that_gets_slower_never_helps(rank: int, rates: list[float]) -> None:
     objectives = [search(small({rank: rate})).objective for rate in sorted(rates)]
     assert objectives == sorted(objectives)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(RATES)
 def test_no_result_is_below_its_bound(rates: dict[int, float]) -> None:
     result = search(small(rates))
@@ -200,7 +200,7 @@ def test_no_result_is_below_its_bound(rates: dict[int, float]) -> None:
     assert result.is_exact
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(RATES, st.randoms(use_true_random=False))
 def test_the_order_of_what_is_given_does_not_matter(rates: dict[int, float], shuffled: random.Random) -> None:
     situation = small(rates)

@@ -1,8 +1,9 @@
 """Whether the sequences of a packed row can be kept apart, and whether what fills a row is seen by it.
 
 Where tokens of a row meet, parameters still to come, something must say which may: an attention mask. In a packed row
-it has to follow from position ids, which restart with each sequence; in a row that is filled up at its end a causal
-mask will do. Any other op in which tokens meet (a convolution, a recurrence, a mean) knows nothing of sequences.
+it has to follow from position ids, which restart with each sequence, and is made for such a row to see. In a row that
+is filled up at its end a causal mask will do. Any other op in which tokens meet (a convolution, a recurrence, a mean)
+knows nothing of sequences.
 
 What counts tokens along a row, or compares them, tells where in its row a token stands. Masks may be made of that, as
 they are checked for sequences; an activation that learns it otherwise (a table of positions that is read by counting up
@@ -21,6 +22,7 @@ from hetu_fx.graph.calls import argument
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.masks import ATTENTION
 from hetu_fx.transforms.flow import Flow, reached_from
+from hetu_fx.transforms.packed_masks import keeps_apart
 from hetu_fx.transforms.sequence import Classes, activations, sequence_classes
 
 
@@ -34,11 +36,18 @@ def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str)
     """
     follows = reached_from(graph, [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.name == positions])
 
+    known: dict[fx.Node, bool] = {}
+
     def is_masked(attention: fx.Node) -> bool:
         mask = argument(attention, "attn_mask")
-        return isinstance(mask, fx.Node) and mask in follows and mask not in flow.parameters
+        if not isinstance(mask, fx.Node) or mask not in follows:
+            return False
+        if mask not in known:
+            known[mask] = keeps_apart(graph, mask, positions)
+        return known[mask]
 
-    unmasked = _first_reason(graph, factors, flow, is_masked, f"has no mask that follows from {positions!r}")
+    lacks = f"has no mask that follows from {positions!r} and keeps sequences apart"
+    unmasked = _first_reason(graph, factors, flow, is_masked, lacks)
     return unmasked or _reader_of_places(graph, factors, flow)
 
 

@@ -158,7 +158,7 @@ def check_unequal_devices_get_unequal_work(rank: int, world: int, folder: Path) 
 def check_a_given_rate_leads_to_a_new_plan(rank: int, world: int, folder: Path) -> None:
     if (group := world_of(2)) is None:
         return
-    twins = Twins("mlp", "auto", group, cluster=unequal(folder, 1, 1))
+    twins = Twins("mlp", "auto", group, cluster=unequal(folder, 1, 1), example=batch_of("mlp", 200))
     twins.step(batch_of("mlp", 12), (6, 6))
     assert twins.model.hetu.stats["rows"] == (6, 6)
     name = twins.model.hetu.replan({0: 2.0})

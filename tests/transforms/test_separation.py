@@ -111,6 +111,34 @@ class ByCausalMask(ByPositions):
         return scaled_dot_product_attention(x, x, x, mask)
 
 
+class ByOrder(Reader):
+    """Its mask follows from position ids, but lets tokens see those of other sequences that stand as early."""
+
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x, positions[:, :, None] >= positions[:, None])
+
+
+class ByNumbers(Reader):
+    """Its mask is what is added to scores."""
+
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        number = (positions == 0).cumsum(1)
+        hidden = (number[:, :, None] != number[:, None]) | (positions[:, :, None] < positions[:, None])
+        return scaled_dot_product_attention(x, x, x, torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf))
+
+
+class ByABuffer(Reader):
+    """Its mask follows from what the model holds too, so that nobody knows what it will be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("opens", torch.zeros(1, dtype=torch.bool))
+
+    def meet(self, x: Tensor, positions: Tensor) -> Tensor:
+        number = (positions == 0).cumsum(1)
+        return scaled_dot_product_attention(x, x, x, (number[:, :, None] == number[:, None]) | self.opens)
+
+
 def judged(kind: type[Reader]) -> tuple[str, str]:
     ids = torch.ones(3, 11, dtype=torch.int64)
     batch = {"input_ids": ids, "position_ids": torch.arange(11).expand(3, -1).clone(), "labels": ids.clone()}
@@ -123,6 +151,15 @@ def test_a_mask_that_follows_from_positions_keeps_sequences_apart() -> None:
     packed, padded = judged(ByPositions)
     assert packed == ""
     assert "is not causal" in padded
+
+
+def test_a_mask_of_numbers_that_are_added_keeps_sequences_apart_too() -> None:
+    assert judged(ByNumbers)[0] == ""
+
+
+@pytest.mark.parametrize("kind", [ByOrder, ByABuffer])
+def test_a_mask_that_does_not_keep_a_packed_row_apart_is_found_out(kind: type[Reader]) -> None:
+    assert "has no mask that follows from 'position_ids' and keeps sequences apart" in judged(kind)[0]
 
 
 @pytest.mark.parametrize("kind", [WithTable, ByCausalMask])

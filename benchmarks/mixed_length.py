@@ -8,8 +8,8 @@ batches of so many tokens. The best single plan is found by racing all of them, 
 
 Seconds are from the reading of the batch to the optimizer's step, planning included: it takes part of the device's own
 share of a core. The gain comes from short sequences that need not be shared between devices; where a batch has one that
-only all four hold, Hydraulis' mode runs all of it so, and HotSPa's groups, which mixed lengths may choose, do better.
-DDP is let off the limit: its devices run the longest sequences alone, which nobody else's may.
+only all four hold, Hydraulis' mode runs all of it so, and mixed lengths may choose HotSPa's groups instead. DDP is let
+off the limit: its devices run the longest sequences alone, which nobody else's may.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from benchmarks.contest import slowest, timed
-from benchmarks.fleet import in_fleet, run_workers, say, with_own_speeds, worker_parser, write_result
+from benchmarks.fleet import OwnSpeeds, in_fleet, run_workers, say, worker_parser, write_result
 from benchmarks.mixed_length_contest import Among, Grouped, Scale, Texts, Took, Trained, corpus
 from benchmarks.mixed_length_plans import BOUNDS, DYNAMIC, HOMOGENEOUS, STATIC
 from benchmarks.models import Size, batch, llama, num_parameters
@@ -113,7 +113,8 @@ def measured_cluster() -> Cluster:
     execution = GraphExecution(Programs(llama(SCALE.size), None), small, None)
     costs = from_first(table, execution.costs(PROFILE_ROWS, memory=False))
     cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
-    return with_own_speeds(cluster, costs, lambda: llama(SCALE.size), small, PROFILE_ROUNDS)
+    own = OwnSpeeds(costs, lambda: llama(SCALE.size), small)
+    return own.cluster(cluster, own.seconds(PROFILE_ROUNDS))
 
 
 class Race:

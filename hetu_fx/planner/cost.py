@@ -11,7 +11,10 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
 A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update           (5)
-each of the former two of which is a meeting too; replicas in which rows meet sum them in between.
+replicas in which rows meet sum them in between.
+
+Every turn around a ring of devices that compute is a meeting: an all-reduce is two, a gather or a reduce-scatter one.
+What is synced is copied too, into messages and out of them.
 
 A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
@@ -39,6 +42,7 @@ from hetu_fx.topology import Cluster, Device
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
 OP_SECONDS = 1e-5  # what running an op takes besides its work, on the fastest device of its kind
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
+TURN_MOVES = 4  # what goes around a ring is read and written on its way into the message, and out of it
 OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
 
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
@@ -190,9 +194,9 @@ def _round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line
 
 def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
     """Return the seconds of one direction; a gather or a reduce-scatter is half an all-reduce."""
-    times, meeting = one.kind / SUM, cluster.meeting_seconds(one.ranks)
+    times, meetings = one.kind / SUM, 2 * cluster.meeting_seconds(one.ranks)
     empty, full = (cheapest_all_reduce_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
-    return Line(count * (times * empty + meeting), times * (full - empty))
+    return Line(count * times * (empty + meetings), times * (full - empty))
 
 
 def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
@@ -209,8 +213,12 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     Zero 1: gradients are reduce-scattered and parameters gathered, a turn around the ring each. Zero 0:
     gradients are all-reduced, two turns, and nothing is gathered.
     """
-    turn, meeting = cheapest_ring_cost(num_bytes, ranks, cluster), cluster.meeting_seconds(ranks)
-    return (turn + meeting, turn + meeting) if zero else (2 * turn + meeting, 0.0)
+    if len(ranks) < 2:
+        return 0.0, 0.0
+    devices = map(cluster.device, ranks)
+    copies = num_bytes * TURN_MOVES * max(device.flops_per_byte / device.speed for device in devices)
+    turn = cheapest_ring_cost(num_bytes, ranks, cluster) + cluster.meeting_seconds(ranks) + copies
+    return (turn, turn) if zero else (2 * turn, 0.0)
 
 
 def optimizer_seconds(num_bytes: float, device: Device) -> float:

@@ -27,10 +27,10 @@ class RowSums:
         return self.count > 0
 
     def seconds(self, ranks: Sequence[int], cluster: Cluster) -> float:
-        """Return what they take among one device of each replica: each is a meeting, and waits for the one before."""
+        """Return what they take among one device of each replica: two turns, each of which is a meeting."""
         if len(ranks) < 2 or not self:
             return 0.0
-        each = cheapest_all_reduce_cost(self.bytes / self.count, ranks, cluster) + cluster.meeting_seconds(ranks)
+        each = cheapest_all_reduce_cost(self.bytes / self.count, ranks, cluster) + 2 * cluster.meeting_seconds(ranks)
         return self.count * each
 
     def to_json(self) -> dict[str, Any]:

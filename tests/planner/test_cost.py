@@ -7,6 +7,7 @@ from hetu_fx.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import (
     TERMS,
+    TURN_MOVES,
     WEIGHT_MOVES,
     Line,
     compute_lines,
@@ -75,13 +76,13 @@ def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
     assert backward.per_row == pytest.approx(2 * 30 / 1e10)
 
 
-def test_a_message_of_a_group_costs_what_its_latest_device_loses_to_meet() -> None:
+def test_each_turn_of_a_group_costs_what_its_latest_device_loses_to_meet() -> None:
     parts = PartCosts(num_reductions=2, num_returns=1, reduced_bytes=100)
     late = Cluster.on_paper([1e9] * 3, intra=FAST_LINK, meeting_seconds=[1e-3, 5e-3, 0.0])
     sums, returns = tensor_parallel_lines(Stage((0, 1, 2)), parts, late)
     on_time, _ = tensor_parallel_lines(Stage((0, 1, 2)), parts, paper(1, 1, 1))
-    assert sums == Line(on_time.fixed + 2 * 5e-3, on_time.per_row)
-    assert returns.fixed == pytest.approx(5e-3 + on_time.fixed / 2)
+    assert sums == Line(pytest.approx(on_time.fixed + 2 * 2 * 5e-3), on_time.per_row)
+    assert returns.fixed == pytest.approx(2 * 5e-3 + on_time.fixed / 2)
     gathers, _ = tensor_parallel_lines(Stage((0, 1), context=2), parts, late)
     assert gathers.fixed == pytest.approx(2 * 5e-3 + 2 * FAST_LINK.latency_seconds)
     assert tensor_parallel_lines(Stage((1,)), parts, late) == (Line(), Line())
@@ -233,7 +234,14 @@ def test_a_hand_over_and_a_gradient_sync_wait_for_the_later_end() -> None:
     lines = [hand_over_line(*stages, 100.0, cluster) for cluster in (on_time, late)]
     assert lines[1].fixed - lines[0].fixed == pytest.approx(5e-3)
     assert lines[1].per_row == lines[0].per_row
-    for zero, lost in ((0, (5e-3, 0.0)), (1, (5e-3, 5e-3))):
+    for zero, lost in ((0, (1e-2, 0.0)), (1, (5e-3, 5e-3))):
         pairs = zip(*(sync_seconds(100.0, (0, 1, 2), cluster, zero) for cluster in (late, on_time)), strict=True)
         assert [one - other for one, other in pairs] == pytest.approx(list(lost))
     assert sync_seconds(100.0, (1,), late, 1) == (0.0, 0.0)
+
+
+def test_what_is_synced_is_copied_on_the_slowest_device_in_every_turn() -> None:
+    cluster = Cluster.on_paper([4e9, 1e9], intra=Link(1e30))
+    copied = 8e6 * TURN_MOVES * FLOPS_PER_BYTE / 1e9
+    assert sync_seconds(8e6, (0, 1), cluster, 1) == (pytest.approx(copied), pytest.approx(copied))
+    assert sync_seconds(8e6, (0, 1), cluster, 0) == (pytest.approx(2 * copied), 0.0)

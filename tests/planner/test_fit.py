@@ -71,7 +71,7 @@ def test_a_group_pays_for_its_communication_and_its_meetings() -> None:
     cluster = Cluster.on_paper([1e9, 1e9], intra=Link(1e8, 1e-4), meeting_seconds=[2e-3, 2e-3])
     time = block_time("paper", samples(2, 0.0, 1e-5, 0.0), COSTS, LENGTH, cluster)
     block = COSTS.blocks[0]
-    assert time.c == pytest.approx(4 * (2 * 1e-4 + 2e-3))  # two sums in the forward, two in the backward
+    assert time.c == pytest.approx(4 * (2 * 1e-4 + 2 * 2e-3))  # two sums in the forward, two in the backward
     sent = block.reduced_bytes + block.returned_bytes
     assert time.b == pytest.approx(1e-5 + sent / 1e8 / LENGTH)
 

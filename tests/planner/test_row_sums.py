@@ -25,7 +25,7 @@ SUMMED = replace(COSTS, row_sums=RowSums(20, 8e5))
 
 def test_each_is_an_all_reduce_and_a_meeting_of_all_replicas() -> None:
     cluster = Cluster.on_paper([1e9] * 3, intra=LINK, meeting_seconds=[1e-3, 2e-3, 5e-3])
-    assert SUMMED.row_sums.seconds((0, 1), cluster) == pytest.approx(20 * (2e-3 + 2 * (1e-4 + 2e4 / 1e9)))
+    assert SUMMED.row_sums.seconds((0, 1), cluster) == pytest.approx(20 * (2 * 2e-3 + 2 * (1e-4 + 2e4 / 1e9)))
     assert SUMMED.row_sums.seconds((0,), cluster) == NO_ROW_SUMS.seconds((0, 1, 2), cluster) == 0.0
 
 

@@ -34,6 +34,15 @@ class Move:
     shape: Shape
     itemsize: int
 
+    def stays(self, rank: int) -> bool:
+        """Tell whether a rank that holds a part before and after holds the same one."""
+        if not (self.source.holds(rank) and self.target.holds(rank)):
+            return False
+        if self.source == self.target:
+            return True
+        region = self.source.region(rank, self.shape)
+        return region.summand is None and region == self.target.region(rank, self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

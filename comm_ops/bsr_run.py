@@ -99,7 +99,7 @@ def _new_results(
     plan: BsrPlan, rank: int, tensors: Sequence[Tensor | None], examples: Sequence[Tensor]
 ) -> list[Tensor | None]:
     return [
-        tensor if _stays(plan.moves[number], rank) else _allocate(plan.moves[number], rank, example)
+        tensor if plan.moves[number].stays(rank) else _allocate(plan.moves[number], rank, example)
         for number, (tensor, example) in enumerate(zip(tensors, examples, strict=True))
     ]
 
@@ -200,15 +200,6 @@ def _write(plan: BsrPlan, rank: int, transfer: Transfer, results: Sequence[Tenso
     move, result = plan.moves[transfer.move], results[transfer.move]
     if result is not None:
         write(result, local_dims(move.target, rank, move.shape, transfer.dims), value, adds=transfer.adds)
-
-
-def _stays(move: Move, rank: int) -> bool:
-    if not (move.source.holds(rank) and move.target.holds(rank)):
-        return False
-    if move.source == move.target:
-        return True
-    region = move.source.region(rank, move.shape)
-    return region.summand is None and region == move.target.region(rank, move.shape)
 
 
 def _allocate(move: Move, rank: int, example: Tensor) -> Tensor | None:

@@ -56,13 +56,6 @@ class StateTensor:
         """Count the bytes of a rank's part where the tensor lies as `at` says."""
         return math.prod(at.region(rank, self.shape).local_shape) * self.dtype.itemsize if at.holds(rank) else 0
 
-    def stays(self, rank: int) -> bool:
-        """Tell whether a rank's part stays as it is."""
-        held = self.source.holds(rank), self.target.holds(rank)
-        if not all(held):
-            return not any(held)
-        return self.source.region(rank, self.shape).dims == self.target.region(rank, self.shape).dims
-
 
 @dataclass(frozen=True, slots=True)
 class SwitchBucket:
@@ -99,7 +92,7 @@ def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> l
             loads[transfer.move][LEAVING, transfer.sender] += num_bytes
     for tensor, load in zip(tensors, loads, strict=True):
         for rank in tensor.target.ranks:
-            load[NEW, rank] = 0 if tensor.stays(rank) else tensor.part_bytes(tensor.target, rank)
+            load[NEW, rank] = 0 if tensor.move.stays(rank) else tensor.part_bytes(tensor.target, rank)
     return loads
 
 

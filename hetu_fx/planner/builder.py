@@ -28,10 +28,7 @@ class Builder:
         self._estimates: dict[tuple[tuple[int, ...], int, int], StageEstimate] = {}
         self._ratios: dict[tuple[int, ...], tuple[int, ...] | None] = {}
         self._replicas: dict[object, tuple[Replica, ...]] = {}
-        self._kinds = {
-            d.rank: (d.kind, d.node, d.speed, d.meeting_now, d.bytes_per_second, rules.memory[d.rank])
-            for d in cluster.devices
-        }
+        self._kinds = {device.rank: (replace(device, rank=0), rules.memory[device.rank]) for device in cluster.devices}
         self._speed = math.fsum(device.speed for device in cluster.devices)
 
     def build(self, groups: Groups) -> tuple[Replica, ...]:

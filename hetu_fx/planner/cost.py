@@ -28,13 +28,14 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import add
 
-from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost, cheapest_ring_cost, messages_cost
+from hetu_fx.comm_ops.cost import cheapest_ring_cost, messages_cost
 from hetu_fx.planner.columns import Columns
 from hetu_fx.planner.memory import Terms
 from hetu_fx.planner.program import PartCosts, ProgramCosts
-from hetu_fx.planner.rounds import SUM, Rounds, rounds_of
+from hetu_fx.planner.rounds import Rounds, rounds_of
 from hetu_fx.planner.shards import device_bytes, stops_of, tied_holders
 from hetu_fx.planner.tied import Tied
+from hetu_fx.planner.turns import turn_seconds
 from hetu_fx.plans import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
@@ -193,10 +194,9 @@ def _round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line
 
 
 def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
-    """Return the seconds of one direction; a gather or a reduce-scatter is half an all-reduce."""
-    times, meetings = one.kind / SUM, 2 * cluster.meeting_seconds(one.ranks)
-    empty, full = (cheapest_all_reduce_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
-    return Line(count * times * (empty + meetings), times * (full - empty))
+    """Return the seconds of one direction."""
+    empty, full = (cheapest_ring_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
+    return Line(count * one.kind * turn_seconds(0.0, one.ranks, cluster), one.kind * (full - empty))
 
 
 def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
@@ -217,7 +217,7 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
         return 0.0, 0.0
     devices = map(cluster.device, ranks)
     copies = num_bytes * TURN_MOVES * max(device.flops_per_byte / device.speed for device in devices)
-    turn = cheapest_ring_cost(num_bytes, ranks, cluster) + cluster.meeting_seconds(ranks) + copies
+    turn = turn_seconds(num_bytes, ranks, cluster) + copies
     return (turn, turn) if zero else (2 * turn, 0.0)
 
 

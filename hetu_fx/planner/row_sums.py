@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetu_fx.checks import check_not_negative
-from hetu_fx.comm_ops.cost import cheapest_all_reduce_cost
 from hetu_fx.documents import Fields, located
 from hetu_fx.errors import ProfileError
+from hetu_fx.planner.turns import turn_seconds
 from hetu_fx.topology import Cluster
 
 
@@ -30,8 +30,7 @@ class RowSums:
         """Return what they take among one device of each replica: two turns, each of which is a meeting."""
         if len(ranks) < 2 or not self:
             return 0.0
-        each = cheapest_all_reduce_cost(self.bytes / self.count, ranks, cluster) + 2 * cluster.meeting_seconds(ranks)
-        return self.count * each
+        return self.count * 2 * turn_seconds(self.bytes / self.count, ranks, cluster)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `read_row_sums` reads."""

@@ -19,7 +19,7 @@ from benchmarks.models import batch, gpt2
 from benchmarks.report import Bar, finish, parser
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.switching.graph_variant import deduce_program
+from hetu_fx.switching.graph_compute import deduce_program
 from hetu_fx.switching.program import make_program
 from hetu_fx.transforms.specialize import Specialize
 

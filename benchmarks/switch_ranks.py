@@ -105,12 +105,12 @@ def variant_switches(model: Any, data: Mapping[str, torch.Tensor], rounds: int) 
     for name in ("DP", "TP", "PP", "unequal"):
         model.hetu.switch(name)
         model(**data)
-        variant = model.hetu._runtime.variants[name]
-        (stage,) = variant._stages.values()
+        compute = model.hetu._runtime.variants[name].compute
+        (stage,) = compute.stages
         seconds = []
         for _ in range(rounds):
-            variant._gathered = (None, {})
-            seconds.append(slowest(timed(partial(variant.gather, stage.bridge))))
+            compute.drop_copies()
+            seconds.append(slowest(timed(partial(compute.gather, stage.bridge))))
         told = bytes_of(stage.bridge.plan) | {"messages": len(stage.bridge.plan.gathers), "extra": ""}
         switches.append({"from": "home of DP", "to": name, "seconds": seconds, **told})
     return switches

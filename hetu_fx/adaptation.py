@@ -23,7 +23,8 @@ from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.policy import Health
 from hetu_fx.switching.probe import Probe
-from hetu_fx.switching.runtime import Runtime, StepReport
+from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.step_report import StepReport
 from hetu_fx.topology import Cluster
 
 _log = logging.getLogger("hetu_fx.health")
@@ -82,7 +83,7 @@ class Adaptation:
         self.tracker, self.book = HealthTracker(), PlanBook()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
-        self.replanning = Replanning(runtime.table, planner)
+        self.replanning = Replanning(runtime.table, planner, runtime.deduced)
         self._run_before: set[str] = set()
         runtime.observers.append(self.observe)
         probe = Probe(next(runtime.model.parameters()).device)
@@ -216,21 +217,22 @@ class Adaptation:
         """Give the policy a plan to choose from the next step on; return its variant's name."""
         self.book.plans[asked.situation] = made.plan
         rates = dict(asked.situation.rates)
-        name = self._variant_for(rates, made.plan, asked.situation.name)
+        name = self._variant_for(rates, made, asked.situation.name)
         self.tracker.restart()
         self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 
-    def _variant_for(self, rates: Mapping[int, float], plan: Plan, named: str) -> str:
+    def _variant_for(self, rates: Mapping[int, float], made: Made, named: str) -> str:
         """Return the variant that runs a plan: one that does the same work already, expected as now, or a new one."""
+        plan = made.plan
         for name, variant in self.runtime.variants.items():
             if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
                 variant.expect(plan.predicted, rates)
                 return name
         name = plan.name or named
         if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
-            self.runtime.add_variant(plan, name, planned_rates=rates)
+            self.runtime.add_variant(plan, name, rates, made.deduced)
         return name
 
 

@@ -26,8 +26,9 @@ from hetu_fx.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.policy import Policy
 from hetu_fx.switching.programs import Batch
-from hetu_fx.switching.runtime import Runtime, Settings
+from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.sequence_reader import SequenceReader
+from hetu_fx.switching.settings import IDLE_BYTES, Settings
 from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.topology import Cluster
 
@@ -48,6 +49,8 @@ def auto_parallelize(
     capture: Literal["graph", "eager"] = "graph",
     seed: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    warm: bool = False,
+    idle_bytes: int = IDLE_BYTES,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -71,6 +74,10 @@ def auto_parallelize(
             cannot be captured: the module itself runs on every device, data parallel with uneven shares. See below.
         seed: of dropout and other random ops; None takes process 0's torch seed.
         process_group: the processes to use; None: all.
+        warm: make every variant ready before the first step, as `model.hetu.warm(batch)` does; else a variant's graphs
+            are made inside the first step that it runs.
+        idle_bytes: what variants that do not run may keep on a process, graphs and copies of parameters (1 GiB). What
+            is more is forgotten, what was used longest ago first, and made again when it is needed.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
@@ -90,13 +97,16 @@ def auto_parallelize(
         raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
     if data not in ("per_rank", "global"):
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
-    settings = Settings(shared=data == "global", outputs=outputs, seed=seed)
+    settings = Settings(shared=data == "global", outputs=outputs, seed=seed, idle_bytes=idle_bytes)
     preparation = Preparation(
         model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
     )
     runtime, adaptation = prepare(preparation)
     rehoming = Rehoming(runtime, adaptation, [] if optimizer is None else [optimizer])
     _attach(model, Handle(runtime, adaptation, rehoming))
+    if warm:
+        handle: Handle = model.hetu  # type: ignore[assignment]
+        handle.warm(batch)
     return model
 
 
@@ -130,7 +140,10 @@ class Handle:
         `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `groups` lists
         the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
         `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a
-        `Replanned` for each plan that was taken over since.
+        `Replanned` for each plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
+        built or evicted; `idle_bytes` is what variants that do not run keep, `copies_dropped` how often good copies of
+        parameters were dropped to hold them to their bound. `switch_cost` has the `SwitchCost` by variant: the seconds
+        of training steps after a change to it, beside those of steps without one.
         """
         report = self._runtime.report
         self._runtime.charge_groups()
@@ -144,6 +157,10 @@ class Handle:
             "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
             "planning": self._reader.planner.stats if self._reader else None,
             "replanned": tuple(self._adaptation.changes),
+            "graphs": tuple(self._runtime.idle.events),
+            "switch_cost": {name: self._runtime.times.cost(name) for name in self._runtime.variants},
+            "idle_bytes": self._runtime.idle.num_bytes,
+            "copies_dropped": self._runtime.idle.copies_dropped,
         }
 
     @property
@@ -213,6 +230,20 @@ class Handle:
         name = name or plan.name or f"variant{len(self._runtime.variants)}"
         self._runtime.add_variant(plan, name)
         return name
+
+    def warm(self, batch: Batch) -> None:
+        """Make every variant ready to run batches like this one, ahead of the first step that needs it; collective.
+
+        Between steps. Graphs are made, and the batch is run forward and backward, which makes process groups and what
+        `compile` compiles: a switch then costs what a step costs. Parameters, gradients, buffers and random numbers
+        stay as they are. Batches of sequences of mixed lengths, batches longer than a variant takes, and a model with
+        capture="eager" are not run. Progress goes to the logger "hetu_fx.variants".
+
+        Args:
+            batch: as the model is called with it: by keyword, or positional as a tuple.
+        """
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        self._runtime.warm(args, kwargs)
 
     def switch(self, name: str) -> None:
         """Run a variant from the next step on, until told otherwise; collective."""

@@ -33,8 +33,9 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.switching.agreement import together
 from hetu_fx.switching.buffers import Buffers
+from hetu_fx.switching.graph_compute import StagePlan
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
+from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.transforms.deduced import DeducedGraph

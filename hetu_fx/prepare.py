@@ -32,7 +32,8 @@ from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home_layout import HomeLayout, home_layout
 from hetu_fx.switching.home_parameters import move_home, move_optimizer_state
 from hetu_fx.switching.programs import Programs
-from hetu_fx.switching.runtime import Runtime, Settings, names_of
+from hetu_fx.switching.runtime import Runtime, names_of
+from hetu_fx.switching.settings import Settings
 from hetu_fx.topology import Cluster
 
 Plans = Plan | Sequence[Plan] | str | Path

@@ -20,7 +20,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.buffers import local_part
-from hetu_fx.switching.graph_variant import deduce_program
+from hetu_fx.switching.graph_compute import deduce_program
 from hetu_fx.switching.program import Program
 from hetu_fx.switching.shapes import Bindings, evaluate
 from hetu_fx.transforms.deduced import DeducedGraph

@@ -3,6 +3,9 @@
 Every rank asks for the same plan, from facts that all have agreed on. Rank 0 alone makes it, in a process of its own
 (graphs of examples of unequal sizes differ, so that one rank plans for all); its facts of a step say that the plan is
 ready, and so all ranks receive it then. What went wrong in planning is received in its place.
+
+The process deduces the plan's graph too, which is the same for all ranks and most of what the first step under the plan
+would wait for (three quarters to nine tenths of making its graphs); it travels with the plan, as 0.15 MB for 550 nodes.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ from hetu_fx.switching.agreement import LocalFacts, by_first, from_first
 from hetu_fx.topology import Cluster
 
 Planner = Callable[[Cluster, str], Plan]
+Deducer = Callable[[Plan], bytes | None]
+"""Finds out what a variant of a plan needs before it can run, as bytes that other processes can read."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A plan, and the seconds that making it took; 0 where it was known."""
+    """A plan, the seconds that making it took (0 where it was known), and what has been deduced for it."""
 
     plan: Plan
     seconds: float = 0.0
+    deduced: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,11 @@ class Replanning:
     Args:
         table: all ranks.
         planner: makes a plan of a given name for a cluster; called on rank 0 only.
+        deducer: deduces of the plan what takes long and is the same for all ranks; on rank 0 too, as the planner.
     """
 
-    def __init__(self, table: GroupTable, planner: Planner) -> None:
-        self.table, self.planner = table, planner
+    def __init__(self, table: GroupTable, planner: Planner, deducer: Deducer) -> None:
+        self.table, self.planner, self.deducer = table, planner, deducer
         self.asked: Asked | None = None
         self._work: Background[Made] | None = None
 
@@ -90,7 +97,9 @@ class Replanning:
     def _made(self, asked: Asked, cluster: Cluster) -> Made:
         start, situation = perf_counter(), asked.situation
         devices = cluster.without(tuple(situation.drained)).with_rates(dict(situation.rates))
-        return Made(self.planner(devices, asked.name), perf_counter() - start)
+        plan = self.planner(devices, asked.name)
+        seconds = perf_counter() - start
+        return Made(plan, seconds, self.deducer(plan))
 
     def _outcome(self) -> Made | HetuFxError:
         if self._work is None:

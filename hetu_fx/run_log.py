@@ -6,6 +6,8 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     plan        a variant was added: its name and plan
     health      the devices' straggling rates changed: those that are not 1
     switch      another variant than the step before runs
+    built       graphs of a variant were made: their bytes, and the seconds that it took
+    evicted     graphs of a variant that did not run were forgotten, so that such variants keep to their bound
     step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
                 batch's, predicted seconds, and the compute seconds of every process; of sequences of mixed lengths
                 also what planning it took (`planning_seconds`) and how long the step waited for that
@@ -24,6 +26,7 @@ from typing import Any, Protocol
 
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import StepFacts
+from hetu_fx.switching.idle import GraphEvent
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.sequence_planner import Planned
 
@@ -63,6 +66,7 @@ class State:
         variants: all there are.
         rates: straggling rates of devices, of those that are not 1.
         planned: of the last batch, if it had sequences of mixed lengths.
+        graphs: what has happened to graphs.
     """
 
     step: int = 0
@@ -71,6 +75,7 @@ class State:
     variants: Mapping[str, Variant] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
     planned: Planned | None = None
+    graphs: Sequence[GraphEvent] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Batch:
 
 def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]:
     """Yield what happened between two states, of which the later one has run `batch` (None: nothing yet)."""
+    yield from map(_graph_entry, after.graphs[len(before.graphs) :])
     if batch is not None:
         if before.variant not in ("", after.variant):
             yield {"event": "switch", "step": after.step, "from": before.variant, "to": after.variant}
@@ -94,6 +100,11 @@ def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]
     if before.rates != after.rates:
         rates = {str(device): rate for device, rate in after.rates.items()}
         yield {"event": "health", "step": after.step, "rates": rates}
+
+
+def _graph_entry(event: GraphEvent) -> Entry:
+    told = {"event": event.event, "step": event.step, "variant": event.variant, "bytes": event.num_bytes}
+    return told | {"seconds": event.seconds} if event.event == "built" else told
 
 
 def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
@@ -120,7 +131,7 @@ class RunLog:
 
     def __init__(self, runtime: Runtime, rates: Callable[[], Mapping[int, float]], sinks: Sequence[Sink]) -> None:
         self._runtime, self._rates, self._sinks = runtime, rates, sinks
-        self._before = State(step=runtime.step, variants=_variants(runtime))
+        self._before = State(step=runtime.step, variants=_variants(runtime), graphs=tuple(runtime.idle.events))
         self._begun: tuple[float, int] | None = None
         names = list(self._before.variants)
         self._tell({"event": "start", "format": FORMAT, "processes": runtime.table.size, "variants": names})
@@ -159,7 +170,8 @@ class RunLog:
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
-        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned)
+        graphs = tuple(runtime.idle.events)
+        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned, graphs)
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

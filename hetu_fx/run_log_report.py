@@ -17,7 +17,7 @@ from hetu_fx.run_log import FORMAT, Entry
 from hetu_fx.run_log_sinks import entry_text
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
-CHANGES = ("plan", "health", "switch")
+CHANGES = ("plan", "health", "switch", "built", "evicted")
 
 
 def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
@@ -46,20 +46,31 @@ def _lines(path: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class VariantSummary:
-    """What a log says of a variant; `first_seconds` is its first step, which makes its graphs, and is in no median."""
+    """What a log says of a variant.
+
+    Attributes:
+        name: the variant's.
+        steps: of training.
+        first_seconds: of its first step, which makes its graphs, and is in no median.
+        seconds: of the others that came after a step of the same variant; None where there are none.
+        switched_seconds: of the others that came after one of another variant; None where there are none.
+        predicted_seconds: as the last step tells it; None where nobody has.
+    """
 
     name: str
     steps: int
     first_seconds: float
     seconds: float | None
+    switched_seconds: float | None
     predicted_seconds: float | None
 
 
 def summaries(log: Sequence[Entry]) -> tuple[VariantSummary, ...]:
     """Return what each variant took, in the order in which they first ran."""
-    by_variant: dict[str, list[Entry]] = {}
-    for entry in steps_of(log):
-        by_variant.setdefault(entry["variant"], []).append(entry)
+    by_variant: dict[str, list[tuple[Entry, bool]]] = {}
+    for before, entry in itertools.pairwise(log):
+        if entry["event"] == "step":  # a log begins with its start, and tells of a switch right before the step
+            by_variant.setdefault(entry["variant"], []).append((entry, before["event"] == "switch"))
     return tuple(_summary(name, entries) for name, entries in by_variant.items())
 
 
@@ -68,22 +79,25 @@ def steps_of(log: Sequence[Entry]) -> list[Entry]:
     return [entry for entry in log if entry["event"] == "step"]
 
 
-def _summary(name: str, entries: Sequence[Entry]) -> VariantSummary:
-    first, *rest = [entry["seconds"] for entry in entries]
-    return VariantSummary(name, len(entries), first, median(rest) if rest else None, entries[-1]["predicted_seconds"])
+def _summary(name: str, entries: Sequence[tuple[Entry, bool]]) -> VariantSummary:
+    seconds = [(entry["seconds"], switched) for entry, switched in entries]
+    stayed, switched = ([s for s, changed in seconds[1:] if changed is kind] for kind in (False, True))
+    medians = median(stayed) if stayed else None, median(switched) if switched else None
+    return VariantSummary(name, len(entries), seconds[0][0], *medians, entries[-1][0]["predicted_seconds"])
 
 
 def summary_text(log: Sequence[Entry]) -> str:
     """Return a table of the variants, and the changes, a line each."""
-    header = ["variant", "steps", "first s", "median s", "predicted s", "measured / predicted"]
+    header = ["variant", "steps", "first s", "median s", "after a switch s", "predicted s", "measured / predicted"]
     table = table_text(header, [_row(summary) for summary in summaries(log)])
     changes = [entry_text(entry) for entry in log if entry["event"] in CHANGES]
     return "\n".join([table, *changes])
 
 
 def _row(summary: VariantSummary) -> list[str]:
-    ratio = summary.seconds / summary.predicted_seconds if summary.seconds and summary.predicted_seconds else None
-    numbers = (summary.first_seconds, summary.seconds, summary.predicted_seconds, ratio)
+    measured = summary.seconds or summary.switched_seconds
+    ratio = measured / summary.predicted_seconds if measured and summary.predicted_seconds else None
+    numbers = (summary.first_seconds, summary.seconds, summary.switched_seconds, summary.predicted_seconds, ratio)
     return [summary.name, str(summary.steps), *("" if number is None else f"{number:.3g}" for number in numbers)]
 
 

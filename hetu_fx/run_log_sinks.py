@@ -70,6 +70,10 @@ def entry_text(entry: Entry) -> str:
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
         case "switch":
             return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
+        case "built":
+            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
+        case "evicted":
+            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
         case "evaluation":
             return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s"
         case _:

@@ -10,12 +10,14 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.allocate import spread
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.program import PartCosts, ProgramCosts
 from hetu_fx.plans import Pipeline, Plan
+from hetu_fx.switching.compute import Compute
 from hetu_fx.switching.eager_module import EagerBatch, EagerModule
 from hetu_fx.switching.eager_step import run_eager_step
 from hetu_fx.switching.eager_variant import EagerVariant, on_replicas
@@ -98,6 +100,10 @@ class EagerExecution:
         """Return that every replica reads all parameters."""
         return {name: on_replicas(plan) for name, _ in self.module.model.named_parameters()}
 
+    def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
+        """Return None: there is no graph."""
+        return None
+
     def variant(
         self,
         name: str,
@@ -105,14 +111,17 @@ class EagerExecution:
         table: GroupTable,
         homes: Mapping[str, nn.Parameter],
         planned_rates: Mapping[int, float],
+        twin: EagerVariant | None = None,
+        deduced: bytes | None = None,
     ) -> EagerVariant:
         """Make the bridge between home and the plan's replicas."""
-        return EagerVariant(name, plan, table, homes, planned_rates)
+        compute = Compute(table, homes) if twin is None else twin.compute
+        return EagerVariant(name, plan, compute, planned_rates)
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[EagerVariant]:
         """Read the arguments of a call."""
         batch = self.module.read(args, kwargs, training)
-        return Reading(batch.facts, partial(_run, self.module, batch))
+        return Reading(batch.facts, partial(_run, self.module, batch), lambda variant, _: variant.bridge)
 
 
 def _run(module: EagerModule, batch: EagerBatch, variant: EagerVariant, inputs: StepInputs) -> StepOutputs:

@@ -36,7 +36,7 @@ class _EagerStep:
 
     def run(self) -> StepOutputs:
         rows = self._own_rows()
-        parameters = self.variant.gather(self.variant.bridge)
+        parameters = self.variant.compute.gather(self.variant.bridge)
         anchor: Tensor | None = None
         if self.trains:
             collector = UsedOnly(

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
-from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import any_of
 from hetu_fx.switching.bridge import Bridge, BridgeEntry
+from hetu_fx.switching.compute import Compute
 from hetu_fx.switching.gradients import Collector, layout_of
 from hetu_fx.switching.step import LossGradient
 from hetu_fx.switching.timer import ComputeTimer
@@ -20,15 +20,8 @@ from hetu_fx.switching.variant import Variant
 class EagerVariant(Variant):
     """A data parallel plan, and the bridge to and from its replicas."""
 
-    def __init__(
-        self,
-        name: str,
-        plan: Plan,
-        table: GroupTable,
-        homes: Mapping[str, nn.Parameter],
-        planned_rates: Mapping[int, float],
-    ) -> None:
-        super().__init__(name, plan, table, homes, planned_rates)
+    def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
+        super().__init__(name, plan, compute, planned_rates)
         self._bridge = self._made()
 
     @property
@@ -40,7 +33,7 @@ class EagerVariant(Variant):
 
     def _made(self) -> Bridge:
         with self.first_use.making():
-            return self.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
+            return self.compute.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
 
     def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
         """Every replica reads a copy, and has a summand of the gradient."""

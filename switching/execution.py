@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.program import ProgramCosts
@@ -125,12 +126,15 @@ class Reading(Generic[V]):
     """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective).
 
     A batch of sequences of mixed lengths has `divide` in place of `run`: from the variants that it may run on, and the
-    devices' straggling rates, to its division.
+    devices' straggling rates, to its division. `build` makes what a variant lacks to run it, and `rehearse` runs it and
+    leaves no trace (None where that cannot be); both are collective.
     """
 
     facts: LocalFacts
     run: Run[V] | None
+    build: Callable[[V, StepInputs], object]
     divide: Callable[[Sequence[V], Mapping[int, float]], Division[V]] | None = None
+    rehearse: Callable[[V, StepInputs], None] | None = None
 
 
 class Execution(Protocol[V]):
@@ -161,6 +165,12 @@ class Execution(Protocol[V]):
         Raises HetuFxError if the model cannot run under the plan.
         """
 
+    def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
+        """Return what is found out of a plan before any rank can run it, as bytes; None where that is nothing.
+
+        It takes a while, and depends on no rank: another process can do it, while this one trains.
+        """
+
     def variant(
         self,
         name: str,
@@ -168,8 +178,13 @@ class Execution(Protocol[V]):
         table: GroupTable,
         homes: Mapping[str, nn.Parameter],
         planned_rates: Mapping[int, float],
+        twin: V | None = None,
+        deduced: bytes | None = None,
     ) -> V:
-        """Make a plan ready to run."""
+        """Make a plan ready to run; `twin` is a variant of the same compute layout, whose graphs it shares.
+
+        `deduced` is what `deduced` has returned for the plan, here or in another process.
+        """
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[V]:
         """Read the arguments of a call of the model. Raises HetuFxError if they do not fit it."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.cost import Topology
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.profile import program_costs
@@ -17,15 +18,21 @@ from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
 from hetu_fx.switching.batches import ReadBatch, example_size, read_batch
-from hetu_fx.switching.execution import Reading, StepInputs, StepOutputs
-from hetu_fx.switching.graph_variant import GraphVariant, deduce_program
+from hetu_fx.switching.execution import Reading, Run, StepInputs, StepOutputs
+from hetu_fx.switching.graph_compute import GraphCompute, deduce_program
+from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.mixed import sequences_of
 from hetu_fx.switching.planned_program import PlannedProgram
 from hetu_fx.switching.programs import Batch, Programs, batch_of
-from hetu_fx.switching.run_step import run_step
+from hetu_fx.switching.rehearsal import rehearse
+from hetu_fx.switching.run_step import run_step, stage_of
 from hetu_fx.switching.sequence_reader import SequenceReader
 from hetu_fx.topology import Cluster
+from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.lower import check_backend
+from hetu_fx.transforms.prices import bytes_of
+from hetu_fx.transforms.work import travelling_work
+from hetu_fx.transforms.written import written
 
 
 class GraphExecution:
@@ -80,6 +87,12 @@ class GraphExecution:
         deduced = deduce_program(self.program, plan, wants_values=False)
         return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
 
+    def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
+        """Return the plan's deduced graph for training, as bytes."""
+        graph, factors = self.program.graph, self.program.factors
+        deduce = Deduce(topology, bytes_of(graph), travelling_work(graph, factors))
+        return written(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
+
     def variant(
         self,
         name: str,
@@ -87,9 +100,14 @@ class GraphExecution:
         table: GroupTable,
         homes: Mapping[str, nn.Parameter],
         planned_rates: Mapping[int, float],
+        twin: GraphVariant | None = None,
+        deduced: bytes | None = None,
     ) -> GraphVariant:
-        """Make a variant; its device graphs are made when a batch first needs them."""
-        return GraphVariant(name, plan, table, homes, planned_rates, self.backend)
+        """Make a variant; its device graphs are those of its twin, or made when a batch first needs them."""
+        compute = GraphCompute(table, homes, plan, self.backend) if twin is None else twin.compute
+        if deduced is not None and twin is None:
+            compute.expect(self.program, deduced)
+        return GraphVariant(name, plan, compute, planned_rates)
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
@@ -97,8 +115,17 @@ class GraphExecution:
         if sequences is not None:
             return self.sequences.read(sequences, training)
         batch = read_batch(args, kwargs, self.programs, training)
-        return Reading(batch.facts, partial(_run, batch))
+        run = partial(_run, batch)
+        return Reading(batch.facts, run, partial(_build, batch), rehearse=partial(_rehearse, run))
 
 
 def _run(batch: ReadBatch, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
     return run_step(variant, batch, inputs)
+
+
+def _build(batch: ReadBatch, variant: GraphVariant, inputs: StepInputs) -> object:
+    return stage_of(variant, batch, inputs)
+
+
+def _rehearse(run: Run[GraphVariant], variant: GraphVariant, inputs: StepInputs) -> None:
+    rehearse(variant, inputs, run)

@@ -16,7 +16,8 @@ from hetu_fx.switching.batches import Cut, ReadBatch
 from hetu_fx.switching.engine import Feeds, MicroBatch, Outcome
 from hetu_fx.switching.execution import StepInputs, StepOutputs
 from hetu_fx.switching.gradients import Collector
-from hetu_fx.switching.graph_variant import GraphVariant, StagePlan
+from hetu_fx.switching.graph_compute import StagePlan
+from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.mixed import AssignedRows
 from hetu_fx.switching.rows import Interval
 from hetu_fx.switching.step import GlobalLoss, LossGradient, applied
@@ -32,6 +33,16 @@ def run_step(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> Ste
         return _Step(variant, batch, inputs).run()
 
 
+def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
+    """Return what runs a batch under a variant; collective where it has to be made."""
+    return variant.stage(batch.program, _wants_values(batch, inputs), splits=batch.splits)
+
+
+def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
+    graph = batch.program.graph
+    return inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+
+
 class _Step:
     """One step: read top to bottom in `run`."""
 
@@ -39,9 +50,8 @@ class _Step:
         self.variant, self.batch, self.inputs = variant, batch, inputs
         self.table = variant.table
         self.program = batch.program
-        graph = self.program.graph
-        self.wants_values = inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
-        self.stage: StagePlan = variant.stage(self.program, self.wants_values, splits=batch.splits)
+        self.wants_values = _wants_values(batch, inputs)
+        self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
         self.interval = self._own_interval()
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
@@ -52,7 +62,7 @@ class _Step:
 
     def run(self) -> StepOutputs:
         micro_batches = self._micro_batches()
-        compute = self.variant.gather(self.stage.bridge)
+        compute = self.variant.compute.gather(self.stage.bridge)
         if self.device is None:
             self.inputs.stand_by()
         if not self.trains:

@@ -7,10 +7,12 @@ the stage runs, and one loss comes out on every rank.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,48 +23,21 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
 from hetu_fx.switching.buffers import Buffers
-from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, Work, check_takes_any_row
+from hetu_fx.switching.compute import compute_layout
+from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
+from hetu_fx.switching.idle import IdleMemory
 from hetu_fx.switching.migrate import migrate
-from hetu_fx.switching.policy import BatchFacts, Health, Policy, VariantFacts, choose
+from hetu_fx.switching.policy import BatchFacts, Health, Policy, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
-from hetu_fx.switching.sequence_planner import Planned
+from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step import Guess
+from hetu_fx.switching.step_report import LossAndOutput, StepReport
+from hetu_fx.switching.step_times import StepTimes
 from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.switching.timer import ComputeTimer, clock_of
 from hetu_fx.switching.variant import Variant
 
-
-@dataclass(frozen=True)
-class Settings:
-    """How the user wants the model to run.
-
-    Attributes:
-        shared: every rank passes the same whole batch (`data="global"`); otherwise each its own rows.
-        outputs: "auto" (other outputs than the loss in evaluation only), "all" or "loss".
-        seed: of all random numbers that the model draws.
-    """
-
-    shared: bool
-    outputs: str
-    seed: int | None
-
-
-@dataclass
-class StepReport:
-    """What the last step did: for `model.hetu.stats`; `planned` and `work` if sequences had lengths of their own."""
-
-    variant: str = ""
-    rows: tuple[int, ...] = ()
-    timer: ComputeTimer = field(default_factory=ComputeTimer)
-    planned: Planned | None = None
-    work: Work | None = None
-
-
-class LossAndOutput(NamedTuple):
-    """What a model with a loss_fn returns: the loss, and the model's own output (None where it is not asked for)."""
-
-    loss: torch.Tensor | None
-    output: Any
+_log = logging.getLogger("hetu_fx.variants")
 
 
 Observer = Callable[[StepFacts], None]
@@ -92,6 +67,8 @@ class Runtime:
         self.report = StepReport()
         self.pinned: str | None = None
         self.switches = 0
+        self.times = StepTimes()
+        self.idle = IdleMemory(table, settings.idle_bytes)
         self.policy: Policy = choose
         self.health = Health()
         self.observers: list[Observer] = []
@@ -101,17 +78,31 @@ class Runtime:
         self._groups_seen = len(table.creations)
         self._clock = clock_of(next(model.parameters()).device)
 
-    def add_variant(self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None) -> Variant:
-        """Add a variant; its device graphs are made when a batch first needs them."""
+    def add_variant(
+        self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None, deduced: bytes | None = None
+    ) -> Variant:
+        """Add a variant; its graphs are those of one of the same compute layout, or made when a batch needs them.
+
+        `deduced` is what `deduced` has returned for the plan.
+        """
         if name in self.variants:
             raise StateError(f"there is a variant {name!r} already; choose another name")
         if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
             raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
         self.execution.check(plan, self.table.size)
-        rates = dict(planned_rates or {})
-        self.variants[name] = self.execution.variant(name, plan, self.table, self.homes, rates)
+        rates, twin = dict(planned_rates or {}), self._twin(plan)
+        self.variants[name] = self.execution.variant(name, plan, self.table, self.homes, rates, twin, deduced)
         self.current = self.current or name
         return self.variants[name]
+
+    def deduced(self, plan: Plan) -> bytes | None:
+        """Return what a variant of the plan has to find out before it runs; None where there is nothing, or a twin."""
+        return None if self._twin(plan) else self.execution.deduced(plan, self.table.topology)
+
+    def _twin(self, plan: Plan) -> Variant | None:
+        """Return a variant of the same compute layout."""
+        layout = compute_layout(plan)
+        return next((v for v in self.variants.values() if compute_layout(v.plan) == layout), None)
 
     def pin(self, name: str | None) -> None:
         """Run one variant from the next step on (None: let the policy choose again)."""
@@ -137,17 +128,40 @@ class Runtime:
         with using(self.table):
             self.variants[self.current].flush()
             for variant in self.variants.values():
-                variant.rehome()
+                variant.compute.rehome()
             return migrate(self.homes, annotations, optimizers, self.table)
 
-    def charge_groups(self) -> None:
-        """Count the groups that have been created since the last call as the current variant's."""
+    def charge_groups(self, variant: Variant | None = None) -> None:
+        """Count the groups that have been created since the last call as a variant's, None: as the current one's."""
         found = self.table.creations[self._groups_seen :]
         self._groups_seen += len(found)
-        self.variants[self.current].first_use.groups += found
+        (variant or self.variants[self.current]).first_use.groups += found
+
+    def warm(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Make every usable variant ready for such a batch, and run it without a trace where it takes it; collective.
+
+        Variants stay within the bound of those that do not run: what is too much is forgotten again.
+        """
+        with using(self.table):
+            batch, facts = self._agree(args, kwargs)
+            self.charge_groups()
+            for number, (name, variant) in enumerate(self.usable.items(), 1):
+                _log.info("variant %d of %d, %r, is made ready", number, len(self.usable), name)
+                with self.idle.use(variant, self.step):
+                    self._warm(variant, batch, facts)
+                self.charge_groups(variant)
+                self._settle()
+
+    def _warm(self, variant: Variant, batch: Reading[Any], facts: StepFacts) -> None:
+        inputs = replace(self._inputs(facts.counts, self._rows(variant.plan, facts)), stand_by=_rest)
+        batch.build(variant, inputs)
+        if batch.rehearse is not None and variant.facts.fits(_batch_facts(facts)):
+            with torch.set_grad_enabled(self.model.training):
+                batch.rehearse(variant, inputs)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one batch; collective."""
+        self.times.begin(perf_counter())
         with using(self.table):
             batch, facts = self._agree(args, kwargs)
             for observe in self.observers:
@@ -155,12 +169,13 @@ class Runtime:
             if batch.divide is not None:
                 return self._run_division(batch.divide(self.able(), self.health.rates))
             self._switch(self.pinned or self._chosen(facts))
+            self._settle()
             return self._run(batch, facts)
 
     def _chosen(self, facts: StepFacts) -> str:
         """Return the variant that the policy chooses; it must exist and take the batch."""
-        batch = BatchFacts(facts.longest, sum(facts.rows))
-        variants = {name: _facts_of(name, variant) for name, variant in self.usable.items()}
+        batch = _batch_facts(facts)
+        variants = {name: variant.facts for name, variant in self.usable.items()}
         if not variants:
             raise StateError(
                 f"every variant uses one of the drained devices {sorted(self.drained)}; add one that does not by "
@@ -199,6 +214,10 @@ class Runtime:
         self.current = name
         self.switches += 1
 
+    def _settle(self) -> None:
+        """Hold what does not run to its bound; collective."""
+        self.idle.settle(self.variants, self.current, self.step)
+
     def _agree(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Reading[Any], StepFacts]:
         """Read the batch and agree with all ranks; an error on one rank is raised on all."""
         batch: Reading[Any] | None = None
@@ -219,11 +238,17 @@ class Runtime:
         return batch, facts
 
     def _run(self, batch: Reading[Any], facts: StepFacts) -> Any:
-        rows = self._rows(facts)
+        plan = self.variants[self.current].plan
+        check_takes_any_row(plan, facts.longest)
+        rows = self._rows(plan, facts)
         self._count_step()
         assert batch.run is not None
         inputs = self._inputs(facts.counts, rows)
-        made = batch.run(self.variants[self.current], inputs)
+        with self.idle.use(self.variants[self.current], self.step) as variant:
+            built = len(self.idle.events)
+            made = batch.run(variant, inputs)
+        if self._trains:
+            self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
         self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
         return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
 
@@ -237,13 +262,15 @@ class Runtime:
         for name, variant in self.variants.items():
             if name != first.variant:
                 variant.flush()
+        self._settle()
         self._count_step()
         losses: list[torch.Tensor] = []
         timer = ComputeTimer(self._clock)
         for part in division.parts:
             self._become(part.variant)
             inputs = replace(self._inputs(division.counts, part.rows), outputs="loss", timer=timer, stand_by=_rest)
-            made = part.run(self.variants[self.current], inputs)
+            with self.idle.use(self.variants[part.variant], self.step) as variant:
+                made = part.run(variant, inputs)
             assert made.loss is not None, "sequences are read for models with a loss alone"
             losses.append(made.loss)
             rows = tuple(map(len, part.rows.pipelines))
@@ -251,9 +278,12 @@ class Runtime:
         loss = functools.reduce(operator.add, losses)
         return division.output(loss) if self.execution.loss_fn is None else LossAndOutput(loss, None)
 
+    @property
+    def _trains(self) -> bool:
+        return self.model.training and torch.is_grad_enabled()
+
     def _count_step(self) -> None:
-        if self.model.training and torch.is_grad_enabled():
-            self.step += 1
+        self.step += self._trains
 
     def _inputs(self, counts: tuple[float, ...], rows: RowPlan) -> StepInputs:
         return StepInputs(
@@ -270,7 +300,7 @@ class Runtime:
             stand_by=self.stand_by,
         )
 
-    def _rows(self, facts: StepFacts) -> RowPlan:
+    def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:
         if self.settings.shared and len(set(facts.rows)) > 1:
             raise BatchError(
                 f"data='global' means the same batch on every rank, but the ranks bring {list(facts.rows)} rows; "
@@ -278,8 +308,6 @@ class Runtime:
             )
         if sum(facts.rows) == 0:
             raise BatchError("the batch has no rows on any rank")
-        plan = self.variants[self.current].plan
-        check_takes_any_row(plan, facts.longest)
         return plan_rows(plan, facts.rows, shared=self.settings.shared)
 
 
@@ -292,12 +320,5 @@ def _rest() -> None:
     """Do nothing while others compute."""
 
 
-def _facts_of(name: str, variant: Variant) -> VariantFacts:
-    limits = (variant.plan.max_length, *(pipeline.max_length for pipeline in variant.plan.pipelines))
-    return VariantFacts(
-        name=name,
-        max_length=min((limit for limit in limits if limit is not None), default=None),
-        predicted_seconds=variant.predicted_seconds,
-        devices=variant.plan.devices,
-        planned_rates=variant.planned_rates,
-    )
+def _batch_facts(facts: StepFacts) -> BatchFacts:
+    return BatchFacts(facts.longest, sum(facts.rows))

@@ -92,7 +92,7 @@ class SequenceReader:
             signature=f"{key}; {len(sequences.lengths)} sequences, lengths {digest}",
             longest=max(sequences.lengths),
         )
-        return Reading(facts, None, partial(self._divide, key, sequences))
+        return Reading(facts, None, partial(self._build, key), partial(self._divide, key, sequences))
 
     def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant], rates: Rates) -> None:
         """Begin to plan for a batch to come, on devices of these rates, once one of its form has run."""
@@ -121,6 +121,9 @@ class SequenceReader:
             known = candidate_of(variant.name, variant.plan, self._costs[key], cluster)
             self._known[key, variant.name] = variant.plan, cluster, known
         return known
+
+    def _build(self, key: str, variant: GraphVariant, inputs: StepInputs) -> object:
+        return variant.stage(self._forms[key].program, False, splits=True)
 
     def _divide(
         self, key: str, sequences: Sequences, variants: Sequence[GraphVariant], rates: Rates

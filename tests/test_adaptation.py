@@ -17,7 +17,7 @@ from hetu_fx.prediction import Prediction
 from hetu_fx.situations import Situation
 from hetu_fx.switching.agreement import LocalFacts, StepFacts
 from hetu_fx.switching.health import HealthTracker
-from hetu_fx.switching.runtime import StepReport
+from hetu_fx.switching.step_report import StepReport
 from hetu_fx.topology import Cluster
 from tests.planner.examples import paper
 

@@ -18,6 +18,7 @@ from hetu_fx.plans import Plan
 from hetu_fx.run_log import Batch, Entry, State, Variant, entries
 from hetu_fx.run_log_report import draw, read_log, summaries, summary_text
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
+from hetu_fx.switching.idle import GraphEvent
 from hetu_fx.switching.sequence_planner import Planned
 
 SHORT, LONG = Variant(Plan.single(), 1.5), Variant(Plan.single(), 0.0)
@@ -116,12 +117,34 @@ def log_file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_is_told_in_order(log_file: Path) -> None:
     log = read_log(log_file)
-    steps = ["step", "step", "switch", "step", "switch", "step"]
+    steps = ["built", "step", "step", "switch", "step", "switch", "step"]
     assert events(list(log)) == ["start", *steps, "evaluation", "plan"]
     assert [entry["variant"] for entry in log if entry["event"] == "step"] == ["short", "short", "long", "short"]
     assert [entry["longest"] for entry in log if entry["event"] == "step"] == [8, 8, 12, 8]
     assert log[0]["variants"] == ["short", "long"]
     assert all(entry["seconds"] > 0 for entry in log if entry["event"] == "step")
+
+
+def test_graphs_are_told_when_they_are_built_with_their_seconds_and_when_they_are_evicted() -> None:
+    built = GraphEvent("built", 4, "short", 2_000_000, 0.25)
+    evicted = GraphEvent("evicted", 3, "long", 1_000_000)
+    before = state(3, "long", graphs=(built,))
+    found = list(entries(before, state(4, "short", graphs=(built, evicted, built)), Batch(8, 2.0)))
+    assert events(found) == ["evicted", "built", "switch", "step"]
+    assert found[1] == {"event": "built", "step": 4, "variant": "short", "bytes": 2_000_000, "seconds": 0.25}
+    texts = ["step 3: graphs of 'long' evicted, 1 MB", "step 4: graphs of 'short' made in 0.25 s"]
+    assert [entry_text(entry) for entry in found[:2]] == texts
+
+
+def test_steps_after_a_switch_are_summed_up_apart() -> None:
+    step = {"event": "step", "predicted_seconds": None}
+    switch = {"event": "switch"}
+    log: list[Any] = [{"event": "start"}, {**step, "variant": "a", "seconds": 9.0}]
+    log += [{**step, "variant": "a", "seconds": seconds} for seconds in (2.0, 3.0, 2.5)]
+    log += [switch, {**step, "variant": "b", "seconds": 1.0}, switch, {**step, "variant": "a", "seconds": 4.0}]
+    a, b = summaries(log)
+    assert (a.first_seconds, a.seconds, a.switched_seconds) == (9.0, 2.5, 4.0)
+    assert (b.first_seconds, b.seconds, b.switched_seconds) == (1.0, None, None)
 
 
 def test_a_log_is_summed_up_by_variant(log_file: Path) -> None:

@@ -18,11 +18,11 @@ _TAG = 0x4253
 class Room:
     """Memory for messages that is used again: what a system gives anew it clears first, which takes as long as a copy.
 
-    It is as large as the most that has been asked for.
+    It is as large as the most that has been asked for, or the memory that it is given, if that is enough.
     """
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
+    def __init__(self, memory: Tensor | None = None) -> None:
+        self._memory = memory
 
     def take(self, sizes: Mapping[int, int], device: torch.device) -> dict[int, Tensor]:
         """Give so many bytes for each peer; what was given before must be needed no longer."""
@@ -46,12 +46,14 @@ class Rooms:
 class Messages:
     """One rank's messages of one round, flat bytes by peer: ready to be sent, and room for what arrives.
 
-    Tensors are on `device`; the messages may be in host memory.
+    Tensors are on `device`; the messages may be in host memory. `here` are those that need not be sent: this rank
+    reads them where the sender has packed them.
     """
 
     arriving: Mapping[int, Tensor]
     leaving: Mapping[int, Tensor]
     device: torch.device
+    here: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def peers(self) -> list[int]:
@@ -68,7 +70,7 @@ class Sending:
     table: GroupTable
 
     def wait(self) -> dict[int, Tensor]:
-        """Wait until all have left and arrived; gives those that arrived, by sender. Raises CommError as `post` does.
+        """Wait until all have left and arrived; gives all that is for this rank, by sender. Raises CommError as `post`.
 
         They stand in the room that was made for them.
         """
@@ -76,7 +78,8 @@ class Sending:
             with guarded("batched send-receive", [self.table.rank, *self.messages.peers]):
                 for work in self.works:
                     work.wait()
-        return {sender: message.to(self.messages.device) for sender, message in self.messages.arriving.items()}
+        arrived = {**self.messages.arriving, **self.messages.here}
+        return {sender: message.to(self.messages.device) for sender, message in arrived.items()}
 
 
 def post(messages: Messages, table: GroupTable) -> Sending:

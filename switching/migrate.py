@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.bsr_messages import Messages, Rooms, Sending, post
+from hetu_fx.comm_ops.bsr_messages import Messages, Room, Rooms, Sending, post
 from hetu_fx.comm_ops.bsr_run import examples_of, prepare, unpack
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
@@ -26,8 +26,9 @@ from hetu_fx.switching.gradients import layout_of
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import home_layout
 from hetu_fx.switching.home_parameters import move_optimizer_state
+from hetu_fx.switching.shared_memory import ReadingRoom, SharedMemory, share
 from hetu_fx.switching.state_tensors import Homes, TrainingState, with_layout
-from hetu_fx.switching.switch_buckets import StateTensor, SwitchBucket
+from hetu_fx.switching.switch_buckets import ARRIVING, LEAVING, ROOMS, StateTensor, SwitchBucket
 from hetu_fx.switching.switch_plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 
 
@@ -103,7 +104,8 @@ class _Migration:
 
     def __init__(self, plan: SwitchPlan, state: TrainingState, table: GroupTable) -> None:
         self.buckets, self.state, self.table = plan.buckets, state, table
-        self.rooms = Rooms(), Rooms()
+        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(ROOMS[LEAVING])]
+        self.arriving = [Room() for _ in range(ROOMS[ARRIVING])]
         self.packed: dict[int, Messages] = {}
         self.begun: list[Tensor | None] | None = None  # of tensors of which more is to come
 
@@ -111,6 +113,7 @@ class _Migration:
         """Bring over all buckets; collective."""
         if not self.buckets:
             return
+        self._share()
         together(self.table, self._pack_first)
         sending = self._post(0)
         for number in range(len(self.buckets)):
@@ -138,6 +141,17 @@ class _Migration:
         if bucket.completes:
             _take_over(bucket, self._held(bucket), new, self.table)
 
+    def _share(self) -> None:
+        """Pack where the other ranks of this machine can read it; collective."""
+        devices = {home.device for home in self.state.homes.values()}
+        if all(device.type == "cpu" or self.table.staged(device) for device in devices):
+            most = max(sum(bucket.leaving(self.table.rank).values()) for bucket in self.buckets)
+            self.shared = share(self.table, most, len(self.leaving))
+        else:
+            self.shared = share(self.table, None, len(self.leaving))
+        if self.shared.own:
+            self.leaving = [Room(memory) for memory in self.shared.own]
+
     def _pack_first(self) -> None:
         self._pack(0)
         self._pack(1)
@@ -145,7 +159,20 @@ class _Migration:
     def _pack(self, number: int) -> None:
         if number < len(self.buckets):
             moves, (parts, like) = self.buckets[number].moves, self._parts(number)
-            self.packed[number] = prepare(moves, self.table, like, parts, self.rooms[number % 2])
+            messages = prepare(moves, self.table, like, parts, self._rooms(number))
+            self.packed[number] = self.shared.unsent(messages)
+
+    def _rooms(self, number: int) -> Rooms:
+        """Return where a bucket's messages are packed, and where they are received or read."""
+        arriving, turn = self.arriving[number % len(self.arriving)], number % len(self.leaving)
+        places = {rank: self._place(number, rank, rooms[turn]) for rank, rooms in self.shared.others.items()}
+        return Rooms(ReadingRoom(arriving, places), self.leaving[turn])
+
+    def _place(self, number: int, sender: int, room: Tensor) -> Tensor:
+        """Return where in another rank's memory this rank's message of a bucket stands."""
+        sizes = self.buckets[number].leaving(sender)
+        before = sum(size for receiver, size in sizes.items() if receiver < self.table.rank)
+        return room.narrow(0, before, sizes.get(self.table.rank, 0))
 
     def _post(self, number: int) -> Sending:
         nothing = Messages({}, {}, torch.device("cpu"))

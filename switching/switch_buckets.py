@@ -1,7 +1,8 @@
 """The state's tensors in buckets: what is brought over together, so that all that it takes stays below a bound.
 
 While a bucket's messages travel, those before it are put together and those after it are packed. So a rank holds, at
-most and beside its state, what arrives and what leaves of two buckets, and new parts of one.
+most and beside its state, what leaves of three buckets (others may read it where it is packed), what arrives of two,
+and new parts of one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import length
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer, cut_evenly
+from hetu_fx.comm_ops.packing import packed_bytes
 from hetu_fx.errors import StateError
 
 ARRIVING, LEAVING, NEW = _USES = "arriving", "leaving", "new"
-_PARTS = 5  # of the bound: what arrives and what leaves, of two buckets each, and new parts
+ROOMS = {ARRIVING: 2, LEAVING: 3}
+"""For how many buckets a rank has room at once."""
+
+_PART = 5  # of the bound: what new parts may take, and messages at least
 
 Load = Counter[tuple[str, int]]
 """Bytes by what they are for, and by rank."""
@@ -73,6 +78,15 @@ class SwitchBucket:
         """Count what every rank holds for this bucket beside its state."""
         return sum(loads_of(self.tensors, self.moves.transfers), Counter())
 
+    def leaving(self, rank: int) -> dict[int, int]:
+        """Count the bytes of the message to each receiver, padding included; in the order in which they are packed."""
+        sent = self.moves.outgoing.get(rank, {})
+        itemsize = [tensor.dtype.itemsize for tensor in self.tensors]
+        return {
+            receiver: sum(packed_bytes((transfer.numel,), itemsize[transfer.move]) for transfer in transfers)
+            for receiver, transfers in sorted(sent.items())
+        }
+
     @property
     def message_bytes(self) -> int:
         """Count what the busiest rank sends or receives."""
@@ -99,12 +113,12 @@ def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> l
 def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
     """Count what every rank holds, at most, beside its state while buckets are brought over one after the other.
 
-    Room for messages is used again by the bucket after the next, and is as large as the larger of the two.
+    Room for messages is used again some buckets later, and is as large as the largest of those.
     """
     rooms: Load = Counter()
     for number, bucket in enumerate(buckets):
         for (what, rank), num_bytes in bucket.load.items():
-            room = what if what == NEW else f"{what} {number % 2}"
+            room = f"{what} {number % ROOMS.get(what, 1)}"
             rooms[room, rank] = max(rooms[room, rank], num_bytes)
     peaks: Counter[int] = Counter()
     for (_, rank), num_bytes in rooms.items():
@@ -123,8 +137,8 @@ def share_out(tensors: Sequence[StateTensor], transfers: Sequence[Transfer], lim
     largest = {
         what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in _USES
     }
-    new = max(limit // _PARTS, largest[NEW])
-    messages = max(limit - new, limit // _PARTS) // (_PARTS - 1)
+    new = max(limit // _PART, largest[NEW])
+    messages = max(limit - new, limit // _PART) // sum(ROOMS.values())
     limits = {NEW: new, ARRIVING: max(messages, largest[ARRIVING]), LEAVING: max(messages, largest[LEAVING])}
     groups = _filled(loads, limits)
     return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages))

@@ -17,13 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_home_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.comm_ops import bsr_run
+from hetu_fx.comm_ops import bsr_messages, bsr_run
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching import migrate as migrate_module
+from hetu_fx.switching import shared_memory
 from hetu_fx.switching.agreement import of_all
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.migrate import migrate
+from hetu_fx.switching.shared_memory import SHARED_MEMORY
 
 ELSEWHERE: dict[str, Annotation] = {
     "uneven": Annotation.on((1, 2), Split(1, (5, 1))),
@@ -95,6 +97,27 @@ def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int
     assert not all(bucket.completes for bucket in small.buckets)
     assert len(large.buckets) == 1
     assert_same(homes, plains)
+
+
+def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bsr_messages, "_posted", lambda *arguments: pytest.fail("a message was sent"))
+        moved(homes, [], ELSEWHERE, extra_share=1e-3, least_extra_bytes=0)
+    assert_same(homes, plains)
+    of_all(GroupTable(), None)
+    assert not [*SHARED_MEMORY.glob("hetu_fx_switch-*")]
+
+
+def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    for targets, apart in ((ELSEWHERE, (1,)), (BEFORE, (0, 1, 2)), (ELSEWHERE, ())):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank in apart:  # it has no room to share, and sees nobody else's
+                patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
+                patch.setattr(shared_memory, "_opened", lambda *arguments: None)
+            moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
+        assert_same(homes, plains)
 
 
 def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_moved(

@@ -18,7 +18,7 @@ from typing import Any
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from benchmarks.switch_ranks import FULL, HOME, QUICK, RESULT, STEP, VARIANT, WORLD, work
+from benchmarks.switch_ranks import FULL, HOME, LONG, QUICK, RESULT, SHORT, STEP, VARIANT, WORLD, work
 
 SPEEDUP_BAR, BYTES_BAR, STEP_BAR = 10.0, 1.0, 1.05
 Switch = Mapping[str, Any]
@@ -27,7 +27,7 @@ Switch = Mapping[str, Any]
 def main() -> int:
     """Run on processes of this machine and judge."""
     options = parser("switch", "Seconds and bytes of switches among plans, against a checkpoint.").parse_args()
-    size, rounds = (QUICK, 3) if options.quick else (FULL, 5)
+    size, rounds = (QUICK, LONG) if options.quick else (FULL, SHORT)
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (Path(folder), size, rounds), nprocs=WORLD)
         return judge(json.loads((Path(folder) / RESULT).read_text()))
@@ -36,11 +36,11 @@ def main() -> int:
 def judge(result: Mapping[str, Any]) -> int:
     """Turn seconds and bytes into bars and rows."""
     saved, loaded = result["save"], result["load"]
-    checkpoint = [a + b for a, b in zip(saved, loaded, strict=True)]
+    checkpoint = statistics.median(saved) + statistics.median(loaded)
     bars, rows = [], []
     for kind in (HOME, VARIANT):
         switches: Sequence[Switch] = result[kind]
-        speedups = [median_ratio(checkpoint, switch["seconds"]) for switch in switches]
+        speedups = [checkpoint / statistics.median(switch["seconds"]) for switch in switches]
         excess = sum(switch["bytes"] for switch in switches) / sum(switch["least bytes"] for switch in switches)
         bars.append(Bar(f"checkpoint over {kind}, median", statistics.median(speedups), SPEEDUP_BAR, at_least=True))
         bars.append(Bar(f"bytes of {kind} over the least", excess, BYTES_BAR, at_least=False))

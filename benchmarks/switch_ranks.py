@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -16,6 +17,7 @@ from torch.distributed import checkpoint
 
 import hetu_fx
 from benchmarks.contest import Step, adamw, barrier, slowest, timed, train_step
+from benchmarks.fleet import say
 from benchmarks.models import Size, batch, llama, num_parameters
 from hetu_fx.comm_ops.bsr_plan import Move
 from hetu_fx.comm_ops.bsr_report import least_bytes
@@ -26,6 +28,18 @@ from hetu_fx.switching.home import HomeTensor
 WORLD = 4
 QUICK, FULL = Size(width=512, layers=4, rows=8, tokens=16), Size(width=1024, layers=9, rows=8, tokens=16)
 HOME, VARIANT, STEP, RESULT = "home", "variant", "step", "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often everything is timed."""
+
+    switches: int
+    steps: int
+    checkpoints: int
+
+
+SHORT, LONG = Rounds(switches=3, steps=2, checkpoints=2), Rounds(switches=5, steps=3, checkpoints=3)
 # Every plan to every other one, once.
 ROUND = ("DP", "TP", "DP", "PP", "DP", "unequal", "TP", "PP", "TP", "unequal", "PP", "unequal", "DP")
 
@@ -42,13 +56,13 @@ def plans(layers: int) -> dict[str, Plan]:
     }
 
 
-def work(rank: int, folder: Path, size: Size, rounds: int) -> None:
+def work(rank: int, folder: Path, size: Size, rounds: Rounds) -> None:
     """Be one rank: time all switches, and let rank 0 write them."""
     meeting = f"file://{folder / 'meeting'}"
     dist.init_process_group("gloo", meeting, timeout=timedelta(minutes=10), rank=rank, world_size=WORLD)
     torch.set_num_threads(1)
     model: Any = llama(size)
-    about = {"parameters": num_parameters(model), "size": str(size), "rounds": rounds}
+    about = {"parameters": num_parameters(model), "size": str(size), "rounds": asdict(rounds)}
     optimizer = adamw(model)
     named = plans(size.layers)
     data = batch(size.rows, size.tokens)
@@ -57,11 +71,16 @@ def work(rank: int, folder: Path, size: Size, rounds: int) -> None:
         model.hetu.add_variant(plan, name)
         model.hetu.switch(name)
         train_step(model, optimizer, data)()  # makes graphs, groups and optimizer state
-    steps = variant_steps(model, train_step(model, optimizer, data), rounds)
+    say("variants are made")
+    steps = variant_steps(model, train_step(model, optimizer, data), rounds.steps)
+    say("steps are timed")
     optimizer.zero_grad()
     model.hetu.switch_home("DP")
-    found: dict[str, Any] = {HOME: home_switches(model, rounds), VARIANT: variant_switches(model, data, rounds)}
-    found |= checkpoints(model, optimizer, folder, rounds) | {"about": about, STEP: steps}
+    found: dict[str, Any] = {"about": about, STEP: steps, HOME: home_switches(model, rounds.switches)}
+    say("changes of home are timed")
+    found[VARIANT] = variant_switches(model, data, rounds.switches)
+    say("changes of variant are timed")
+    found |= checkpoints(model, optimizer, folder, rounds.checkpoints)
     if rank == 0:
         (folder / RESULT).write_text(json.dumps(found))
     barrier()

@@ -28,7 +28,7 @@ SPEEDS = (0.8, 0.4, 0.2, 0.2)
 SIZE = Size(width=256, layers=4, rows=64, tokens=256)
 IDEAL_BAR = 0.90
 DDP_BAR = 1.8
-SETTLING_STEPS = HealthTracker().window + 2  # a first one, those that correct the devices' speeds, one that asks
+SETTLING_STEPS = HealthTracker().lasting + 2  # a first one, those that correct the devices' speeds, one that asks
 EVEN, FAIR, AUTO = "DDP, even rows", "DDP, rows by speed (inexact mean)", "hetu_fx, plan auto"
 
 

@@ -85,6 +85,7 @@ class Adaptation:
         self.changes: list[Replanned] = []
         self.replanning = Replanning(runtime.table, planner, runtime.deduced)
         self._run_before: set[str] = set()
+        self._ran = ""
         runtime.observers.append(self.observe)
         probe = Probe(next(runtime.model.parameters()).device)
         self.standby = Standby(runtime.table.rank, probe, self.tracker.window)
@@ -110,9 +111,12 @@ class Adaptation:
         report = self.runtime.report
         if self.cluster is None or report.variant == "":
             return
+        before, self._ran = self._ran, report.variant
         if report.variant not in self._run_before:
             self._run_before.add(report.variant)
             return  # a first step makes graphs, and is unlike others
+        if before != report.variant:
+            self.tracker.refine_anew()
         seconds = dict(enumerate(facts.compute_seconds))
         if was_planning:
             del seconds[0]  # it has shared its processor with the planner
@@ -157,7 +161,8 @@ class Adaptation:
         self._calibrates = False
         self.cluster = calibrated(cluster, normals)
         _log.info("the first steps correct the devices' speeds to\n%s", self.cluster)
-        self.tracker = HealthTracker(normal=dict.fromkeys(normals, 1.0))
+        speeds = {device.rank: device.flops_per_second for device in cluster.devices}
+        self.tracker.rescale({rank: self.cluster.device(rank).flops_per_second / speeds[rank] for rank in normals})
         self.book = PlanBook()  # what it held was made for other speeds
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:

@@ -1,25 +1,29 @@
 """How slow each device is: straggling rates from measured compute seconds, calm under noise.
 
 A rank that did work w (a share of the model's work, or FLOPs) in t seconds of its own compute takes t / w
-per unit. Its normal is the median of its first `window` steps, or given. Its slowness is the median of t / w over
-its normal, of its last `window` steps in a row, and its rate now is its slowness over the least of all ranks: what
-slows everybody (longer sequences, a busy host) is no straggler (Malleus' x: 1 healthy, 2 twice as slow). The least
-of medians, not of single steps: that would be too small by the noise of a step. A rate is reported when, for
-`patience` steps,
+per unit. Its normal is the median of its first steps, as long as all are healthy (from `window` of them on, up to
+`settling`), or given. Its slowness is the median of t / w over
+its normal, of its last `window` steps in a row, and its rate now is its slowness over that of healthy devices (the mean
+of those that are about as fast as the fastest): what slows everybody (longer sequences, a busy host) is no straggler
+(Malleus' x: 1 healthy, 2 twice as slow). A rate is reported when, for `patience` steps,
 
     a healthy device's rate is at least 1 + threshold                                              (1)
     a slow device's rate is below 1 + threshold - hysteresis: it is healthy again, rate 1          (2)
     a slow device's rate differs from the reported one by a factor of at least 1 + threshold       (3)
 
-so noise below the threshold never triggers, and a device at the edge does not flap.
+so noise below the threshold never triggers, and a device at the edge does not flap. A shift is known after few steps,
+and so not well. The rate of a slow device is refined by the steps that follow, up to `lasting` of them, and reported
+again when that many say that
+
+    it differs from the reported one by a factor of at least 1 + gap                               (4)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 from hetu_fx.errors import StateError
 
@@ -28,13 +32,24 @@ HEALTHY = 1.0
 
 @dataclass(slots=True)
 class _Device:
-    """One rank's recent slowness, its normal and the first costs that tell it, reported rate, age of a shift."""
+    """One rank's slowness in recent steps and since a rate was reported, its normal, and what is known of its rate.
+
+    `first` are the costs that tell its normal where it is not given. `rate` is as reported, `refined` as known now;
+    `waiting` is the age of a shift.
+    """
 
     recent: deque[float]
+    lasting: deque[float]
     normal: float | None
     first: list[float] = field(default_factory=list)
     rate: float = HEALTHY
+    refined: float = HEALTHY
     waiting: int = 0
+
+    def forget(self) -> None:
+        """Begin new windows."""
+        self.recent.clear()
+        self.lasting.clear()
 
 
 @dataclass(slots=True)
@@ -43,16 +58,22 @@ class HealthTracker:
 
     Attributes:
         window: steps of the median, at least so many before anything is judged. A shift shows after half.
+        lasting: steps of the median by which the rate of a slow device is refined, the latest ones.
+        settling: steps that a normal is measured by, at most.
         threshold: how much slower than normal counts as slow.
         hysteresis: how far below the threshold a slow device must come to count as healthy again.
         patience: steps that a shift must last before it is reported.
-        normal: seconds per unit of work of healthy devices; measured in the first `window` steps if left out.
+        gap: by how much a refined rate must differ from the reported one to be reported.
+        normal: seconds per unit of work of healthy devices; measured in the first steps if left out.
     """
 
     window: int = 5
+    lasting: int = 15
+    settling: int = 30
     threshold: float = 0.25
     hysteresis: float = 0.1
     patience: int = 2
+    gap: float = 0.05
     normal: Mapping[int, float] = field(default_factory=dict)
     _devices: dict[int, _Device] = field(default_factory=dict)
     _is_new: bool = False
@@ -60,6 +81,11 @@ class HealthTracker:
     def __post_init__(self) -> None:
         if self.window < 1 or self.patience < 1:
             raise StateError(f"window {self.window}, patience {self.patience}; give 1 or more of each")
+        if min(self.lasting, self.settling) < self.window or self.gap <= 0:
+            raise StateError(
+                f"lasting is {self.lasting}, settling {self.settling}, window {self.window}, gap {self.gap}; give "
+                f"lasting and settling of the window at least, and a gap above 0"
+            )
         if not 0 <= self.hysteresis <= self.threshold:
             raise StateError(
                 f"hysteresis is {self.hysteresis}, threshold {self.threshold}; give 0 <= hysteresis <= threshold"
@@ -67,16 +93,26 @@ class HealthTracker:
 
     @property
     def rates(self) -> dict[int, float]:
-        """Return the reported straggling rate of each device that has been observed."""
-        return {rank: device.rate for rank, device in sorted(self._devices.items())}
+        """Return the straggling rate of each device that has been observed, as well as it is known now."""
+        return {rank: device.refined for rank, device in sorted(self._devices.items())}
 
     @property
     def normals(self) -> dict[int, float]:
-        """Return each working device's normal seconds per unit of work; empty until all of them are known."""
-        worked = ((rank, device) for rank, device in sorted(self._devices.items()) if device.normal or device.first)
-        found = {rank: device.normal for rank, device in worked}
-        known = {rank: normal for rank, normal in found.items() if normal is not None}
-        return known if len(known) == len(found) else {}
+        """Return each working device's normal seconds per unit of work; empty until all are known by `lasting` steps.
+
+        Those that were given are known.
+        """
+        worked = {rank: device for rank, device in sorted(self._devices.items()) if device.normal or device.first}
+        if any(device.normal is None and len(device.first) < self.lasting for device in worked.values()):
+            return {}
+        return {rank: device.normal or median(device.first) for rank, device in worked.items()}
+
+    def rescale(self, factors: Mapping[int, float]) -> None:
+        """Go on with another unit of work: a device's seconds per unit are so many times what they were."""
+        for rank, factor in factors.items():
+            device = self._device(rank)
+            device.first = [cost * factor for cost in device.first]
+            device.normal = None if device.normal is None else device.normal * factor
 
     def observe(
         self, seconds: Mapping[int, float], work: Mapping[int, float], standby: Mapping[int, float] | None = None
@@ -88,26 +124,46 @@ class HealthTracker:
         """
         known = [rank for rank in sorted(work) if work[rank] > 0 and seconds.get(rank, 0.0) > 0]
         costs = {rank: seconds[rank] / work[rank] for rank in known}
-        steps = {rank: x for rank, cost in costs.items() if (x := self._slowness(rank, cost)) is not None}
+        steps = self._slowness(costs)
         apart = standby or {}
         for rank, device in self._devices.items():
             if rank not in steps and rank not in apart:
-                device.recent.clear()  # medians are compared of the same steps
-        slowness = self._medians(steps)
+                device.forget()  # medians are compared of the same steps
+        working, idle = self._taken(steps), self._taken(apart)
         num_working = sum(amount > 0 for amount in work.values())
-        if len(slowness) >= min(2, num_working):  # or what slows everybody cannot be told
-            least = min(slowness.values()) if len(slowness) > 1 else 1.0
-            for rank, x in slowness.items():
-                self._judge(self._devices[rank], x / least)
-        for rank, x in self._medians(apart).items():
-            self._judge(self._devices[rank], x)
+        if len(working) >= min(2, num_working):  # or what slows everybody cannot be told
+            self._judge_all(working, None if len(working) > 1 else HEALTHY)
+        self._judge_all(idle, HEALTHY)
 
-    def _medians(self, steps: Mapping[int, float]) -> dict[int, float]:
-        """Take in one step's slowness of some ranks; return the medians of those with a whole window."""
+    def _taken(self, steps: Mapping[int, float]) -> list[_Device]:
+        """Take in one step's slowness of some ranks; return those with a whole window."""
         for rank, x in steps.items():
             self._device(rank).recent.append(x)
-        recent = {rank: self._devices[rank].recent for rank in steps}
-        return {rank: median(steps) for rank, steps in recent.items() if len(steps) == self.window}
+            self._device(rank).lasting.append(x)
+        devices = [self._devices[rank] for rank in steps]
+        return [device for device in devices if len(device.recent) == self.window]
+
+    def _judge_all(self, devices: Sequence[_Device], healthy: float | None) -> None:
+        """Judge devices by their slowness over that of healthy ones: theirs if none is given."""
+        rates = self._rates(devices, [median(device.recent) for device in devices], healthy)
+        for device, rate in zip(devices, rates, strict=True):
+            self._judge(device, rate)
+        steps = min((len(device.lasting) for device in devices), default=0)
+        if steps >= self.window:
+            medians = [median(list(device.lasting)[-steps:]) for device in devices]
+            for device, rate in zip(devices, self._rates(devices, medians, healthy), strict=True):
+                self._refine(device, rate, enough=steps == self.lasting)
+
+    def _rates(self, devices: Sequence[_Device], medians: Sequence[float], healthy: float | None) -> list[float]:
+        base = self._base(devices, medians) if healthy is None else healthy
+        return [x / base for x in medians]
+
+    def _base(self, devices: Sequence[_Device], medians: Sequence[float]) -> float:
+        """Return the slowness of healthy devices. One that is slow counts only if it is the fastest."""
+        least = min(medians, default=HEALTHY)
+        rated = zip((device.rate for device in devices), medians, strict=True)
+        near = [x for rate, x in rated if rate == HEALTHY and x < least * (1 + self.threshold)]
+        return fmean(near) if near else least
 
     def changed(self) -> dict[int, float] | None:
         """Return all rates if one of them was newly reported since the last call, else None."""
@@ -119,22 +175,35 @@ class HealthTracker:
     def restart(self) -> None:
         """Forget recent steps, keep normals and rates: after a switch the first steps are unlike others."""
         for device in self._devices.values():
-            device.recent.clear()
+            device.forget()
             device.waiting = 0
 
-    def _slowness(self, rank: int, cost: float) -> float | None:
-        """Return a rank's cost over its normal, or None while the normal is being measured."""
+    def refine_anew(self) -> None:
+        """Refine rates by the steps from now on: work is shared out otherwise than in those before."""
+        for device in self._devices.values():
+            device.lasting.clear()
+
+    def _slowness(self, costs: Mapping[int, float]) -> dict[int, float]:
+        """Return ranks' costs over their normals, where those are known; go on measuring normals."""
+        normals = {rank: self._normal(rank) for rank in costs}
+        steps = {rank: costs[rank] / normal for rank, normal in normals.items() if normal is not None}
+        calm = all(device.rate == HEALTHY for device in self._devices.values())
+        most = (1 + self.threshold) * (min(steps.values()) if len(steps) > 1 else HEALTHY)
+        for rank, cost in costs.items():
+            device = self._devices[rank]
+            if device.normal is None and len(device.first) < self.settling and calm and steps.get(rank, most) <= most:
+                device.first.append(cost)
+        return steps
+
+    def _normal(self, rank: int) -> float | None:
         device = self._device(rank)
-        if device.normal is not None:
-            return cost / device.normal
-        device.first.append(cost)
-        if len(device.first) == self.window:
-            device.normal = median(device.first)
-        return None
+        told = median(device.first) if len(device.first) >= self.window else None
+        return told if device.normal is None else device.normal
 
     def _device(self, rank: int) -> _Device:
         if rank not in self._devices:
-            self._devices[rank] = _Device(deque(maxlen=self.window), self.normal.get(rank))
+            recent, lasting = deque[float](maxlen=self.window), deque[float](maxlen=self.lasting)
+            self._devices[rank] = _Device(recent, lasting, self.normal.get(rank))
         return self._devices[rank]
 
     def _judge(self, device: _Device, rate: float) -> None:
@@ -142,7 +211,18 @@ class HealthTracker:
         target = self._target(device.rate, rate)
         device.waiting = 0 if target == device.rate else device.waiting + 1
         if device.waiting >= self.patience:
-            device.rate, device.waiting, self._is_new = target, 0, True
+            self._report(device, target)
+
+    def _refine(self, device: _Device, rate: float, *, enough: bool) -> None:
+        """Take what many steps say of a slow device for its rate, unless that shifts; report it by (4)."""
+        if device.rate > HEALTHY and not device.waiting:
+            device.refined = round(rate, 3)
+            if enough and _factor(device.refined, device.rate) >= 1 + self.gap:
+                self._report(device, device.refined)
+
+    def _report(self, device: _Device, rate: float) -> None:
+        device.rate, device.refined, device.waiting, self._is_new = rate, rate, 0, True
+        self.refine_anew()  # medians are compared of the same steps
 
     def _target(self, reported: float, rate: float) -> float:
         """Return the rate to report by (1), (2) and (3); the reported one if nothing changed."""
@@ -151,5 +231,8 @@ class HealthTracker:
             return HEALTHY
         if reported == HEALTHY:
             return round(rate, 3)
-        ratio = max(rate / reported, reported / rate)
-        return round(rate, 3) if ratio >= slow else reported
+        return round(rate, 3) if _factor(rate, reported) >= slow else reported
+
+
+def _factor(one: float, other: float) -> float:
+    return max(one / other, other / one)

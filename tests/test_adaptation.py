@@ -151,7 +151,7 @@ def test_devices_are_calibrated_once_and_only_where_the_speeds_were_measured() -
         adaptation = adaptation_with(Plan.single())
         adaptation._calibrates = calibrates
         speeds = {adaptation.cluster}
-        for _ in range(12):
+        for _ in range(24):
             adaptation.runtime.report.variant, adaptation.runtime.report.rows = "variant0", (4,)
             adaptation.observe(StepFacts(rows=(4,), longest=0, counts=(), compute_seconds=(0.5,)))
             speeds.add(adaptation.cluster)

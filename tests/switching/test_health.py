@@ -25,13 +25,36 @@ def test_a_lasting_slowdown_is_reported_once_with_its_rate() -> None:
     assert tracker.rates == {0: 2.0}
 
 
-def test_normals_are_known_when_all_devices_have_been_seen_for_a_window() -> None:
-    tracker = HealthTracker(window=3)
+def test_normals_are_known_when_all_devices_have_been_seen_for_long_enough() -> None:
+    tracker = HealthTracker(window=2, lasting=3)
     for seconds in ({0: 9.0}, {0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}):
         tracker.observe(seconds, {0: 1.0, 1: 2.0})
         assert tracker.normals == {}
-    tracker.observe({1: 5.0}, {0: 1.0, 1: 2.0})
+    tracker.observe({1: 3.2}, {0: 1.0, 1: 2.0})
     assert tracker.normals == {0: 2.0, 1: 1.5}
+
+
+def test_a_normal_that_the_first_steps_tell_badly_is_told_by_later_ones() -> None:
+    tracker = HealthTracker(window=3, lasting=9, settling=9)
+    for cost in (1.2, 1.2, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.9, 0.9, 0.9):
+        tracker.observe({0: 1.0, 1: cost}, {0: 1.0, 1: 1.0})
+    assert tracker.normals == {0: 1.0, 1: 1.0}
+
+
+def test_what_may_be_slowness_is_no_part_of_a_normal() -> None:
+    tracker = HealthTracker(window=3, lasting=8, settling=8)
+    for cost in (1.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 1.0, 3.0, 1.0, 3.0, 1.0):
+        tracker.observe({0: 1.0, 1: cost}, {0: 1.0, 1: 1.0})
+    assert tracker.rates == {0: 1.0, 1: 1.0}
+    assert tracker.normals == {0: 1.0, 1: 1.0}
+
+
+def test_another_unit_of_work_changes_no_rate() -> None:
+    tracker = HealthTracker(window=3, patience=1)
+    feed(tracker, [1.0] * 6)
+    tracker.rescale({0: 4.0})
+    assert feed(tracker, [4.0] * 6) == []
+    assert feed(tracker, [8.0] * 3) == [{0: 2.0}]
 
 
 def test_a_single_slow_step_is_noise() -> None:
@@ -64,6 +87,45 @@ def test_a_slow_device_that_gets_slower_is_reported_again() -> None:
     feed(tracker, [1.0, 2.0])
     assert feed(tracker, [2.3]) == []
     assert feed(tracker, [4.0]) == [{0: 4.0}]
+
+
+def test_a_rate_that_few_steps_have_told_is_refined_by_those_that_follow() -> None:
+    tracker = HealthTracker(window=3, lasting=9, patience=1, gap=0.09)
+    feed(tracker, [1.0] * 4)
+    assert feed(tracker, [3.6, 3.3, 3.3]) == [{0: 3.3}]
+    for known in (3.3, 3.0, 3.0):
+        assert feed(tracker, [3.0]) == []
+        assert tracker.rates == {0: known}
+    assert feed(tracker, [3.0] * 4) == []
+    assert feed(tracker, [3.0]) == [{0: 3.0}], "by a tenth: it is worth another plan"
+    assert feed(tracker, [3.1] * 20) == [], "by less than a tenth: it is not"
+    assert tracker.rates == {0: 3.1}
+
+
+def test_a_rate_is_refined_anew_where_work_is_shared_out_otherwise() -> None:
+    tracker = HealthTracker(window=2, lasting=8, patience=1)
+    feed(tracker, [1.0] * 3 + [2.0] * 6)
+    tracker.refine_anew()
+    for known in (2.0, 2.2):
+        assert feed(tracker, [2.2]) == []
+        assert tracker.rates == {0: known}
+
+
+def test_a_rate_is_refined_by_the_steps_in_which_all_were_measured() -> None:
+    tracker = HealthTracker(window=2, lasting=8, patience=1, normal={0: 1.0, 1: 1.0})
+    for length in (1.0, 1.0, 1.0):
+        tracker.observe({0: length, 1: 2 * length}, {0: 1.0, 1: 1.0})
+    tracker.observe({1: 8.0}, {0: 1.0, 1: 1.0})
+    for _ in range(3):
+        tracker.observe({0: 4.0, 1: 8.4}, {0: 1.0, 1: 1.0})
+    assert tracker.rates == {0: 1.0, 1: 2.1}
+
+
+def test_a_rate_is_told_over_the_mean_of_the_healthy_devices() -> None:
+    tracker = HealthTracker(window=3, patience=1, normal=dict.fromkeys(range(4), 1.0))
+    for _ in range(3):
+        tracker.observe({0: 0.9, 1: 1.0, 2: 1.1, 3: 3.0}, dict.fromkeys(range(4), 1.0))
+    assert tracker.rates == {0: 1.0, 1: 1.0, 2: 1.0, 3: 3.0}
 
 
 @settings(max_examples=100)
@@ -124,7 +186,7 @@ def test_ranks_without_work_are_not_judged() -> None:
 
 
 def test_a_device_that_stands_by_is_judged_by_what_is_told_of_it() -> None:
-    tracker = HealthTracker(window=3, patience=1)
+    tracker = HealthTracker(window=3, lasting=3, patience=1)
     for step in range(12):
         tracker.observe({0: 1.0}, {0: 1.0}, {1: 4.0 if step < 6 else 1.0})
         assert tracker.changed() == {2: {0: 1.0, 1: 4.0}, 7: {0: 1.0, 1: 1.0}}.get(step)
@@ -132,7 +194,7 @@ def test_a_device_that_stands_by_is_judged_by_what_is_told_of_it() -> None:
 
 
 def test_a_device_that_has_stood_by_has_its_normal_from_its_first_work() -> None:
-    tracker = HealthTracker(window=3, patience=1)
+    tracker = HealthTracker(window=3, lasting=3, patience=1)
     for _ in range(3):
         tracker.observe({0: 1.0}, {0: 1.0}, {1: 1.0})
     for _ in range(6):
@@ -164,5 +226,7 @@ def test_after_a_restart_old_steps_do_not_count() -> None:
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(StateError, match="window 0, patience 2; give 1 or more"):
         HealthTracker(window=0)
+    with pytest.raises(StateError, match="lasting is 4, settling 30, window 5, gap 0"):
+        HealthTracker(lasting=4)
     with pytest.raises(StateError, match=r"hysteresis is 0\.5, threshold 0\.2"):
         HealthTracker(hysteresis=0.5)

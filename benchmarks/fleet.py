@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
@@ -110,6 +111,37 @@ class OwnSpeeds:
         factors: list[float] = [1.0] * dist.get_world_size()
         dist.all_gather_object(factors, factor)
         return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})
+
+
+class Alone:
+    """A plain model that every device trains by itself, all at once: how fast each really is.
+
+    Args:
+        model: the same on all devices.
+        small: a batch of a few rows.
+        budget_seconds: how long a run takes at least, so that those that are fast stay busy beside those that are slow.
+    """
+
+    def __init__(self, model: nn.Module, small: Batch, budget_seconds: float) -> None:
+        self._model, self._small, self._budget_seconds = model, small, budget_seconds
+        self._seconds: list[float] = []
+
+    def run(self) -> None:
+        """Compute gradients again and again; remember what that took on average. Collective."""
+        barrier()
+        start, elapsed, count = perf_counter(), 0.0, 0
+        while elapsed < self._budget_seconds:
+            self._model.zero_grad()
+            self._model(**self._small).loss.backward()
+            elapsed, count = perf_counter() - start, count + 1
+        self._seconds.append(elapsed / count)
+
+    def taken(self) -> list[float]:
+        """Return what each device took in the median of the runs since the last call; collective."""
+        seconds = [0.0] * dist.get_world_size()
+        dist.all_gather_object(seconds, statistics.median(self._seconds))
+        self._seconds.clear()
+        return seconds
 
 
 def measured_seconds(

@@ -3,9 +3,10 @@
 Three equal emulated devices; CPU quotas slow one, two, one of them more, and give all back. Three contestants train in
 turns on them: a model that adapts by itself, told nothing; the same one pinned to the plan of the start; a model from
 which slow devices are dropped, homes and all, the moment they become slow. The optimum of a phase is total work over
-total speed: the adapting model's step of the first phase, over the share of the quotas that is left. The rate of a slow
-device is told by a loop of products that all devices run at once, beside no training, over the fastest of them, as in
-health: a quota gives time and not speed, and cores that share a processor are faster when neighbours are throttled.
+total speed: the adapting model's step of the first phase, over the share of the devices' speeds that is left. How slow
+a device really is, and so what its rate is judged by, is told by a plain model that every device trains for itself
+between the steps, all at once: a quota gives time and not speed, cores that share a processor are faster when
+neighbours are throttled, and the machine itself is not always equally fast.
 """
 
 from __future__ import annotations
@@ -18,21 +19,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.contest import Step, adamw, run_rounds, train_step
-from benchmarks.fleet import in_fleet, run_workers, say, set_speeds, worker_parser, write_result
+from benchmarks.fleet import Alone, in_fleet, run_workers, say, set_speeds, worker_parser, write_result
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish
 from hetu_fx.emulate import EmulateSpec
 from hetu_fx.switching.health import HealthTracker
-from hetu_fx.switching.probe import Probe
 
-SPEED = 0.6
+SPEED = 0.5  # any two devices fit one core, so that none is slow for standing beside another
 WORLD = 3
-SIZE = Size(width=192, layers=2, rows=48, tokens=64)
+SIZE = Size(width=192, layers=2, rows=72, tokens=64)
 TRACE: Mapping[str, Mapping[int, float]] = {
     "normal": {},
     "one slow": {2: 2.0},
@@ -41,11 +40,11 @@ TRACE: Mapping[str, Mapping[int, float]] = {
     "recovered": {},
 }
 OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR = 0.9, 0.03, 3, 1.5
-ALONE_SECONDS = 1.0
-SETTLING_STEPS = HealthTracker().window + 2
+ALONE_SECONDS, ALONE_ROWS = 0.25, 4
+STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 1, HealthTracker().settling
 NOTICED = 1.5  # a rate that is wrong by less is about right
-MOST_STEPS = 40  # before a change that is not noticed counts as missed
-ADAPTING, FIXED, DROPPING = "adapting", "fixed", "dropping"
+MOST_STEPS = 60  # before a change that is not noticed counts as missed
+ADAPTING, FIXED, DROPPING, ALONE = "adapting", "fixed", "dropping", "alone"
 
 
 @dataclass
@@ -77,7 +76,7 @@ def main() -> int:
     """Run the trace under the emulator and judge it."""
     options = worker_parser("straggler", "Training while devices become slow and recover.").parse_args()
     if options.worker is not None:
-        return work(options.worker, rounds=3 if options.quick else 9)
+        return work(options.worker, rounds=4 if options.quick else 9)
     spec = EmulateSpec(speeds=(SPEED,) * WORLD)
     return judge(run_workers("straggler", ["--quick"] * options.quick, spec, timeout_seconds=1800))
 
@@ -102,20 +101,21 @@ def judge(result: Mapping[str, Any]) -> int:
 
 def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
     """Make a line of the table."""
-    seconds = {who: statistics.median(times) for who, times in phases[name]["seconds"].items()}
+    seconds = {who: statistics.median(phases[name]["seconds"][who]) for who in (ADAPTING, FIXED, DROPPING)}
     healthy = statistics.median(phases["normal"]["seconds"][ADAPTING])
-    watched = phases[name]["watched"]
+    watched, injected = phases[name]["watched"], phases[name]["injected"]
     return {
         "phase": name,
         **{f"{who} steps/s": 1 / value for who, value in seconds.items()},
-        "of optimum": healthy * WORLD / sum(quota_speeds(name)) / seconds[ADAPTING],
+        "of optimum": healthy * WORLD / sum(1 / rate for rate in injected) / seconds[ADAPTING],
+        "of optimum by quotas": healthy * WORLD / sum(quota_speeds(name)) / seconds[ADAPTING],
         "over fixed": seconds[FIXED] / seconds[ADAPTING],
         "over dropping": seconds[DROPPING] / seconds[ADAPTING],
         "detected after": watched["detected"],
         "switched after": watched["switched"],
         "planning s": watched["planning_seconds"],
         "longest step beside it s": max(watched["planned_beside"], default=0.0),
-        "injected": rates_text(dict(enumerate(relative(phases[name]["injected"])))),
+        "injected": rates_text(dict(enumerate(relative(name, injected)))),
         "found": rates_text(watched["rates"]),
         "variant": watched["variant"],
     }
@@ -132,14 +132,15 @@ def quota_speeds(name: str) -> list[float]:
 
 
 def rate_errors(name: str, phase: Mapping[str, Any]) -> list[float]:
-    """Return by how much each slow device's rate was missed; the devices that are left alone become faster, too."""
-    found, injected = phase["watched"]["rates"], relative(phase["injected"])
+    """Return by how much each slow device's rate was missed."""
+    found, injected = phase["watched"]["rates"], relative(name, phase["injected"])
     return [abs(found.get(str(rank), 1.0) / injected[rank] - 1) for rank in TRACE[name]]
 
 
-def relative(rates: Sequence[float]) -> list[float]:
-    """Return rates over the least of them."""
-    return [rate / min(rates) for rate in rates]
+def relative(name: str, rates: Sequence[float]) -> list[float]:
+    """Return rates over those of the devices that were left alone, which become faster or slower, too."""
+    healthy = statistics.fmean(rate for rank, rate in enumerate(rates) if rank not in TRACE[name])
+    return [rate / healthy for rate in rates]
 
 
 def gap(watched: Mapping[str, Any]) -> float:
@@ -164,11 +165,11 @@ class Contest:
     def __init__(self) -> None:
         self.whole = batch(SIZE.rows, SIZE.tokens)
         self.adapting, step = self._model("auto")
-        self.steps: dict[str, Step] = {ADAPTING: step}
+        self.alone = Alone(llama(SIZE), batch(ALONE_ROWS, SIZE.tokens), ALONE_SECONDS)
+        self.steps: dict[str, Step] = {ADAPTING: step, ALONE: self.alone.run}
         self.dropping: nn.Module | None = None
         self.rates: Mapping[int, float] = {}
         self.first: list[float] = []
-        self.injected: list[float] = []
 
     def _model(self, plan: Any) -> tuple[nn.Module, Step]:
         import hetu_fx
@@ -184,22 +185,17 @@ class Contest:
             self.steps[ADAPTING]()
         before, self.rates = self.rates, TRACE[name]
         set_speeds([SPEED / self.rates.get(rank, 1.0) for rank in range(WORLD)])
-        seconds = self._alone_seconds()
-        self.first = self.first or seconds
-        self.injected = [now / first for now, first in zip(seconds, self.first, strict=True)]
         watched = self._watch(changes=before != self.rates)
-        say(f"{name}: {self.injected} {watched}")
+        say(f"{name}: {watched}")
         if self.dropping is None:
             self._start_others()
         self._drop()
         times = run_rounds(self.steps, rounds=rounds, warm_up=1)
-        return {"watched": asdict(watched), "seconds": times, "injected": self.injected}
-
-    def _alone_seconds(self) -> list[float]:
-        """Return what a product takes on each device, all at once; collective."""
-        seconds = [0.0] * WORLD
-        dist.all_gather_object(seconds, Probe(torch.device("cpu")).seconds(ALONE_SECONDS))
-        return seconds
+        seconds = self.alone.taken()
+        self.first = self.first or seconds
+        injected = [now / first for now, first in zip(seconds, self.first, strict=True)]
+        say(f"{name}: {injected}")
+        return {"watched": asdict(watched), "seconds": times, "injected": injected}
 
     def _start_others(self) -> None:
         from hetu_fx.plans import Plan
@@ -231,10 +227,10 @@ class Contest:
             hetu.drain(*sorted(slow - gone))
 
     def _watch(self, *, changes: bool) -> Watched:
-        """Train the adapting model until it has noticed the change and runs what it planned for it; collective."""
-        hetu, watched, steps = self.adapting.hetu, Watched(), 0
+        """Train the adapting model until it has noticed the change, and steadily runs what it planned; collective."""
+        hetu, watched, steps, steady = self.adapting.hetu, Watched(), 0, 0
         before, asked, asked_at, begun = len(hetu.stats["replanned"]), None, 0.0, list[float]()
-        while not self._settled(steps, changes=changes) and (steps < MOST_STEPS or hetu.is_planning):
+        while steady < (STEADY_STEPS if changes else FIRST_STEPS) and (steps < MOST_STEPS or hetu.is_planning):
             plans = hetu.is_planning
             start = perf_counter()
             self.steps[ADAPTING]()
@@ -248,17 +244,15 @@ class Contest:
                 asked, asked_at, begun = hetu._adaptation.replanning.asked, start, []
             if not watched.detected and self._noticed():
                 watched.detected = steps
+            steady = steady + 1 if self._noticed() and not hetu.is_planning else 0
+            if steady:
+                self.alone.run()
         watched.rates, watched.variant = dict(hetu.health), hetu.current
         for change in hetu.stats["replanned"][before:]:
             watched.planning_seconds = change.planning_seconds
             watched.switched = change.step - change.asked
         watched.after = sum(seconds >= watched.planning_seconds for seconds in begun)
         return watched
-
-    def _settled(self, steps: int, *, changes: bool) -> bool:
-        if not changes:
-            return steps >= SETTLING_STEPS and not self.adapting.hetu.is_planning
-        return self._noticed() and not self.adapting.hetu.is_planning
 
     def _noticed(self) -> bool:
         """Tell whether the rates are known, each about right."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 
 from hetu_fx.planner.allocate import RangeSeconds, cut, deal, spread
-from hetu_fx.planner.cost import stage_costs
+from hetu_fx.planner.cost import Line, stage_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Replica, Rules, Run, StageEstimate
 from hetu_fx.planner.shards import stops_of
@@ -54,7 +55,7 @@ class Builder:
             pipeline=pipeline,
             lines=tuple(stage.seconds for stage in priced),
             holdings=tuple(replace(held, stage=i) for i, one in enumerate(made) for held in one.holdings),
-            update_seconds=max(one.update_seconds for one in made),
+            update=reduce(Line.upper, (one.update for one in made)),
             again=tuple(one.again for one in made),
         )
 

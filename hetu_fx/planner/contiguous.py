@@ -89,7 +89,7 @@ class _Search:
         owned = 1 / num_replicas if self._options.zero else 1.0
         for segment, found in replicas.items():
             for one in found:
-                end = sync[0] + sync[1] * one.parameter_bytes + owned * one.update_seconds
+                end = sync[0] + sync[1] * one.parameter_bytes + one.update(owned)
                 for count, most, made in self._ways_of(one, num_replicas):
                     yield Option(segment, replace(made, pipeline=one.pipeline), count, most, end)
 

@@ -10,7 +10,8 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
     hand-over      the activation to the next stage, the gradient to the one before, and a meeting each  (3)
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
-A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update           (5)
+A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update,          (5)
+which has in it what a step takes besides;
 replicas in which rows meet sum them in between.
 
 Every turn around a ring of devices that compute is a meeting: an all-reduce is two, a gather or a reduce-scatter one.
@@ -41,7 +42,8 @@ from hetu_fx.prediction import DeviceCost, Prediction
 from hetu_fx.topology import Cluster, Device
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
-OP_SECONDS = 1e-5  # what running an op takes besides its work, on the fastest device of its kind
+OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of its kind
+STEP_SECONDS = 0.02  # what a step takes besides there: ranks agree, parameters and gradients come and go
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 TURN_MOVES = 4  # what goes around a ring is read and written on its way into the message, and out of it
 OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
@@ -221,6 +223,12 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     return (turn, turn) if zero else (2 * turn, 0.0)
 
 
+def update_line(num_bytes: float, device: Device, cluster: Cluster) -> Line:
+    """Return the seconds of a device at the end of a step, as a line of the share of its parameters that it owns."""
+    besides = STEP_SECONDS * cluster.top_speed(device.kind) / device.speed
+    return Line(besides, optimizer_seconds(num_bytes, device))
+
+
 def optimizer_seconds(num_bytes: float, device: Device) -> float:
     """Return the seconds of the update of so many bytes of owned parameters."""
     return num_bytes * OPTIMIZER_MOVES * device.flops_per_byte / device.speed
@@ -272,9 +280,9 @@ class Place:
         return synced, gather, self.update_seconds(plan, cluster)
 
     def update_seconds(self, plan: Plan, cluster: Cluster) -> float:
-        """Return the seconds of the update of what the device owns."""
-        owned = self.parameter_bytes / (self.num_copies(plan) if plan.zero else 1)
-        return optimizer_seconds(owned, cluster.device(self.rank))
+        """Return the seconds of the update of what the device owns, and of what a step takes besides."""
+        update = update_line(self.parameter_bytes, cluster.device(self.rank), cluster)
+        return update(1 / self.num_copies(plan) if plan.zero else 1.0)
 
 
 Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]

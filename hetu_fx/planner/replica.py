@@ -74,13 +74,13 @@ class StageEstimate:
     """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
 
     `again` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
-    `update_seconds` is the slowest device's optimizer step if it owned all that it holds.
+    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds.
     """
 
     seconds: Line
     again: Line
     holdings: tuple[Holding, ...]
-    update_seconds: float
+    update: Line
 
     def seconds_of(self, run: Run, rules: Rules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
@@ -102,14 +102,14 @@ def again_line(line: Line, recompute: int, blocks: int) -> Line:
 class Replica:
     """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
 
-    `update_seconds` is the slowest device's optimizer step if it owned all that it holds; `again` is one more forward
-    of all blocks of each stage.
+    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds; `again` is one
+    more forward of all blocks of each stage.
     """
 
     pipeline: Pipeline
     lines: tuple[Line, ...]
     holdings: tuple[Holding, ...]
-    update_seconds: float
+    update: Line
     again: tuple[Line, ...] = ()
 
     @property

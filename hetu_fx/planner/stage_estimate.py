@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
-from hetu_fx.planner.cost import Line, compute_lines, forward_lines, optimizer_seconds, tensor_parallel_lines
+from hetu_fx.planner.cost import Line, compute_lines, forward_lines, tensor_parallel_lines, update_line
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Holding, StageEstimate
 from hetu_fx.planner.shards import Piece
@@ -38,7 +38,8 @@ def stage_estimate(
         seconds=sum(tensor_parallel_lines(stage, parts, cluster), seconds),
         again=reduce(Line.upper, forward_lines(compute_lines(stage, again, cluster))),
         holdings=tuple(Holding(0, room, Piece(costs, start, stop, share, count)) for share, room in least.items()),
-        update_seconds=max(
-            optimizer_seconds(parts.parameter_bytes_at(share), cluster.device(rank)) for rank, share in pairs
+        update=reduce(
+            Line.upper,
+            (update_line(parts.parameter_bytes_at(share), cluster.device(rank), cluster) for rank, share in pairs),
         ),
     )

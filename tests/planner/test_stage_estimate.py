@@ -1,4 +1,4 @@
-from hetu_fx.planner.cost import optimizer_seconds, stage_costs
+from hetu_fx.planner.cost import stage_costs, update_line
 from hetu_fx.planner.stage_estimate import stage_estimate
 from hetu_fx.plans import Pipeline, Stage
 from tests.planner.examples import paper, transformer
@@ -22,6 +22,5 @@ def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:
     assert found.seconds(3) == priced.seconds(3)
     shares = zip((0, 2), (0.75, 0.25), strict=True)
     whole = COSTS.stage(0, 4)
-    assert found.update_seconds == max(
-        optimizer_seconds(whole.parameter_bytes_at(share), CLUSTER.device(rank)) for rank, share in shares
-    )
+    lines = [update_line(whole.parameter_bytes_at(share), CLUSTER.device(rank), CLUSTER) for rank, share in shares]
+    assert found.update == lines[0].upper(lines[1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 from hetu_fx.planner.cost import Line, hand_over_line, sync_seconds
 from hetu_fx.planner.replica import Replica, Rules, StageEstimate
@@ -77,11 +78,11 @@ class Estimates:
         """
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
-        update = max(replica.update_seconds for replica in found)
+        update = reduce(Line.upper, (replica.update for replica in found))
         rings = (firsts, (last, *firsts[1:]))
         sync = max(sum(sync_seconds(parameters, ring, self._cluster, zero)) for ring in rings)
         sync += self._costs.row_sums.seconds(firsts, self._cluster)
-        return sync + update / (len(firsts) if zero else 1)
+        return sync + update(1 / len(firsts) if zero else 1.0)
 
     def _kind(self, devices: Sequence[int]) -> Hashable:
         """Return what a group is: the classes of its devices, and which share a node."""
@@ -113,7 +114,8 @@ class Estimates:
             lines[i], lines[i + 1] = lines[i] + edge, lines[i + 1] + edge
         held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
         pipeline = Pipeline(tuple(Stage(g, blocks=n) for g, n in zip(groups, blocks, strict=True)))
-        update, again = max(stage.update_seconds for stage in stages), tuple(stage.again for stage in stages)
+        update = reduce(Line.upper, (stage.update for stage in stages))
+        again = tuple(stage.again for stage in stages)
         return Replica(pipeline, tuple(lines), tuple(held), update, again)
 
     def _hand_over(self, group: Sequence[int], other: Sequence[int], block: int) -> Line:

@@ -301,13 +301,18 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     for pipeline, count in zip(plan.pipelines, rows, strict=True):
         lines = [stage.seconds for stage in stage_costs(pipeline, costs.under(plan), cluster)]
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
-    sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
-    ends = [place.end_terms(plan, cluster, sync) for place in places]
+    ends = ends_of(plan, places, cluster)
     end = math.fsum(max(column) for column in zip(*ends, strict=True)) + row_sum_seconds(plan, costs, cluster)
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
     pairs = zip(places, ends, strict=True)
     devices = tuple(_device_cost(place, held[place.rank], terms, slowest + end) for place, terms in pairs)
     return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
+
+
+def ends_of(plan: Plan, places: Iterable[Place], cluster: Cluster) -> list[tuple[float, float, float]]:
+    """Return (gradient sync, gather, optimizer) seconds of each device; a step takes the largest of each."""
+    sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
+    return [place.end_terms(plan, cluster, sync) for place in places]
 
 
 def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:

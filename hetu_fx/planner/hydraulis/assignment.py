@@ -32,7 +32,7 @@ class Batching(StrEnum):
     IN_ORDER: rows of one length hold sequences as they come; shared out by shares.
     GREEDY: as IN_ORDER, but each sequence goes where the least room is left, longest first.
     DISPATCHED: sequences are dispatched to pipelines by time, and packed there as in GREEDY, in rows as long as needed.
-    PACKED: dispatched and packed by time, as Hydraulis does.
+    PACKED: dispatched and packed by time, as Hydraulis does, in rows of their own widths.
     ALIKE: dispatched by time; a micro-batch has sequences of one length, rounded up, a row each. For models that
         cannot keep the sequences of a row apart.
     """

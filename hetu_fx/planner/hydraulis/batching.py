@@ -2,12 +2,12 @@
 
 The ways are those of `Batching`: Hydraulis' own, and what it is compared with (the batching modes of its artifact).
 Rows are tried at several lengths, from that of the longest sequence up to what a pipeline holds: long ones are fewer,
-but attention in them costs more. Hydraulis' own way is drafted for all of them, and searched for the best drafts alone:
-on devices whose processors have little time to spare, a search for each would take as long as a step.
+but attention in them costs more. Hydraulis' own way gives each row its own width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hetu_fx.errors import BatchError
@@ -22,15 +22,10 @@ from hetu_fx.planner.hydraulis.assignment import (
     Rows,
     pipeline_seconds,
 )
-from hetu_fx.planner.hydraulis.choose import packed
 from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch, Strategy, check_each_once, order_of
-from hetu_fx.planner.hydraulis.dispatch import RESTARTS, Dispatch, dispatch
-from hetu_fx.planner.hydraulis.pack import pack_quickly
-from hetu_fx.planner.hydraulis.refine import refine
+from hetu_fx.planner.hydraulis.dispatch import Dispatch, dispatch
+from hetu_fx.planner.hydraulis.whole_rows import dispatched, least_done, rows_of
 from hetu_fx.plans import pipeline_rows
-
-_CARED_FOR = 2  # of drafts: those that come first are dispatched and packed with care
-_DRAFT_RESTARTS = 2
 
 
 def assign(candidates: Sequence[Candidate], request: Request) -> Assignment:
@@ -40,20 +35,28 @@ def assign(candidates: Sequence[Candidate], request: Request) -> Assignment:
         BatchError: none of them takes it.
     """
     _check_taken(candidates, request)
-    drafts = [one for candidate in candidates for one in _drafts(candidate, request)]
-    if not drafts:
+    found: list[Assignment] = []
+    best = math.inf
+    for least, candidate in sorted(((_least(one, request), one) for one in candidates), key=lambda pair: pair[0]):
+        found += _assignments(candidate, request) if least < best else ()
+        best = min((one.seconds for one in found), default=math.inf)
+    if not found:
         names = [candidate.name for candidate in candidates]
         raise BatchError(
             f"none of the variants {names} runs rows of {request.longest} tokens on all pipelines with a share, as "
             f"{request.batching.value!r} batching asks; use {Batching.PACKED.value!r}, or pipelines that hold them"
         )
-    drafts.sort(key=lambda draft: draft[1].seconds)
-    found = [
-        _with_care(limited, request) for limited, _ in drafts[: _CARED_FOR * (request.batching is Batching.PACKED)]
-    ]
-    best = min((*found, drafts[0][1]), key=lambda assignment: assignment.seconds)
-    check_each_once("an assignment", [best.positions], len(request.lengths))
-    return best
+    first = min(found, key=lambda assignment: assignment.seconds)
+    check_each_once("an assignment", [first.positions], len(request.lengths))
+    return first
+
+
+def _least(candidate: Candidate, request: Request) -> float:
+    """Return seconds that no assignment to a candidate stays below, where rows have their own widths; otherwise 0."""
+    if request.batching is not Batching.PACKED or candidate.max_length < request.longest:
+        return 0.0
+    limited = candidate.with_rows_of(_most(candidate, request))
+    return least_done(limited.schemes, request.lengths) + candidate.step_seconds
 
 
 def _check_taken(candidates: Sequence[Candidate], request: Request) -> None:
@@ -65,19 +68,31 @@ def _check_taken(candidates: Sequence[Candidate], request: Request) -> None:
         )
 
 
-def _drafts(candidate: Candidate, request: Request) -> Iterator[tuple[Candidate, Assignment]]:
-    """Yield assignments to a candidate, limited to rows of several lengths; none if it does not take the batch."""
-    tokens, most = request.longest, candidate.max_length
-    most = max(tokens, request.tokens or 0) if most == ANY_LENGTH else most
-    while tokens <= most:
+def _assignments(candidate: Candidate, request: Request) -> Iterator[Assignment]:
+    """Yield assignments to a candidate, with rows of several lengths; none if it does not take the batch."""
+    for tokens in _row_lengths(request, _most(candidate, request)):
         limited = candidate.with_rows_of(tokens)
         pipelines = _WAYS[request.batching](limited, request)
         if pipelines is None:
             return
-        yield limited, Assignment(candidate.name, pipelines, _seconds(limited, pipelines))
-        if tokens >= sum(request.lengths):
-            return
+        yield Assignment(candidate.name, pipelines, _seconds(limited, pipelines))
+
+
+def _most(candidate: Candidate, request: Request) -> int:
+    """Return the tokens that a row may have."""
+    unlimited = candidate.max_length == ANY_LENGTH
+    return max(request.longest, request.tokens or 0) if unlimited else candidate.max_length
+
+
+def _row_lengths(request: Request, most: int) -> Iterator[int]:
+    """Yield the lengths of rows that are tried, the longest alone where every row has its own width."""
+    if request.longest > most:
+        return
+    tokens = most if request.batching is Batching.PACKED else request.longest
+    while tokens < most and tokens < sum(request.lengths):
+        yield tokens
         tokens = max(tokens + 1, min(2 * tokens, most))
+    yield tokens
 
 
 Pipelines = tuple[tuple[MicroBatch, ...], ...]
@@ -126,23 +141,14 @@ def _dispatched(candidate: Candidate, request: Request) -> Pipelines:
     return _in_plan_order(candidate, found, lambda j: _own_rows(rows(*_pipeline(found, j)), request))
 
 
-def _packed_quickly(candidate: Candidate, request: Request) -> Pipelines:
-    def rows(scheme: Scheme, positions: Sequence[int]) -> Rows:
-        packing = pack_quickly(scheme, [request.lengths[i] for i in positions])
-        return tuple(tuple(positions[i] for i in row) for row in packing.rows)
-
-    found = _dispatch(candidate, request.lengths, request, restarts=_DRAFT_RESTARTS)
-    return _in_plan_order(candidate, found, lambda j: _own_rows(rows(*_pipeline(found, j)), request))
-
-
-def _with_care(candidate: Candidate, request: Request) -> Assignment:
-    pipelines = _packed(candidate, request)
-    return Assignment(candidate.name, pipelines, _seconds(candidate, pipelines))
-
-
 def _packed(candidate: Candidate, request: Request) -> Pipelines:
-    found = packed(refine(_dispatch(candidate, request.lengths, request), seed=request.seed), seed=request.seed)
-    return _in_plan_order(candidate, found.dispatch, lambda j: _own_rows(found.micro_batches[j], request))
+    def rows(scheme: Scheme, positions: Sequence[int]) -> Rows:
+        found = rows_of(scheme, [request.lengths[i] for i in positions])
+        return tuple(tuple(positions[i] for i in row) for row in found)
+
+    groups = dispatched(candidate.schemes, request.lengths, request.seed)
+    pairs = zip(candidate.schemes, groups, strict=True)
+    return tuple(_own_rows(rows(scheme, group), request) for scheme, group in pairs)
 
 
 def _alike(candidate: Candidate, request: Request) -> Pipelines:
@@ -156,15 +162,13 @@ _WAYS: Mapping[Batching, Callable[[Candidate, Request], Pipelines | None]] = {
     Batching.IN_ORDER: _in_order,
     Batching.GREEDY: _greedy,
     Batching.DISPATCHED: _dispatched,
-    Batching.PACKED: _packed_quickly,
+    Batching.PACKED: _packed,
     Batching.ALIKE: _alike,
 }
 
 
-def _dispatch(
-    candidate: Candidate, lengths: tuple[int, ...], request: Request, *, restarts: int = RESTARTS
-) -> Dispatch:
-    return dispatch(Strategy(candidate.schemes), SequenceBatch(lengths), restarts=restarts, seed=request.seed)
+def _dispatch(candidate: Candidate, lengths: tuple[int, ...], request: Request) -> Dispatch:
+    return dispatch(Strategy(candidate.schemes), SequenceBatch(lengths), seed=request.seed)
 
 
 def _pipeline(dispatched: Dispatch, index: int) -> tuple[Scheme, tuple[int, ...]]:

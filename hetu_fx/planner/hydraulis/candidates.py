@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hetu_fx.planner.cost import stage_costs
+from hetu_fx.planner.cost import ends_of, places_of, stage_costs
 from hetu_fx.planner.hydraulis.assignment import ANY_LENGTH, Candidate
 from hetu_fx.planner.hydraulis.cost import Scheme, TimeFit, fit_times
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Pipeline, Plan
 from hetu_fx.topology import Cluster
-
-_BESIDES = ("gradient_sync", "gather", "optimizer")  # terms of a step that do not depend on the batch
 
 
 def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> Candidate:
@@ -25,16 +23,18 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
         by_length: what a row costs, at three lengths at least.
         cluster: the devices.
 
+    What a step takes besides the batch is gradient sync, gather and optimizer, as the cost model has them.
+
     A pipeline's micro-batch holds its `max_length`, or the plan's; what has neither holds any number of tokens.
     """
-    written = plan.with_blocks(next(iter(by_length.values())).num_blocks)
+    some = next(iter(by_length.values()))
+    written = plan.with_blocks(some.num_blocks)
     schemes = tuple(
         Scheme(len(pipeline.stages[0].devices), len(pipeline.stages), times_of(pipeline, by_length, cluster), held)
         for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
     )
-    devices = plan.predicted.devices if plan.predicted else ()
-    besides = [math.fsum(seconds for term, seconds in device.seconds if term in _BESIDES) for device in devices]
-    return Candidate(name, plan, schemes, max(besides, default=0.0))
+    ends = ends_of(written, places_of(written, some, cluster), cluster)
+    return Candidate(name, plan, schemes, math.fsum(max(terms) for terms in zip(*ends, strict=True)))
 
 
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:

@@ -54,7 +54,7 @@ class TimeFit:
         if self.a == self.b == 0:
             raise PlanError("time fit has a = b = 0, so that sequences cost nothing; give one of them above 0")
 
-    def seconds(self, length: int) -> float:
+    def seconds(self, length: float) -> float:
         """Return (1): the seconds per stage of a sequence of `length` tokens."""
         return (self.a * length + self.b) * length
 

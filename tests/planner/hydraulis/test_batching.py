@@ -74,6 +74,12 @@ def test_the_variant_that_is_done_first_is_chosen_among_those_that_hold_the_long
         assign(candidates, Request((65,)))
 
 
+def test_a_variant_that_cannot_be_done_first_is_left_out_of_the_search() -> None:
+    one, many = candidate("one", 16), candidate("many", 16, 16, 16)
+    alone = [assign([each], Request((8,) * 6)).seconds for each in (one, many)]
+    assert assign([one, many], Request((8,) * 6)).seconds == min(alone) < max(alone)
+
+
 def test_a_pipeline_of_no_limit_holds_what_is_asked_for() -> None:
     unlimited = candidate("one", ANY_LENGTH)
     assert {m.width for m in assign([unlimited], Request((9, 5, 4))).micro_batches} == {9}

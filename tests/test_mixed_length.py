@@ -1,0 +1,41 @@
+"""What the benchmark of mixed lengths makes of seconds, and the arms of its ablation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.mixed_length_ablation import BASE, MODES, arms
+from benchmarks.mixed_length_rounds import details, gain, predicted_gain, speed
+
+
+def columns(seconds: list[float], **others: list[float]) -> dict[str, list[Any]]:
+    zeros = [0.0] * len(seconds)
+    rest = {"predicted": zeros, "planning": zeros, "waited": zeros, "computing": zeros, "on_processor": zeros}
+    return {"tokens": [100] * len(seconds), "seconds": seconds, **rest, **others}
+
+
+def test_gains_are_by_round_where_both_ran_the_same() -> None:
+    ours, theirs = columns([1.0, 10.0, 1.0]), columns([2.0, 20.0, 3.0])
+    assert gain(ours, theirs) == 2.0
+    assert gain(ours, columns([2.0])) == pytest.approx(speed(ours) / 50)
+
+
+def test_a_gain_is_predicted_only_where_both_are() -> None:
+    ours, theirs = columns([1.0], predicted=[1.0]), columns([1.0], predicted=[1.5])
+    assert predicted_gain(ours, theirs) == {"predicted": 1.5}
+    assert predicted_gain(ours, columns([1.0])) == {}
+
+
+def test_planning_is_hidden_as_far_as_no_step_waited_for_it() -> None:
+    found = details(columns([1.0, 1.0], planning=[0.5, 0.5], waited=[0.25, 0.0]))
+    assert found["planning s"] == 0.5
+    assert found["hidden share"] == 0.75
+    assert "hidden share" not in details(columns([1.0]))
+
+
+def test_the_ablation_has_every_mode_and_what_they_are_compared_with() -> None:
+    found = arms(8)
+    assert BASE in found
+    assert all(any(mode in who for who in found) for mode in MODES)

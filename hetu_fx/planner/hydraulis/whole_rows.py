@@ -25,7 +25,6 @@ from hetu_fx.planner.hydraulis.improve import Assigning
 Groups = tuple[tuple[int, ...], ...]
 
 _RESTARTS = 2
-_RENEWED_ITEMS = 100
 _ENOUGH = 0.005  # a dispatch that misses its bound by this share is good enough: rows are not all of the best width
 _SLACK = 1e-3  # a number of rows that cannot be better by this share is not tried
 
@@ -61,7 +60,7 @@ def dispatched(schemes: Sequence[Scheme], lengths: Sequence[int], seed: int) -> 
     falling = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     problem = _problem(schemes, [lengths[i] for i in falling])
     enough = _least_done(problem) * (1 + _ENOUGH)
-    receivers = assign(problem, Effort(_RESTARTS, seed, lambda _: enough, _RENEWED_ITEMS))
+    receivers = assign(problem, Effort(_RESTARTS, seed, lambda _: enough, renewed_items=len(lengths)))
     assert receivers is not None  # no pipeline has a limit of all its tokens
     return tuple(tuple(falling[i] for i in np.flatnonzero(receivers == j)) for j in range(len(schemes)))
 

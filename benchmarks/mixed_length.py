@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.fleet import OwnSpeeds, in_fleet, run_workers, worker_parser, write_result
 from benchmarks.mixed_length_ablation import ablate, ablation_rows
-from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus
+from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
 from benchmarks.mixed_length_ddp import Grouped, kept_over_limit
 from benchmarks.mixed_length_plans import BOUNDS, DYNAMIC, HOMOGENEOUS, LONGEST, STATIC
 from benchmarks.mixed_length_rounds import Columns, Rounds, Train, details, gain, predicted_gain, speed
@@ -47,7 +47,7 @@ HELD = 1024
 SCALE = Scale(Size(width=256, layers=2, rows=1, tokens=4096), tokens=16384, held=HELD, longest=LONGEST * HELD)
 ROUNDS, QUICK_ROUNDS = 8, 3
 ABLATION_ROUNDS, QUICK_ABLATION_ROUNDS = 5, 2
-PADDED_PART = 4  # of a batch every 4th sequence is trained on padded, as that takes many times as long
+PADDED_PART = 4  # every 4th sequence of a batch is trained on padded, as that takes many times as long
 PROFILE_ROWS, PROFILE_TOKENS, PROFILE_ROUNDS = 2, 512, 3
 MEASURE_SECONDS = 1.0
 MIXED, HOTSPA, DDP = "mixed lengths", "HotSPa's mode", "DDP, length-grouped"
@@ -147,7 +147,7 @@ class Race:
         newcomers = {who: Series(self.many, policy, self.batches).train for who, policy in self.own().items()}
         newcomers[DDP] = self.ddp.train
         self.rounds.in_turn(newcomers, [first])
-        few = [first[::PADDED_PART]]
+        few = [sample_of(first, PADDED_PART)]
         padded = Series(self.single[plan], Hydraulis(Batching.PADDED), few)
         self.rounds.in_turn({f"{plan}, padded": padded.train}, few)
         best = self.packings(plan, others)

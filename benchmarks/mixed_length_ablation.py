@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus
+from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
 from benchmarks.mixed_length_rounds import Columns, Rounds, details, gain, predicted_gain, speed
 from benchmarks.report import Row
 from hetu_fx.planner.hydraulis.assignment import Batching
@@ -19,7 +19,7 @@ from hetu_fx.planner.hydraulis.policies import HotSPa, Hydraulis, SequencePolicy
 from hetu_fx.topology import Cluster
 
 HELD_BY = 2  # devices hold the longest sequence
-PADDED_PART = 8  # of a batch every 8th sequence is trained on padded
+PADDED_PART = 4  # every 4th sequence of a batch is trained on padded
 PLANS = ("CP2 + CP2", "CP2 + 1 + 1", "1 + 1 + 1 + 1")
 HOMOGENEOUS = ("CP2 + CP2", "1 + 1 + 1 + 1")
 MODES = {
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 def _parts(batches: Sequence[Texts]) -> tuple[_Part, ...]:
     """Return what is trained on padded, once, and what everybody else is."""
-    return _Part(True, [batches[0][::PADDED_PART]]), _Part(False, batches)
+    return _Part(True, [sample_of(batches[0], PADDED_PART)]), _Part(False, batches)
 
 
 def _is_padded(who: str) -> bool:

@@ -41,6 +41,11 @@ def corpus(scale: Scale, count: int) -> list[list[torch.Tensor]]:
     return [[data[piece] for piece in batch] for _, batch in zip(range(count), sampler, strict=False)]
 
 
+def sample_of(texts: Texts, every: int) -> list[torch.Tensor]:
+    """Return every n-th sequence by length, from the longest, so that padding is as wide as for all."""
+    return sorted(texts, key=len, reverse=True)[::every]
+
+
 @dataclass(frozen=True, slots=True)
 class Among:
     """A policy that has some of the variants only."""

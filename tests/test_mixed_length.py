@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.mixed_length_ablation import BASE, MODES, arms
+from benchmarks.mixed_length_contest import sample_of
 from benchmarks.mixed_length_rounds import details, gain, predicted_gain, speed
 
 
@@ -39,3 +41,8 @@ def test_the_ablation_has_every_mode_and_what_they_are_compared_with() -> None:
     found = arms(8)
     assert BASE in found
     assert all(any(mode in who for who in found) for mode in MODES)
+
+
+def test_what_is_padded_has_the_longest_sequence() -> None:
+    texts = [torch.ones(length) for length in (3, 9, 1, 5)]
+    assert [len(text) for text in sample_of(texts, 2)] == [9, 3]

@@ -41,7 +41,7 @@ TRACE: Mapping[str, Mapping[int, float]] = {
 }
 OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR = 0.9, 0.03, 3, 1.5
 ALONE_SECONDS, ALONE_ROWS = 0.25, 4
-STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 1, HealthTracker().settling
+STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 3, HealthTracker().settling
 NOTICED = 1.5  # a rate that is wrong by less is about right
 MOST_STEPS = 60  # before a change that is not noticed counts as missed
 ADAPTING, FIXED, DROPPING, ALONE = "adapting", "fixed", "dropping", "alone"

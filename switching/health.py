@@ -2,18 +2,18 @@
 
 A rank that did work w (a share of the model's work, or FLOPs) in t seconds of its own compute takes t / w
 per unit. Its normal is the median of its first steps, as long as all are healthy (from `window` of them on, up to
-`settling`), or given. Its slowness is the median of t / w over
-its normal, of its last `window` steps in a row, and its rate now is its slowness over that of healthy devices (the mean
-of those that are about as fast as the fastest): what slows everybody (longer sequences, a busy host) is no straggler
-(Malleus' x: 1 healthy, 2 twice as slow). A rate is reported when, for `patience` steps,
+`settling`), or given. Its slowness is the median of t / w over its normal, of its last `window` steps in a row, and its
+rate now is its slowness over that of healthy devices (the mean of those that are about as fast as the fastest): what
+slows everybody (longer sequences, a busy host) is no straggler (Malleus' x: 1 healthy, 2 twice as slow). A rate is
+reported when, for `patience` steps,
 
     a healthy device's rate is at least 1 + threshold                                              (1)
     a slow device's rate is below 1 + threshold - hysteresis: it is healthy again, rate 1          (2)
     a slow device's rate differs from the reported one by a factor of at least 1 + threshold       (3)
 
 so noise below the threshold never triggers, and a device at the edge does not flap. A shift is known after few steps,
-and so not well. The rate of a slow device is refined by the steps that follow, up to `lasting` of them, and reported
-again when that many say that
+and so not well. The rate of a slow device is refined by every `lasting` steps that follow, and reported again when
+these say that
 
     it differs from the reported one by a factor of at least 1 + gap                               (4)
 """
@@ -58,7 +58,7 @@ class HealthTracker:
 
     Attributes:
         window: steps of the median, at least so many before anything is judged. A shift shows after half.
-        lasting: steps of the median by which the rate of a slow device is refined, the latest ones.
+        lasting: steps of the median by which the rate of a slow device is refined, again and again.
         settling: steps that a normal is measured by, at most.
         threshold: how much slower than normal counts as slow.
         hysteresis: how far below the threshold a slow device must come to count as healthy again.
@@ -148,11 +148,11 @@ class HealthTracker:
         rates = self._rates(devices, [median(device.recent) for device in devices], healthy)
         for device, rate in zip(devices, rates, strict=True):
             self._judge(device, rate)
-        steps = min((len(device.lasting) for device in devices), default=0)
-        if steps >= self.window:
-            medians = [median(list(device.lasting)[-steps:]) for device in devices]
+        if devices and all(len(device.lasting) == self.lasting for device in devices):
+            medians = [median(device.lasting) for device in devices]
             for device, rate in zip(devices, self._rates(devices, medians, healthy), strict=True):
-                self._refine(device, rate, enough=steps == self.lasting)
+                device.lasting.clear()
+                self._refine(device, round(rate, 3))
 
     def _rates(self, devices: Sequence[_Device], medians: Sequence[float], healthy: float | None) -> list[float]:
         base = self._base(devices, medians) if healthy is None else healthy
@@ -213,12 +213,12 @@ class HealthTracker:
         if device.waiting >= self.patience:
             self._report(device, target)
 
-    def _refine(self, device: _Device, rate: float, *, enough: bool) -> None:
+    def _refine(self, device: _Device, rate: float) -> None:
         """Take what many steps say of a slow device for its rate, unless that shifts; report it by (4)."""
         if device.rate > HEALTHY and not device.waiting:
-            device.refined = round(rate, 3)
-            if enough and _factor(device.refined, device.rate) >= 1 + self.gap:
-                self._report(device, device.refined)
+            device.refined = rate
+            if _factor(rate, device.rate) >= 1 + self.gap:
+                self._report(device, rate)
 
     def _report(self, device: _Device, rate: float) -> None:
         device.rate, device.refined, device.waiting, self._is_new = rate, rate, 0, True

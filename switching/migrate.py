@@ -26,9 +26,9 @@ from hetu_fx.switching.gradients import layout_of
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import home_layout
 from hetu_fx.switching.home_parameters import move_optimizer_state
-from hetu_fx.switching.shared_memory import ReadingRoom, SharedMemory, share
+from hetu_fx.switching.shared_memory import ReadingRoom, SharedMemory, all_share, share
 from hetu_fx.switching.state_tensors import Homes, TrainingState, with_layout
-from hetu_fx.switching.switch_buckets import ARRIVING, LEAVING, ROOMS, StateTensor, SwitchBucket
+from hetu_fx.switching.switch_buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket
 from hetu_fx.switching.switch_plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 
 
@@ -61,8 +61,10 @@ def migrate(
         state = together(table, lambda: _checked(homes, targets, optimizers, table))
         tensors = state.agreed(targets, table)
         nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
-        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes))
-        _Migration(plan, state, table).run()
+        is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
+        is_shared = all_share(table, is_able)
+        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, is_shared))
+        _Migration(plan, state, table, is_able).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
     layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
     for optimizer in optimizers:
@@ -83,7 +85,11 @@ def _checked(
 
 @lru_cache(maxsize=16)
 def planned(
-    tensors: tuple[StateTensor, ...], nodes: tuple[int, ...], extra_share: float, least_extra_bytes: int
+    tensors: tuple[StateTensor, ...],
+    nodes: tuple[int, ...],
+    extra_share: float,
+    least_extra_bytes: int,
+    is_shared: bool,
 ) -> SwitchPlan:
     """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
     return plan_switch(
@@ -92,20 +98,27 @@ def planned(
         node_of=nodes.__getitem__,
         extra_share=extra_share,
         least_extra_bytes=least_extra_bytes,
+        is_shared=is_shared,
     )
 
 
 class _Migration:
     """Carries out a plan, bucket by bucket.
 
-    While a bucket's messages travel, the one before is put together and the one after is packed. All that may fail is
-    done before all ranks agree that it has not, and parts are taken over after that.
+    While a bucket's messages travel, the one before is put together and the one after is packed; where they are read
+    where they are packed, one bucket is packed while the one before is put together. All that may fail is done before
+    all ranks agree that it has not, and parts are taken over after that.
+
+    Args:
+        plan, state, table: what is carried out, of which tensors, among whom.
+        is_able: this rank's messages are in host memory.
     """
 
-    def __init__(self, plan: SwitchPlan, state: TrainingState, table: GroupTable) -> None:
-        self.buckets, self.state, self.table = plan.buckets, state, table
-        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(ROOMS[LEAVING])]
-        self.arriving = [Room() for _ in range(ROOMS[ARRIVING])]
+    def __init__(self, plan: SwitchPlan, state: TrainingState, table: GroupTable, is_able: bool) -> None:
+        self.buckets, self.state, self.table, self.is_able = plan.buckets, state, table, is_able
+        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.rooms[LEAVING])]
+        self.arriving = [Room() for _ in range(plan.rooms.get(ARRIVING, 1))]
+        self.ahead = len(self.leaving) - 1  # so many buckets are packed before they are put together
         self.packed: dict[int, Messages] = {}
         self.begun: list[Tensor | None] | None = None  # of tensors of which more is to come
 
@@ -118,15 +131,16 @@ class _Migration:
         sending = self._post(0)
         for number in range(len(self.buckets)):
             arrived = sending.wait()
-            sending = self._post(number + 1)
-            self._bring(number, arrived, sending)
+            later = self._post(number + 1)
+            self._bring(number, arrived, later)
+            sending = later if self.ahead > 1 else self._post(number + 1)
 
     def _bring(self, number: int, arrived: Mapping[int, Tensor], later: Sending) -> None:
         """Put one bucket together on all ranks, or on none, and take it over."""
 
         def made() -> list[Tensor | None]:
             parts = self._unpack(number, arrived)
-            self._pack(number + 2)
+            self._pack(number + self.ahead)
             return parts
 
         try:
@@ -143,18 +157,14 @@ class _Migration:
 
     def _share(self) -> None:
         """Pack where the other ranks of this machine can read it; collective."""
-        devices = {home.device for home in self.state.homes.values()}
-        if all(device.type == "cpu" or self.table.staged(device) for device in devices):
-            most = max(sum(bucket.leaving(self.table.rank).values()) for bucket in self.buckets)
-            self.shared = share(self.table, most, len(self.leaving))
-        else:
-            self.shared = share(self.table, None, len(self.leaving))
+        most = max(sum(bucket.leaving(self.table.rank).values()) for bucket in self.buckets)
+        self.shared = share(self.table, most if self.is_able else None, len(self.leaving))
         if self.shared.own:
             self.leaving = [Room(memory) for memory in self.shared.own]
 
     def _pack_first(self) -> None:
-        self._pack(0)
-        self._pack(1)
+        for number in range(self.ahead):
+            self._pack(number)
 
     def _pack(self, number: int) -> None:
         if number < len(self.buckets):

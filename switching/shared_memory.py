@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.bsr_messages import Messages, Room
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.switching.agreement import of_all
+from hetu_fx.switching.agreement import any_of, of_all
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -61,6 +62,20 @@ class ReadingRoom(Room):
         return {peer: taken[peer] for peer in sizes}
 
 
+_shared: WeakKeyDictionary[GroupTable, bool] = WeakKeyDictionary()
+
+
+def all_share(table: GroupTable, is_able: bool) -> bool:
+    """Tell whether all ranks can read each other's memory; found by trying, once. Collective.
+
+    `is_able`: this rank's messages are in host memory; see `share`.
+    """
+    if table not in _shared:
+        found = share(table, 1 if is_able else None, 1)
+        _shared[table] = not any_of(table, [len(found.others) < table.size - 1])[0]
+    return _shared[table]
+
+
 def share(table: GroupTable, room_bytes: int | None, num_rooms: int) -> SharedMemory:
     """Give this rank rooms that others can read, of at least `room_bytes` each, and open theirs; collective.
 
@@ -95,7 +110,7 @@ def _made(num_bytes: int) -> tuple[Path, Tensor | None]:
         finally:
             os.close(file)
         return path, _mapped(path, num_bytes)
-    except OSError:
+    except (OSError, RuntimeError):
         path.unlink(missing_ok=True)
         return path, None
 
@@ -104,7 +119,7 @@ def _opened(path: Path, num_bytes: int) -> Tensor | None:
     """Open another process's memory; None where it is not on this machine."""
     try:
         return _mapped(path, num_bytes) if num_bytes and path.stat().st_size == num_bytes else None
-    except OSError:
+    except (OSError, RuntimeError):
         return None
 
 

@@ -2,7 +2,8 @@
 
 While a bucket's messages travel, those before it are put together and those after it are packed. So a rank holds, at
 most and beside its state, what leaves of three buckets (others may read it where it is packed), what arrives of two,
-and new parts of one.
+and new parts of one. Where all ranks read messages where they are packed, nothing travels: a rank holds what leaves of
+two buckets, and new parts of one.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from hetu_fx.comm_ops.packing import packed_bytes
 from hetu_fx.errors import StateError
 
 ARRIVING, LEAVING, NEW = _USES = "arriving", "leaving", "new"
-ROOMS = {ARRIVING: 2, LEAVING: 3}
+SENT: Mapping[str, int] = {ARRIVING: 2, LEAVING: 3}
 """For how many buckets a rank has room at once."""
 
-_PART = 5  # of the bound: what new parts may take, and messages at least
+READ: Mapping[str, int] = {LEAVING: 2}
+"""The same where all ranks read messages where they are packed."""
+
+_PART = 5  # of the bound: what new parts and messages may take at least
 
 Load = Counter[tuple[str, int]]
 """Bytes by what they are for, and by rank."""
@@ -87,10 +91,9 @@ class SwitchBucket:
             for receiver, transfers in sorted(sent.items())
         }
 
-    @property
-    def message_bytes(self) -> int:
-        """Count what the busiest rank sends or receives."""
-        return max((num_bytes for (what, _), num_bytes in self.load.items() if what != NEW), default=0)
+    def message_bytes(self, rooms: Mapping[str, int] = SENT) -> int:
+        """Count what the busiest rank needs room for: all that it sends or receives."""
+        return max((num_bytes for (what, _), num_bytes in self.load.items() if what in rooms), default=0)
 
 
 def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> list[Load]:
@@ -110,23 +113,27 @@ def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> l
     return loads
 
 
-def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
+def peak_bytes(buckets: Sequence[SwitchBucket], rooms: Mapping[str, int] = SENT) -> Counter[int]:
     """Count what every rank holds, at most, beside its state while buckets are brought over one after the other.
 
     Room for messages is used again some buckets later, and is as large as the largest of those.
     """
-    rooms: Load = Counter()
+    most: Load = Counter()
+    numbers = {NEW: 1, **rooms}
     for number, bucket in enumerate(buckets):
         for (what, rank), num_bytes in bucket.load.items():
-            room = f"{what} {number % ROOMS.get(what, 1)}"
-            rooms[room, rank] = max(rooms[room, rank], num_bytes)
+            if what in numbers:
+                room = f"{what} {number % numbers[what]}"
+                most[room, rank] = max(most[room, rank], num_bytes)
     peaks: Counter[int] = Counter()
-    for (_, rank), num_bytes in rooms.items():
+    for (_, rank), num_bytes in most.items():
         peaks[rank] += num_bytes
     return peaks
 
 
-def share_out(tensors: Sequence[StateTensor], transfers: Sequence[Transfer], limit: int) -> tuple[SwitchBucket, ...]:
+def share_out(
+    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], limit: int, rooms: Mapping[str, int] = SENT
+) -> tuple[SwitchBucket, ...]:
     """Put tensors in buckets that take `limit` bytes of a rank beside its state.
 
     Nothing may be lost where a rank fails, so that a tensor's old part must stay until the new one is whole. Where the
@@ -137,11 +144,11 @@ def share_out(tensors: Sequence[StateTensor], transfers: Sequence[Transfer], lim
     largest = {
         what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in _USES
     }
-    new = max(limit // _PART, largest[NEW])
-    messages = max(limit - new, limit // _PART) // sum(ROOMS.values())
-    limits = {NEW: new, ARRIVING: max(messages, largest[ARRIVING]), LEAVING: max(messages, largest[LEAVING])}
+    new = max(limit // min(_PART, 1 + sum(rooms.values())), largest[NEW])
+    messages = max(limit - new, limit // _PART) // sum(rooms.values())
+    limits = {NEW: new} | {what: max(messages, largest[what]) for what in rooms}
     groups = _filled(loads, limits)
-    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages))
+    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages, rooms))
 
 
 def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]:
@@ -151,7 +158,8 @@ def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]
     groups: list[list[int]] = []
     for number in sorted(range(len(loads)), key=lambda number: (-largest[number], number)):
         load = loads[number]
-        fits = (all(taken[key] + size <= limits[key[0]] for key, size in load.items()) for taken in filled)
+        counted = [(key, size) for key, size in load.items() if key[0] in limits]
+        fits = (all(taken[key] + size <= limits[key[0]] for key, size in counted) for taken in filled)
         place = next((index for index, fit in enumerate(fits) if fit), len(filled))
         if place == len(filled):
             filled.append(Counter())
@@ -162,7 +170,11 @@ def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]
 
 
 def _buckets(
-    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], group: Sequence[int], limit: int
+    tensors: Sequence[StateTensor],
+    transfers: Sequence[Transfer],
+    group: Sequence[int],
+    limit: int,
+    rooms: Mapping[str, int],
 ) -> list[SwitchBucket]:
     """Make the buckets of one group: as many as its messages need to stay below the limit, if they can be cut so."""
     place = {number: index for index, number in enumerate(group)}
@@ -174,7 +186,7 @@ def _buckets(
     while True:
         parts = _parts(own, count)
         buckets = [SwitchBucket(members, BsrPlan(moves, part), part is parts[-1]) for part in parts]
-        excess = max((bucket.message_bytes for bucket in buckets), default=0) / max(limit, 1)
+        excess = max((bucket.message_bytes(rooms) for bucket in buckets), default=0) / max(limit, 1)
         if excess <= 1 or count >= longest:
             return buckets
         count = min(max(math.ceil(count * excess), count + 1), longest)

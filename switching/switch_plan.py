@@ -17,7 +17,7 @@ from hetu_fx.comm_ops.bsr_plan import plan_moves
 from hetu_fx.comm_ops.bsr_report import least_bytes
 from hetu_fx.documents import table_text
 from hetu_fx.errors import StateError
-from hetu_fx.switching.switch_buckets import StateTensor, SwitchBucket, peak_bytes, share_out
+from hetu_fx.switching.switch_buckets import READ, SENT, StateTensor, SwitchBucket, peak_bytes, share_out
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1
@@ -34,10 +34,17 @@ class SwitchPlan:
     Attributes:
         buckets: carried out one after the other.
         state_bytes: what each rank holds of the state, before or after, whichever is more.
+        is_shared: all ranks read messages where they are packed.
     """
 
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
+    is_shared: bool = False
+
+    @property
+    def rooms(self) -> Mapping[str, int]:
+        """Tell for how many buckets' messages a rank has room at once."""
+        return READ if self.is_shared else SENT
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -70,7 +77,7 @@ class SwitchPlan:
     @cached_property
     def peak_extra_bytes(self) -> int:
         """Return what a rank holds, at most, beside its state while the change goes on."""
-        return max(peak_bytes(self.buckets).values(), default=0)
+        return max(peak_bytes(self.buckets, self.rooms).values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object; dims are intervals of the global tensor."""
@@ -108,6 +115,7 @@ def plan_switch(
     node_of: Callable[[int], int] = lambda rank: 0,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
+    is_shared: bool = False,
 ) -> SwitchPlan:
     """Plan a change of home; a pure function, the same on every rank.
 
@@ -118,6 +126,7 @@ def plan_switch(
         extra_share: what may be held beside the state, as a part of that of the rank that holds most; see `share_out`
             for what one large tensor takes.
         least_extra_bytes: what may be held beside the state, however small that is.
+        is_shared: all ranks read messages where they are packed.
 
     Raises:
         StateError: a share that is not above 0, or a tensor named twice.
@@ -134,7 +143,7 @@ def plan_switch(
     moving = [tensor for tensor in tensors if tensor.source != tensor.target]
     limit = max(int(max(state, default=0) * extra_share), least_extra_bytes)
     together = plan_moves([tensor.move for tensor in moving], node_of=node_of)
-    return SwitchPlan(share_out(moving, together.transfers, limit), state)
+    return SwitchPlan(share_out(moving, together.transfers, limit, READ if is_shared else SENT), state, is_shared)
 
 
 def _bucket_json(bucket: SwitchBucket) -> list[dict[str, Any]]:

@@ -116,8 +116,21 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
             if rank in apart:  # it has no room to share, and sees nobody else's
                 patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
                 patch.setattr(shared_memory, "_opened", lambda *arguments: None)
-            moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
+            plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
+        assert plan.is_shared == (not apart)
         assert_same(homes, plains)
+
+
+def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    table = GroupTable()
+    assert shared_memory.all_share(table, is_able=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
+        plan = migrate(named(homes), ELSEWHERE, [], table, extra_share=1e-3, least_extra_bytes=0)
+    assert plan.is_shared
+    assert_same(homes, plains)
 
 
 def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_moved(

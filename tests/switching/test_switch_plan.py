@@ -120,12 +120,12 @@ def test_every_pair_of_ranks_has_one_message_per_bucket(seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]))
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]), st.booleans())
 def test_extra_memory_of_a_rank_is_a_share_of_the_state_or_one_new_part_and_a_fifth_of_that(
-    seed: int, share: float
+    seed: int, share: float, is_shared: bool
 ) -> None:
     state = random_state(seed, scale=32)
-    plan = plan_switch(state, WORLD, extra_share=share, least_extra_bytes=0)
+    plan = plan_switch(state, WORLD, extra_share=share, least_extra_bytes=0, is_shared=is_shared)
     limit = share * max(plan.state_bytes)
     largest = max(tensor.part_bytes(tensor.target, rank) for tensor in state for rank in tensor.target.ranks)
     assert plan.peak_extra_bytes <= max(limit, largest + limit / 5) * 1.1 + 4096  # rows are not cut
@@ -136,10 +136,18 @@ def test_a_tensor_larger_than_the_share_comes_in_parts() -> None:
     (first, *_, last) = plan.buckets
     assert [first.completes, last.completes] == [False, True]
     assert plan.tensors == (weight(0, (1000, 1000)),)
-    assert max(bucket.message_bytes for bucket in plan.buckets) <= max(plan.state_bytes) * 0.1 / 5 / 4
+    assert max(bucket.message_bytes() for bucket in plan.buckets) <= max(plan.state_bytes) * 0.1 / 5 / 4
     largest_part = 1000 * 500 * 4
     assert plan.peak_extra_bytes <= largest_part + max(plan.state_bytes) * 0.1 / 5
     assert plan.total_bytes == plan.least_bytes
+
+
+def test_ranks_that_read_messages_where_they_are_packed_need_fewer_buckets() -> None:
+    state = [weight(number) for number in range(200)]
+    sent, read = (plan_switch(state, WORLD, least_extra_bytes=0, is_shared=shared) for shared in (False, True))
+    assert len(read.buckets) < len(sent.buckets) * 0.6
+    assert read.peak_extra_bytes <= max(read.state_bytes) / 10
+    assert read.pairs == sent.pairs
 
 
 def test_many_equal_tensors_move_with_a_tenth_of_the_state_beside_it() -> None:

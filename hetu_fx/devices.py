@@ -25,7 +25,8 @@ class Device:
 
     `source` says where its figures come from: measured, given, or an estimate from public figures of its kind.
     `meeting_seconds` is what the healthy device loses, besides the message, when it meets others between pieces of
-    compute: it waits for a period of its quota, for a launch, for those that are late.
+    compute: it waits for a period of its quota, for a launch, for those that are late. `step_seconds` is what a step
+    takes on its host besides the work of the model.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Device:
     rate: float = 1.0
     source: Source = "given"
     meeting_seconds: float = 0.0
+    step_seconds: float = 0.0
     bytes_per_second: float | None = None
     memory_bytes_per_second: float | None = None
 
@@ -45,7 +47,8 @@ class Device:
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
         figures |= _known(self, "bytes_per_second", "memory_bytes_per_second")
         check_positive(ClusterError, f"device {self.rank}", **figures)
-        check_not_negative(ClusterError, f"device {self.rank}", meeting_seconds=self.meeting_seconds)
+        lost = {"meeting_seconds": self.meeting_seconds, "step_seconds": self.step_seconds}
+        check_not_negative(ClusterError, f"device {self.rank}", **lost)
         check_source(ClusterError, f"device {self.rank}", self.source)
 
     @property
@@ -57,6 +60,11 @@ class Device:
     def meeting_now(self) -> float:
         """Return what a meeting costs it now: a straggler is late by as much more as its work takes longer."""
         return self.meeting_seconds * self.rate
+
+    @property
+    def step_now(self) -> float:
+        """Return what a step takes on its host besides now: a straggler is slow in this too."""
+        return self.step_seconds * self.rate
 
     @property
     def flops_per_byte(self) -> float:
@@ -75,7 +83,8 @@ class Device:
         result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
         result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
         result |= {} if self.rate == 1.0 else {"rate": self.rate}
-        result |= {"meeting_seconds": self.meeting_seconds} if self.meeting_seconds else {}
+        lost = {"meeting_seconds": self.meeting_seconds, "step_seconds": self.step_seconds}
+        result |= {name: seconds for name, seconds in lost.items() if seconds}
         result |= _known(self, "bytes_per_second", "memory_bytes_per_second")
         return result if self.source == "given" else result | {"source": self.source}
 
@@ -148,6 +157,7 @@ def read_device(value: Mapping[str, Any], where: str) -> Device:
         "source",
         "dtype",
         "meeting_seconds",
+        "step_seconds",
         "bytes_per_second",
         "memory_bytes_per_second",
     )
@@ -167,6 +177,7 @@ def read_device(value: Mapping[str, Any], where: str) -> Device:
         "rate": fields.number("rate", 1.0),
         "source": fields.text("source", "given") if is_whole else "estimate",
         "meeting_seconds": fields.number("meeting_seconds", 0.0),
+        "step_seconds": fields.number("step_seconds", 0.0),
         "bytes_per_second": fields.number("bytes_per_second", None),
         "memory_bytes_per_second": fields.number("memory_bytes_per_second", None),
     }

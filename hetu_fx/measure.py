@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hetu_fx.measure_links import measure_links
-from hetu_fx.measure_meeting import measure_meetings, meeting_rounds, settled_meetings
+from hetu_fx.measure_meeting import measure_meetings, meeting_rounds, settled_seconds
 from hetu_fx.measure_ranks import Exchange, RankTable, exchange_of, world
 from hetu_fx.measure_speed import matmul_flops_per_second
+from hetu_fx.measure_step import step_seconds
 
 TOLERANCE = 0.05
 """Speeds nearer than this to each other are one speed: what differs less is noise."""
@@ -32,6 +33,7 @@ class Measurement:
     limits: tuple[tuple[str, int], ...]
     memory_bytes: int = 0
     meeting_seconds: float = 0.0
+    step_seconds: float = 0.0
     bytes_per_second: float | None = None
 
 
@@ -46,7 +48,7 @@ def measure_here(
     exchange = exchange_of(ranks)
     exchange(None)  # all start together, so that what shares a core shows
     speed = matmul_flops_per_second(device, seconds)
-    own = Measurement(_kind(device), node_name(), speed, memory_limits(device))
+    own = Measurement(_kind(device), node_name(), speed, memory_limits(device), step_seconds=step_seconds())
     found = settled(exchange(own))
     nodes, speeds = [m.node for m in found], [m.flops_per_second for m in found]
     links, most = measure_links(ranks, exchange, nodes, speeds, device)
@@ -67,7 +69,7 @@ def _with_meetings(
     names = {pair: "intra" if nodes[pair[0]] == nodes[pair[1]] else "inter" for pairs in rounds for pair in pairs}
     latencies = {pair: links[name][1] for pair, name in names.items()}
     measured = measure_meetings(table, exchange, rounds, speeds, latencies, device)
-    meetings = settled_meetings([(m.kind, m.node, m.flops_per_second) for m in found], measured)
+    meetings = settled_seconds([(m.kind, m.node, m.flops_per_second) for m in found], measured)
     return tuple(replace(m, meeting_seconds=lost) for m, lost in zip(found, meetings, strict=True))
 
 
@@ -132,12 +134,14 @@ def _limit_in(file: Path) -> int | None:
 
 
 def settled(raw: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return the measurements with noise taken off the speeds and each limit shared by those it limits."""
+    """Return the measurements with noise taken off speeds and steps, and each limit shared by those it limits."""
     sharers = Counter((m.node, name) for m in raw for name, _ in m.limits)
     speeds = snapped([m.flops_per_second for m in raw])
     shares = [min(limit // sharers[m.node, name] for name, limit in m.limits) for m in raw]
-    triples = zip(raw, speeds, shares, strict=True)
-    return tuple(replace(m, flops_per_second=speed, memory_bytes=share) for m, speed, share in triples)
+    kinds = [(m.kind, m.node, speed) for m, speed in zip(raw, speeds, strict=True)]
+    steps = settled_seconds(kinds, {rank: m.step_seconds for rank, m in enumerate(raw)})
+    rows = zip(raw, speeds, shares, steps, strict=True)
+    return tuple(replace(m, flops_per_second=f, memory_bytes=size, step_seconds=s) for m, f, size, s in rows)
 
 
 def snapped(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float]:

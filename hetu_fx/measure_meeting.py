@@ -62,8 +62,8 @@ def meeting_rounds(nodes: Sequence[str], speeds: Sequence[float]) -> tuple[tuple
     return tuple(tuple(pairs) for pairs in (first, second) if pairs)
 
 
-def settled_meetings(alike: Sequence[Any], measured: Mapping[int, float]) -> tuple[float, ...]:
-    """Return each rank's seconds of a meeting: the median over the ranks that are alike, rounded; 0 for none."""
+def settled_seconds(alike: Sequence[Any], measured: Mapping[int, float]) -> tuple[float, ...]:
+    """Return each rank's seconds: the median of what was measured of ranks that are alike, rounded; 0 for none."""
     same = [[measured[r] for r in range(len(alike)) if alike[r] == kind and r in measured] for kind in alike]
     return tuple(float(f"{statistics.median(values or [0.0]):.3g}") for values in same)
 

@@ -239,6 +239,7 @@ def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, 
             m.memory_bytes,
             source="measured",
             meeting_seconds=m.meeting_seconds,
+            step_seconds=m.step_seconds,
             bytes_per_second=m.bytes_per_second,
         )
         for rank, m in enumerate(measurements)

@@ -62,6 +62,12 @@ def test_a_limit_is_shared_by_the_ranks_it_limits() -> None:
     assert [m.memory_bytes for m in settled(raw)] == [100, 450, 900]
 
 
+def test_steps_of_devices_that_are_alike_take_the_same_besides() -> None:
+    limits = (("machine", 900),)
+    raw = [Measurement("cpu", node, 1.0, limits, step_seconds=s) for node, s in (("a", 0.01), ("a", 0.03), ("b", 0.05))]
+    assert [m.step_seconds for m in settled(raw)] == [0.02, 0.02, 0.05]
+
+
 def test_the_node_name_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HETU_FX_NODE", "rack7")
     assert node_name() == "rack7"
@@ -92,3 +98,4 @@ def test_every_rank_gets_the_same_cluster(tmp_path: Path) -> None:
     assert [device.node for device in found[0].devices] == ["a", "a", "b"]
     assert found[0].inter.latency_seconds > 0
     assert all(device.meeting_seconds >= 0 for device in found[0].devices)
+    assert all(device.step_seconds > 0 for device in found[0].devices)

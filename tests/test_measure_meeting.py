@@ -1,6 +1,6 @@
 import pytest
 
-from hetu_fx.measure_meeting import Sample, meeting_rounds, meeting_seconds, settled_meetings
+from hetu_fx.measure_meeting import Sample, meeting_rounds, meeting_seconds, settled_seconds
 
 
 def samples(*lost: float) -> list[Sample]:
@@ -39,5 +39,5 @@ def test_a_device_that_is_alone_meets_nobody() -> None:
 
 
 def test_devices_that_are_alike_lose_the_same() -> None:
-    assert settled_meetings("aaba", {0: 0.001, 1: 0.004, 2: 0.0070001, 3: 0.003}) == (0.003, 0.003, 0.007, 0.003)
-    assert settled_meetings("ab", {}) == (0.0, 0.0)
+    assert settled_seconds("aaba", {0: 0.001, 1: 0.004, 2: 0.0070001, 3: 0.003}) == (0.003, 0.003, 0.007, 0.003)
+    assert settled_seconds("ab", {}) == (0.0, 0.0)

@@ -103,6 +103,14 @@ def test_what_a_meeting_costs_is_kept_in_the_file_and_need_not_be_there() -> Non
     assert "meeting_seconds" not in Cluster.from_json(DOCUMENT).to_json()["devices"][0]
 
 
+def test_what_a_step_takes_besides_is_kept_in_the_file_and_grows_with_the_rate() -> None:
+    given = DOCUMENT["devices"][0] | {"step_seconds": 0.02}
+    cluster = Cluster.from_json(DOCUMENT | {"devices": [given]})
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert cluster.with_rates({1: 2.0}).device(1).step_now == 0.04
+    assert "step_seconds" not in Cluster.from_json(DOCUMENT).to_json()["devices"][0]
+
+
 def test_collectives_that_were_timed_are_kept_in_the_file() -> None:
     cluster = Cluster.from_json(DOCUMENT | {"collectives": [TIMED]})
     assert cluster.collectives == (Collective("all_gather", "intra", 2, 5e8, 1e-4),)

@@ -43,7 +43,6 @@ from hetu_fx.topology import Cluster, Device
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
 OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of its kind
-STEP_SECONDS = 0.02  # what a step takes besides there: ranks agree, parameters and gradients come and go
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 TURN_MOVES = 4  # what goes around a ring is read and written on its way into the message, and out of it
 OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
@@ -223,10 +222,9 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     return (turn, turn) if zero else (2 * turn, 0.0)
 
 
-def update_line(num_bytes: float, device: Device, cluster: Cluster) -> Line:
+def update_line(num_bytes: float, device: Device) -> Line:
     """Return the seconds of a device at the end of a step, as a line of the share of its parameters that it owns."""
-    besides = STEP_SECONDS * cluster.top_speed(device.kind) / device.speed
-    return Line(besides, optimizer_seconds(num_bytes, device))
+    return Line(device.step_now, optimizer_seconds(num_bytes, device))
 
 
 def optimizer_seconds(num_bytes: float, device: Device) -> float:
@@ -281,7 +279,7 @@ class Place:
 
     def update_seconds(self, plan: Plan, cluster: Cluster) -> float:
         """Return the seconds of the update of what the device owns, and of what a step takes besides."""
-        update = update_line(self.parameter_bytes, cluster.device(self.rank), cluster)
+        update = update_line(self.parameter_bytes, cluster.device(self.rank))
         return update(1 / self.num_copies(plan) if plan.zero else 1.0)
 
 

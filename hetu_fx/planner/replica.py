@@ -102,8 +102,8 @@ def again_line(line: Line, recompute: int, blocks: int) -> Line:
 class Replica:
     """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
 
-    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds; `again` is one
-    more forward of all blocks of each stage.
+    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds; `again` is
+    one more forward of all blocks of each stage.
     """
 
     pipeline: Pipeline

@@ -40,6 +40,6 @@ def stage_estimate(
         holdings=tuple(Holding(0, room, Piece(costs, start, stop, share, count)) for share, room in least.items()),
         update=reduce(
             Line.upper,
-            (update_line(parts.parameter_bytes_at(share), cluster.device(rank), cluster) for rank, share in pairs),
+            (update_line(parts.parameter_bytes_at(share), cluster.device(rank)) for rank, share in pairs),
         ),
     )

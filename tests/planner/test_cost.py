@@ -221,6 +221,16 @@ def test_a_replica_without_rows_only_syncs() -> None:
     assert dict(idle.bytes)["activations"] == 0
 
 
+def test_a_step_takes_what_it_takes_besides_on_the_slowest_host_of_the_plan() -> None:
+    empty = ProgramCosts(2, PartCosts(), (), PartCosts())
+    given = paper(1, 1, 1)
+    slow = replace(given, devices=tuple(replace(d, step_seconds=0.1 + d.rank) for d in given.devices))
+    cluster = slow.with_rates({1: 2.0, 2: 9.0})
+    assert predict(Plan.single(), empty, cluster).seconds == pytest.approx(0.1)
+    pair = Plan.data_parallel([0, 1])
+    assert predict(pair, empty, cluster).seconds - predict(pair, empty, given).seconds == pytest.approx(2.2)
+
+
 def test_a_program_without_work_takes_no_time() -> None:
     empty = ProgramCosts(1, PartCosts(), (), PartCosts())
     assert predict(Plan.single(), empty, paper(1)).seconds == 0

@@ -22,5 +22,5 @@ def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:
     assert found.seconds(3) == priced.seconds(3)
     shares = zip((0, 2), (0.75, 0.25), strict=True)
     whole = COSTS.stage(0, 4)
-    lines = [update_line(whole.parameter_bytes_at(share), CLUSTER.device(rank), CLUSTER) for rank, share in shares]
+    lines = [update_line(whole.parameter_bytes_at(share), CLUSTER.device(rank)) for rank, share in shares]
     assert found.update == lines[0].upper(lines[1])

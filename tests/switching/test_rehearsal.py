@@ -83,6 +83,22 @@ def test_what_a_compiler_compiles_is_compiled_ahead_for_backward_too() -> None:
     assert len(compiled) == ahead
 
 
+def test_a_model_without_a_loss_is_run_back_from_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[int, ...]] = []
+    backward = torch.autograd.backward
+    monkeypatch.setattr(
+        torch.autograd,
+        "backward",
+        lambda tensors, *rest: (ends.extend(tuple(t.shape) for t in tensors), backward(tensors, *rest)),
+    )
+    model: Any = hetu_fx.auto_parallelize(nn.Linear(3, 2), {"input": torch.ones(4, 3)}, plan=Plan.single(), warm=True)
+    monkeypatch.undo()
+    assert ends == [(4, 2)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(input=torch.ones(4, 3)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 class Sequence(nn.Module):
     """Takes sequences of any length."""
 

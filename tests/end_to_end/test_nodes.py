@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from twins import Twins, batch_of, one, world_of  # noqa: E402
 
 from hetu_fx.plans import Plan, Stage  # noqa: E402
-from hetu_fx.switching.graph_compute import GraphVariant  # noqa: E402
+from hetu_fx.switching.graph_variant import GraphVariant  # noqa: E402
 from hetu_fx.topology import Cluster, Link  # noqa: E402
 
 NODES = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), intra=Link(1e10), inter=Link(1e6))

@@ -186,9 +186,11 @@ class Cluster:
     def __str__(self) -> str:
         header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB", "meeting ms"]
         rows = [_row(device) for device in self.devices]
-        if any(device.bytes_per_second is not None for device in self.devices):
-            header.append("MB/s")
-            rows = [[*row, _limit(device)] for row, device in zip(rows, self.devices, strict=True)]
+        for name, texts in (("step ms", map(_step, self.devices)), ("MB/s", map(_limit, self.devices))):
+            column = list(texts)
+            if any(column):
+                header.append(name)
+                rows = [[*row, text] for row, text in zip(rows, column, strict=True)]
         pairs = (("intra", self.intra), ("inter", self.inter))
         links = [f"{name} {_link_text(link)}" for name, link in pairs]
         return "\n".join([table_text(header, rows), f"links: {'; '.join(links)}", *self._estimates()])
@@ -203,6 +205,11 @@ def _row(device: Device) -> list[str]:
     speed, memory = f"{device.flops_per_second / 1e9:.4g}", f"{device.memory_bytes / 1e6:.4g}"
     meeting = f"{device.meeting_now * 1e3:.3g}"
     return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory, meeting]
+
+
+def _step(device: Device) -> str:
+    """Return what a step takes besides in milliseconds, nothing where nobody has measured it."""
+    return f"{device.step_now * 1e3:.3g}" if device.step_seconds else ""
 
 
 def _limit(device: Device) -> str:

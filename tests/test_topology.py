@@ -148,6 +148,10 @@ links: intra 1000 MB/s, 10 us; inter 1000 MB/s, 10 us
         [2e9, 1e9], memory_bytes=10**6, intra=Link(1e9, 1e-5), meeting_seconds=[5e-4, 2e-3]
     ).with_rates({1: 2.0})
     assert str(cluster) == expected.strip()
+    known = replace(cluster.devices[1], step_seconds=0.01, bytes_per_second=5e8)
+    header, _, row, _ = str(replace(cluster, devices=(cluster.devices[0], known))).splitlines()
+    assert header.endswith("step ms  MB/s")
+    assert row.split()[-2:] == ["20", "500"]
 
 
 def device_of(**changes: Any) -> Device:

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetu_fx.api import Handle as Handle
     from hetu_fx.api import auto_parallelize as auto_parallelize
     from hetu_fx.deduction.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
+    from hetu_fx.handle import Handle as Handle
     from hetu_fx.nested_batches import nested_batch as nested_batch
     from hetu_fx.planner.hydraulis.assignment import Batching as Batching
     from hetu_fx.planner.hydraulis.policies import HotSPa as HotSPa
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batching": "hetu_fx.planner.hydraulis.assignment",
     "Cluster": "hetu_fx.topology",
-    "Handle": "hetu_fx.api",
+    "Handle": "hetu_fx.handle",
     "HetuFxError": "hetu_fx.errors",
     "HotSPa": "hetu_fx.planner.hydraulis.policies",
     "Hydraulis": "hetu_fx.planner.hydraulis.policies",

@@ -1,10 +1,9 @@
-"""The user's side: `auto_parallelize`, and the handle that a parallel model carries as `model.hetu`."""
+"""The user's side: `auto_parallelize`."""
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,23 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.adaptation import Adaptation
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.exporting import export_runtime
-from hetu_fx.plans import Plan
+from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, prepare
-from hetu_fx.rehoming import Home, Optimizers, Rehoming
-from hetu_fx.run_log import RunLog, Sink
-from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
-from hetu_fx.saving import load_model, save_model
-from hetu_fx.snapshots import STOPPED_SECONDS, Snapshots
-from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.policy import Policy
-from hetu_fx.switching.programs import Batch
-from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.sequence_reader import SequenceReader
+from hetu_fx.rehoming import Rehoming
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
-from hetu_fx.switching.switch_plan import SwitchPlan
 from hetu_fx.topology import Cluster
 
 M = TypeVar("M", bound=nn.Module)
@@ -103,296 +90,11 @@ def auto_parallelize(
     )
     runtime, adaptation = prepare(preparation)
     rehoming = Rehoming(runtime, adaptation, [] if optimizer is None else [optimizer])
-    _attach(model, Handle(runtime, adaptation, rehoming))
+    handle = Handle(runtime, adaptation, rehoming)
+    _attach(model, handle)
     if warm:
-        handle: Handle = model.hetu  # type: ignore[assignment]
         handle.warm(batch)
     return model
-
-
-class Handle:
-    """What a parallel model can be asked and told; `model.hetu`."""
-
-    def __init__(self, runtime: Runtime, adaptation: Adaptation, rehoming: Rehoming) -> None:
-        self._runtime = runtime
-        self._adaptation = adaptation
-        self._rehoming = rehoming
-
-    @property
-    def plan(self) -> Plan:
-        """Return the plan that runs now."""
-        return self._runtime.variants[self._runtime.current].plan
-
-    @property
-    def variants(self) -> dict[str, Plan]:
-        """Return all plans by name."""
-        return {name: variant.plan for name, variant in self._runtime.variants.items()}
-
-    @property
-    def current(self) -> str:
-        """Return the name of the variant that runs now."""
-        return self._runtime.current
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """Return what the last step did, and what this process has paid once so far.
-
-        `variant`, `rows` per pipeline and this process's `compute_seconds` are those of the last step. `groups` lists
-        the process groups created so far, and the seconds that each took; `first_use` has the `FirstUse` by variant,
-        `planning` the `PlanningStats` of sequences of mixed lengths (None where they cannot run), `replanned` a
-        `Replanned` for each plan that was taken over since. `graphs` has a `GraphEvent` each time that graphs were
-        built or evicted; `idle_bytes` is what variants that do not run keep, `copies_dropped` how often good copies of
-        parameters were dropped to hold them to their bound. `switch_cost` has the `SwitchCost` by variant: the seconds
-        of training steps after a change to it, beside those of steps without one.
-        """
-        report = self._runtime.report
-        self._runtime.charge_groups()
-        return {
-            "variant": report.variant,
-            "rows": report.rows,
-            "compute_seconds": report.timer.seconds,
-            "steps": self._runtime.step,
-            "switches": self._runtime.switches,
-            "groups": tuple(self._runtime.table.creations),
-            "first_use": {name: variant.first_use for name, variant in self._runtime.variants.items()},
-            "planning": self._reader.planner.stats if self._reader else None,
-            "replanned": tuple(self._adaptation.changes),
-            "graphs": tuple(self._runtime.idle.events),
-            "switch_cost": {name: self._runtime.times.cost(name) for name in self._runtime.variants},
-            "idle_bytes": self._runtime.idle.num_bytes,
-            "copies_dropped": self._runtime.idle.copies_dropped,
-        }
-
-    @property
-    def health(self) -> dict[int, float]:
-        """Return the measured rate of each device: 1 as planned, 2 twice as slow."""
-        return self._adaptation.rates
-
-    @property
-    def is_planning(self) -> bool:
-        """Tell whether a plan is being made while training goes on; the same on every process.
-
-        It is taken over before the first step after it is ready, by all processes before the same one.
-        """
-        return self._adaptation.is_planning
-
-    @property
-    def policy(self) -> Policy:
-        """What chooses the variant of each batch; assign another one (see `switching.policy.Policy`) on every process.
-
-        The default takes the variant predicted fastest, of those that take the batch's longest sequence.
-        """
-        return self._runtime.policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        self._runtime.policy = policy
-
-    @property
-    def sequences(self) -> SequenceReader:
-        """How batches of sequences of mixed lengths run: its `options` and its `policy` can be replaced."""
-        if self._reader is None:
-            raise StateError("sequences of mixed lengths run as captured graphs; use capture='graph'")
-        return self._reader
-
-    @property
-    def _reader(self) -> SequenceReader | None:
-        execution = self._runtime.execution
-        return execution.sequences if isinstance(execution, GraphExecution) else None
-
-    def ahead(self, batches: Iterable[Batch], count: int = 2) -> Iterator[Batch]:
-        """Yield the batches, `count` of them read in advance, whose plans are made meanwhile in a thread.
-
-        The plan of a batch of sequences of mixed lengths says which variant runs it and which pipeline has which
-        sequences. It follows from their lengths, so every process makes the same one.
-
-        Args:
-            batches: mappings with nested tensors (`hetu_fx.nested_batch` makes them), such as a DataLoader gives.
-            count: how many batches to read in advance.
-        """
-        waiting: deque[Batch] = deque()
-        runtime = self._runtime
-        for batch in batches:
-            waiting.append(batch)
-            for one in waiting:
-                self.sequences.ahead(one, runtime.model.training, runtime.able(), runtime.health.rates)
-            if len(waiting) > count:
-                yield waiting.popleft()
-        yield from waiting
-
-    def explain(self) -> str:
-        """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
-        self._runtime.charge_groups()
-        return f"{self.plan.explain()}\nfirst use: {self._runtime.variants[self.current].first_use}"
-
-    def add_variant(self, plan: Plan, name: str | None = None) -> str:
-        """Add a plan; returns its name. Collective, as every process must have the same variants."""
-        name = name or plan.name or f"variant{len(self._runtime.variants)}"
-        self._runtime.add_variant(plan, name)
-        return name
-
-    def warm(self, batch: Batch) -> None:
-        """Make every variant ready to run batches like this one, ahead of the first step that needs it; collective.
-
-        Between steps. Graphs are made, and the batch is run forward and backward, which makes process groups and what
-        `compile` compiles: a switch then costs what a step costs. Parameters, gradients, buffers and random numbers
-        stay as they are. Batches of sequences of mixed lengths, batches longer than a variant takes, and a model with
-        capture="eager" are not run. Progress goes to the logger "hetu_fx.variants".
-
-        Args:
-            batch: as the model is called with it: by keyword, or positional as a tuple.
-        """
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-        self._runtime.warm(args, kwargs)
-
-    def switch(self, name: str) -> None:
-        """Run a variant from the next step on, until told otherwise; collective."""
-        self._runtime.pin(name)
-
-    def release(self) -> None:
-        """Let the policy choose the variant of each batch again."""
-        self._runtime.pin(None)
-
-    def replan(self, rates: Mapping[int, float]) -> str:
-        """Plan again for devices that are slower than planned (rate 2: twice as slow); returns the variant's name.
-
-        Collective; every process must pass the same rates.
-        """
-        return self._adaptation.replan(rates)
-
-    @property
-    def drained(self) -> tuple[int, ...]:
-        """Return the devices that are drained: they hold nothing and no variant that uses them runs."""
-        return tuple(sorted(self._runtime.drained))
-
-    def switch_home(self, home: Home, *, optimizer: Optimizers | None = None) -> SwitchPlan:
-        """Change which process owns what of the parameters, of their gradients and of the optimizer's state.
-
-        Collective, between steps: after a backward, before the next forward. Parameters, gradients, state tensors and
-        optimizers stay the same objects, values stay as they are bit by bit, and nothing goes through a file. Changing
-        the variant needs no change of home; this is for a plan that stays, and for devices that have no memory for
-        their part. Other home tensors (averages of parameters that the user keeps) stay where they are.
-
-        Args:
-            home: a Plan, or the name of a variant: near where that reads the parameters, in proportion to the devices'
-                speed; or devices: on these only, near where the current plan reads; or a mapping of devices to their
-                shares.
-            optimizer: one optimizer or several that hold state for the parameters. Those that were passed here or to
-                `auto_parallelize` are known already; () says that there is none.
-
-        Returns what has been moved: bytes, messages, and the extra memory that it took.
-
-        Raises:
-            HetuFxError: on every process.
-        """
-        return self._rehoming.switch_home(home, optimizer)
-
-    def drain(self, *ranks: int, optimizer: Optimizers | None = None) -> SwitchPlan:
-        """Take devices out of all work now: others take over what they own. Collective, between steps.
-
-        Where devices are known (cluster=..., or plan="auto") a plan without these is made; else a variant must be
-        there, or be added, that does not use them. A variant that does is not run until they are admitted again. Their
-        processes go on calling the model, and may bring rows as before; they compute nothing.
-
-        Args and errors are as `switch_home`'s.
-        """
-        return self._rehoming.drain(ranks, optimizer)
-
-    def admit(self, *ranks: int, optimizer: Optimizers | None = None) -> SwitchPlan:
-        """Give drained devices work and a part of the state again; collective, between steps. See `drain`."""
-        return self._rehoming.admit(ranks, optimizer)
-
-    def drain_on_sigterm(self, *, optimizer: Optimizers | None = None) -> None:
-        """Drain a device before the first step after its process gets SIGTERM; collective, once.
-
-        A second SIGTERM does what it did before this call. If all devices are asked to leave, all stay: save a
-        checkpoint then.
-        """
-        self._rehoming.drain_on_sigterm(optimizer)
-
-    def on_communication(self, listener: Callable[[str, float, float], None] | None) -> None:
-        """Call `listener(what, start, end)` after each communication of this process; None: no more.
-
-        Times are those of time.perf_counter. A timeline of what a step waits for is made from them. The first
-        communication of some ranks contains a "group creation".
-        """
-        self._runtime.table.listener = listener
-
-    def log(
-        self, path: str | Path | None = None, *, progress: bool = False, tensorboard: str | Path | None = None
-    ) -> RunLog:
-        """Log from now on what runs, how long it takes beside what was predicted, and what changes.
-
-        Returns the log, a context manager; it tells of the last step when it is closed. Only process 0 writes; the
-        others may call this or not.
-
-        Args:
-            path: of a file of JSON lines (`hetu_fx.run_log` lists them); `hetu-fx log` reads it.
-            progress: say on stderr what happens.
-            tensorboard: a folder for TensorBoard's scalars.
-
-        Raises:
-            EnvironmentProblem: the file cannot be written, or TensorBoard is not there.
-        """
-        sinks: list[Sink] = []
-        if self._runtime.table.rank == 0:
-            sinks += [JsonLines(path)] if path is not None else []
-            sinks += [Progress()] if progress else []
-            sinks += [Scalars(tensorboard_writer(tensorboard))] if tensorboard is not None else []
-        return RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
-
-    def save(self, folder: str | Path, **options: Any) -> None:
-        """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `saving.save_model`'s.
-
-        Collective: every process calls it.
-        """
-        save_model(self._runtime, Path(folder), **options)
-
-    def load(self, folder: str | Path, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint under any plan and number of processes; options as `saving.load_model`'s.
-
-        Collective. Returns what was saved as `extra`.
-        """
-        return load_model(self._runtime, Path(folder), **options)
-
-    def snapshots(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        every: int = 1,
-        folder: str | Path | None = None,
-        checkpoints: str | Path | None = None,
-        stopped_after: float | None = STOPPED_SECONDS,
-    ) -> Snapshots:
-        """Keep the state of the newest finished step in memory, for a job that is restarted; collective.
-
-            snapshots = model.hetu.snapshots(optimizer, every=10, checkpoints="checkpoints")
-            first = snapshots.resume().extra.get("batch", 0)
-            for batch in range(first, last):
-                ...
-                optimizer.step()
-                snapshots.step({"batch": batch + 1})
-
-        Every process keeps its part, and a copy of another's, on another node where there is one: whatever one node
-        takes with it, the others have. A snapshot counts only once all processes have finished its step.
-
-        Args:
-            optimizer: its state is kept too.
-            every: steps between snapshots.
-            folder: in each node's memory; None: one that processes find which the same launcher starts again on this
-                node. What another job left in a given folder is gone on from too.
-            checkpoints: the parent of folders of `save`, of which the newest is loaded where no snapshot is whole.
-            stopped_after: seconds without a sign of life after which a process is ended under torchrun, so that all
-                are started again; None: never. `hetu-fx launch` has an option of its own.
-        """
-        folder, checkpoints = (None if path is None else Path(path) for path in (folder, checkpoints))
-        return Snapshots(
-            self._runtime, optimizer, every=every, folder=folder, checkpoints=checkpoints, stopped_after=stopped_after
-        )
-
-    def export(self, folder: str | Path) -> None:
-        """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""
-        export_runtime(self._runtime, Path(folder))
 
 
 def _attach(model: nn.Module, handle: Handle) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hetu_fx
-from hetu_fx.api import Handle
 from hetu_fx.demo_data import Batch, Text, library_pieces, num_tokens, own_rows
 from hetu_fx.demo_devices import Devices, devices_for
 from hetu_fx.demo_model import digest, loss_of, make_model, make_optimizer, num_parameters, train_step
@@ -25,6 +24,7 @@ from hetu_fx.demo_record import RunRecord, StepRecord, Throughput
 from hetu_fx.demo_screen import Screen, Shown, make_screen
 from hetu_fx.demo_settings import DemoSettings, settings_for
 from hetu_fx.explanation import diff
+from hetu_fx.handle import Handle
 from hetu_fx.planner.simulate import simulate
 from hetu_fx.plans import Plan
 from hetu_fx.prediction import Prediction

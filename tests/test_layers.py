@@ -23,7 +23,7 @@ FLOORS = (
     "cli cli_* demo demo_*",
     "integrations",
     "launch_worker",
-    "api",
+    "api handle",
     "planning simulating profiling* prepare rehoming adaptation replanning situations background standby "
     "saving export* checkpoint snapshots report run_log*",
     "switching.runtime",

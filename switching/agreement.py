@@ -128,11 +128,11 @@ def together(table: GroupTable, act: Callable[[], T]) -> T:
     except Exception as error:  # whatever it is, the others must not wait for this rank
         outcome = error
     failed = any_of(table, [isinstance(outcome, Exception)])[0]
-    told = _errors_of_all(table, outcome) if failed and table.size > 1 else ""
+    told = _errors_of_all(table, outcome) if failed and table.size > 1 else []
     if isinstance(outcome, Exception):
         raise outcome
     if told:
-        raise _kind_told(told)(f"another rank failed: {told}")
+        raise told[0].as_raised(f"another rank failed: {_joined(told)}")
     return outcome
 
 
@@ -232,20 +232,31 @@ def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:
     told = _errors_of_all(table, facts)
     if isinstance(facts, Exception):
         raise facts
-    raise BatchError(f"another rank could not start this step: {told}")
+    raise BatchError(f"another rank could not start this step: {_joined(told)}")
 
 
-def _errors_of_all(table: GroupTable, mine: object) -> str:
-    """Return what the ranks that came with an error say, empty if none did; collective."""
-    texts = of_all(table, f"{type(mine).__name__}: {mine}" if isinstance(mine, Exception) else "")
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+@dataclass(frozen=True, slots=True)
+class _RankError:
+    """An error of a rank, as others are told of it: its class by name, as a class need not be there to be sent."""
+
+    rank: int
+    kind: str
+    text: str
+
+    def as_raised(self, text: str) -> HetuFxError:
+        """Return an error for the ranks that did not have it: of its class where that is one of ours."""
+        kind = getattr(errors, self.kind, None)
+        return kind(text) if isinstance(kind, type) and issubclass(kind, HetuFxError) else OtherRankError(text)
 
 
-def _kind_told(told: str) -> type[HetuFxError]:
-    """Return the class of the first error that `_errors_of_all` tells of."""
-    _, name, _ = told.split(": ", 2)
-    kind = getattr(errors, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, HetuFxError) else OtherRankError
+def _errors_of_all(table: GroupTable, mine: object) -> list[_RankError]:
+    """Return the errors that ranks came with; collective."""
+    own = _RankError(table.rank, type(mine).__name__, str(mine)) if isinstance(mine, Exception) else None
+    return [error for error in of_all(table, own) if error is not None]
+
+
+def _joined(told: Sequence[_RankError]) -> str:
+    return "; ".join(f"rank {error.rank}: {error.kind}: {error.text}" for error in told)
 
 
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:

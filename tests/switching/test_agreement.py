@@ -17,14 +17,20 @@ ALONE = GroupTable.dry(0, 1)
 TWO = GroupTable.dry(0, 2)
 
 
+def told(mine: object, theirs: LocalFacts | Exception) -> object:
+    """Return what the other rank brings to where this one brings `mine`: a signature, or an error if it has one."""
+    if isinstance(theirs, Exception):
+        return agreement._RankError(1, type(theirs).__name__, str(theirs))
+    return theirs.signature if isinstance(mine, str) else None
+
+
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Give a function that says with what the other of two ranks comes."""
 
     def comes_with(theirs: LocalFacts | Exception) -> None:
-        text = f"{type(theirs).__name__}: {theirs}" if isinstance(theirs, Exception) else theirs.signature
         monkeypatch.setattr(agreement, "_exchange", lambda _, row: [row, agreement._encode(theirs)])
-        monkeypatch.setattr(agreement, "of_all", lambda _, mine: [mine, text])
+        monkeypatch.setattr(agreement, "of_all", lambda _, mine: [mine, told(mine, theirs)])
         monkeypatch.setattr(agreement, "any_of", lambda _, flags: (True,) * len(flags))
 
     return comes_with

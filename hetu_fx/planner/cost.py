@@ -300,7 +300,7 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
         lines = [stage.seconds for stage in stage_costs(pipeline, costs.under(plan), cluster)]
         slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
     ends = ends_of(plan, places, cluster)
-    end = math.fsum(max(column) for column in zip(*ends, strict=True)) + row_sum_seconds(plan, costs, cluster)
+    end = end_seconds(ends) + row_sum_seconds(plan, costs, cluster)
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
     pairs = zip(places, ends, strict=True)
     devices = tuple(_device_cost(place, held[place.rank], terms, slowest + end) for place, terms in pairs)
@@ -308,9 +308,14 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
 
 
 def ends_of(plan: Plan, places: Iterable[Place], cluster: Cluster) -> list[tuple[float, float, float]]:
-    """Return (gradient sync, gather, optimizer) seconds of each device; a step takes the largest of each."""
+    """Return (gradient sync, gather, optimizer) seconds of each device."""
     sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
     return [place.end_terms(plan, cluster, sync) for place in places]
+
+
+def end_seconds(ends: Iterable[Sequence[float]]) -> float:
+    """Return what the end of a step takes: of each term what the slowest device takes, one after another."""
+    return math.fsum(max(column) for column in zip(*ends, strict=True))
 
 
 def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:

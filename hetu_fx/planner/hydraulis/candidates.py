@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hetu_fx.planner.cost import ends_of, places_of, stage_costs
+from hetu_fx.planner.cost import end_seconds, ends_of, places_of, stage_costs
 from hetu_fx.planner.hydraulis.assignment import ANY_LENGTH, Candidate
 from hetu_fx.planner.hydraulis.cost import Scheme, TimeFit, fit_times
 from hetu_fx.planner.program import ProgramCosts
@@ -34,7 +33,7 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
         for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
     )
     ends = ends_of(written, places_of(written, some, cluster), cluster)
-    return Candidate(name, plan, schemes, math.fsum(max(terms) for terms in zip(*ends, strict=True)))
+    return Candidate(name, plan, schemes, end_seconds(ends))
 
 
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:

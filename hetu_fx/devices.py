@@ -47,9 +47,13 @@ class Device:
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
         figures |= _known(self, "bytes_per_second", "memory_bytes_per_second")
         check_positive(ClusterError, f"device {self.rank}", **figures)
-        lost = {"meeting_seconds": self.meeting_seconds, "step_seconds": self.step_seconds}
-        check_not_negative(ClusterError, f"device {self.rank}", **lost)
+        check_not_negative(ClusterError, f"device {self.rank}", **self._besides)
         check_source(ClusterError, f"device {self.rank}", self.source)
+
+    @property
+    def _besides(self) -> dict[str, float]:
+        """Return what it loses besides work and messages, by name."""
+        return {"meeting_seconds": self.meeting_seconds, "step_seconds": self.step_seconds}
 
     @property
     def speed(self) -> float:
@@ -83,8 +87,7 @@ class Device:
         result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
         result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
         result |= {} if self.rate == 1.0 else {"rate": self.rate}
-        lost = {"meeting_seconds": self.meeting_seconds, "step_seconds": self.step_seconds}
-        result |= {name: seconds for name, seconds in lost.items() if seconds}
+        result |= {name: seconds for name, seconds in self._besides.items() if seconds}
         result |= _known(self, "bytes_per_second", "memory_bytes_per_second")
         return result if self.source == "given" else result | {"source": self.source}
 

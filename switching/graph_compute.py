@@ -37,7 +37,7 @@ from hetu_fx.transforms.work import travelling_work
 from hetu_fx.transforms.written import read
 
 NODE_BYTES = 2_700
-"""What a graph that runs as it is takes per node of its own: 2.5 to 2.8 kB, measured for Llamas of 4 to 9 blocks."""
+"""What a graph that runs as it is takes per node of its own: 2.5 to 2.8 kB, measured for decoders of 4 to 9 blocks."""
 
 StageKey = tuple[int, bool, bool]
 
@@ -147,7 +147,7 @@ class GraphCompute(Compute):
     def expect(self, program: Program, deduced: bytes) -> None:
         """Take over what another process has deduced of a program for this layout: of its graphs for training.
 
-        On a Llama of 9 blocks of a width of 256, deducing takes 0.26 s (replicas) to 0.85 s (tensor parallel) of
+        On a decoder of 9 blocks of a width of 256, deducing takes 0.26 s (replicas) to 0.85 s (tensor parallel) of
         processor time, reading what was deduced 0.015 to 0.03 s; what is left to make here, 0.08 to 0.13 s.
         """
         self._deduced[id(program), False, False] = deduced

@@ -84,6 +84,12 @@ def set_speeds(speeds: Sequence[float]) -> None:
     barrier()
 
 
+def compute_gradients(model: nn.Module, rows: Batch) -> None:
+    """Run a plain model forward and backward."""
+    model.zero_grad()
+    model(**rows).loss.backward()
+
+
 class OwnSpeeds:
     """Runs a model on every device, all at once and without communication, to tell its speed for this model.
 
@@ -95,8 +101,7 @@ class OwnSpeeds:
         self._compute()
 
     def _compute(self) -> None:
-        self._model.zero_grad()
-        self._model(**self._small).loss.backward()
+        compute_gradients(self._model, self._small)
 
     def seconds(self, rounds: int) -> list[float]:
         """Return the seconds of so many rounds; the devices begin together."""
@@ -131,8 +136,7 @@ class Alone:
         barrier()
         start, elapsed, count = perf_counter(), 0.0, 0
         while elapsed < self._budget_seconds:
-            self._model.zero_grad()
-            self._model(**self._small).loss.backward()
+            compute_gradients(self._model, self._small)
             elapsed, count = perf_counter() - start, count + 1
         self._seconds.append(elapsed / count)
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from benchmarks.contest import slowest, timed
 from benchmarks.fleet import say
 from benchmarks.mixed_length_contest import Texts, Took
@@ -66,8 +64,7 @@ class Rounds:
 
     def say(self, text: str) -> None:
         """Tell how far it is."""
-        if dist.get_rank() == 0:
-            say(f"{time.monotonic() - self._start:.0f} s: {text}")
+        say(f"{time.monotonic() - self._start:.0f} s: {text}")
 
 
 def speed(one: Columns) -> float:

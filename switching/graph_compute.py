@@ -138,8 +138,7 @@ class GraphCompute(Compute):
             self._stages[key] = replace(before, bridge=together(self.table, lambda: self._bridge(before.deduced)))
             self._outdated.discard(key)
         else:
-            own = bytes_of(program.graph), travelling_work(program.graph, program.factors)
-            sizes = from_first(self.table, own)  # ranks may have examples of other sizes
+            sizes = from_first(self.table, sizes_of(program))  # ranks may have examples of other sizes
             self._stages[key] = together(self.table, lambda: self._make(program, key, sizes))
         self.sizes = None
         return self._stages[key]
@@ -207,6 +206,11 @@ class GraphCompute(Compute):
 def _with_several_micro_batches(plan: Plan) -> Plan:
     pipelines = (replace(pipeline, micro_batches=max(2, pipeline.micro_batches)) for pipeline in plan.pipelines)
     return replace(plan, pipelines=tuple(pipelines))
+
+
+def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return what deduction weighs ways by: bytes of values, and work that travels; of this rank's example."""
+    return bytes_of(program.graph), travelling_work(program.graph, program.factors)
 
 
 def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:

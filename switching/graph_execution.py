@@ -19,7 +19,7 @@ from hetu_fx.planner.search.table import DEFAULT
 from hetu_fx.plans import Plan
 from hetu_fx.switching.batches import ReadBatch, example_size, read_batch
 from hetu_fx.switching.execution import Reading, Run, StepInputs, StepOutputs
-from hetu_fx.switching.graph_compute import GraphCompute, deduce_program
+from hetu_fx.switching.graph_compute import GraphCompute, deduce_program, sizes_of
 from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.mixed import sequences_of
 from hetu_fx.switching.planned_program import PlannedProgram
@@ -30,8 +30,6 @@ from hetu_fx.switching.sequence_reader import SequenceReader
 from hetu_fx.topology import Cluster
 from hetu_fx.transforms.deduce import Deduce
 from hetu_fx.transforms.lower import check_backend
-from hetu_fx.transforms.prices import bytes_of
-from hetu_fx.transforms.work import travelling_work
 from hetu_fx.transforms.written import written
 
 
@@ -89,8 +87,7 @@ class GraphExecution:
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""
-        graph, factors = self.program.graph, self.program.factors
-        deduce = Deduce(topology, bytes_of(graph), travelling_work(graph, factors))
+        deduce = Deduce(topology, *sizes_of(self.program))
         return written(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
 
     def variant(

@@ -80,7 +80,7 @@ def unpack(
     Where this rank's part stays as it is, the result is the tensor itself. `results` are those of a call for an
     earlier part of the same moves; they are filled further.
     """
-    results = _new_results(plan, rank, tensors, examples) if results is None else list(results)
+    results = new_results(plan, rank, tensors, examples) if results is None else list(results)
     incoming = plan.incoming.get(rank, ())
     places = {
         sender: _places(plan, [t for t in incoming if t.sender == sender], examples, message)
@@ -95,9 +95,10 @@ def unpack(
     return results
 
 
-def _new_results(
+def new_results(
     plan: BsrPlan, rank: int, tensors: Sequence[Tensor | None], examples: Sequence[Tensor]
 ) -> list[Tensor | None]:
+    """Make room for every move's result; where this rank's part stays as it is, that is the tensor itself."""
     return [
         tensor if plan.moves[number].stays(rank) else _allocate(plan.moves[number], rank, example)
         for number, (tensor, example) in enumerate(zip(tensors, examples, strict=True))

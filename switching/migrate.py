@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.bsr_messages import Messages, Room, Rooms, Sending, post
-from hetu_fx.comm_ops.bsr_run import examples_of, prepare, unpack
+from hetu_fx.comm_ops.bsr_run import examples_of, new_results, prepare, unpack
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.agreement import together
@@ -27,10 +28,13 @@ from hetu_fx.switching.gradients import layout_of
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import home_layout
 from hetu_fx.switching.home_parameters import move_optimizer_state
+from hetu_fx.switching.part_runs import Extents
+from hetu_fx.switching.peer_memory import PeerMemory, addresses_of, all_reach
 from hetu_fx.switching.shared_memory import ReadingRoom, SharedMemory, all_share, share
 from hetu_fx.switching.state_tensors import Homes, TrainingState, with_layout
-from hetu_fx.switching.switch_buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket
+from hetu_fx.switching.switch_buckets import StateTensor, SwitchBucket
 from hetu_fx.switching.switch_plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
+from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, Way
 
 
 @torch.no_grad()
@@ -63,9 +67,10 @@ def migrate(
         tensors = state.agreed(targets, table)
         nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
         is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
-        is_shared = all_share(table, is_able)
-        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, is_shared))
-        _Migration(plan, state, table, is_able).run()
+        memory = all_reach(table, [tensor.local for tensor in state.tensors.values()])
+        way = Way.DIRECT if memory else Way.SHARED if all_share(table, is_able) else Way.SENT
+        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, way))
+        _Migration(plan, state, table, is_able, memory).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
     layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
     for optimizer in optimizers:
@@ -90,7 +95,7 @@ def planned(
     nodes: tuple[int, ...],
     extra_share: float,
     least_extra_bytes: int,
-    is_shared: bool,
+    way: Way,
 ) -> SwitchPlan:
     """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
     return plan_switch(
@@ -99,7 +104,7 @@ def planned(
         node_of=nodes.__getitem__,
         extra_share=extra_share,
         least_extra_bytes=least_extra_bytes,
-        is_shared=is_shared,
+        way=way,
     )
 
 
@@ -107,18 +112,24 @@ class _Migration:
     """Carries out a plan, bucket by bucket.
 
     While a bucket's messages travel, the one before is put together and the one after is packed; where they are read
-    where they are packed, one bucket is packed while the one before is put together. All that may fail is done before
-    all ranks agree that it has not, and parts are taken over after that.
+    where they are packed, one bucket is packed while the one before is put together. What is not packed is read in
+    others' old parts. All that may fail is done before all ranks agree that it has not, and parts are taken over, and
+    old ones given up, after that.
 
     Args:
         plan, state, table: what is carried out, of which tensors, among whom.
         is_able: this rank's messages are in host memory.
+        memory: that of the other ranks, where it is read.
     """
 
-    def __init__(self, plan: SwitchPlan, state: TrainingState, table: GroupTable, is_able: bool) -> None:
-        self.buckets, self.state, self.table, self.is_able = plan.buckets, state, table, is_able
-        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.rooms[LEAVING])]
-        self.arriving = [Room() for _ in range(plan.rooms.get(ARRIVING, 1))]
+    def __init__(
+        self, plan: SwitchPlan, state: TrainingState, table: GroupTable, is_able: bool, memory: PeerMemory | None
+    ) -> None:
+        self.plan, self.buckets, self.state, self.table, self.is_able = plan, plan.buckets, state, table, is_able
+        self.memory = memory
+        self.addresses: dict[tuple[str, str], Extents] = {}  # of a tensor's old parts, by rank
+        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.way.rooms[LEAVING])]
+        self.arriving = [Room() for _ in range(plan.way.rooms.get(ARRIVING, 1))]
         self.ahead = len(self.leaving) - 1  # so many buckets are packed before they are put together
         self.packed: dict[int, Messages] = {}
         self.begun: list[Tensor | None] | None = None  # of tensors of which more is to come
@@ -128,6 +139,7 @@ class _Migration:
         if not self.buckets:
             return
         self._share()
+        self._tell_addresses()
         together(self.table, self._pack_first)
         sending = self._post(0)
         for number in range(len(self.buckets)):
@@ -154,14 +166,24 @@ class _Migration:
         bucket = self.buckets[number]
         self.begun = None if bucket.completes else new
         if bucket.completes:
-            _take_over(bucket, self._held(bucket), new, self.table)
+            _take_over(bucket, self._held(bucket.tensors), new, self.table)
 
     def _share(self) -> None:
         """Pack where the other ranks of this machine can read it; collective."""
+        if not any(bucket.packed.messages for bucket in self.buckets):
+            return
         most = max(sum(bucket.leaving(self.table.rank).values()) for bucket in self.buckets)
         self.shared = share(self.table, most if self.is_able else None, len(self.leaving))
         if self.shared.own:
             self.leaving = [Room(memory) for memory in self.shared.own]
+
+    def _tell_addresses(self) -> None:
+        """Tell all ranks where this rank's old parts are, and learn where theirs are; collective."""
+        if self.memory is not None:
+            held = self._held(self.plan.tensors)
+            told = addresses_of([home.local for home in held], self.table)
+            keys = [(tensor.parameter, tensor.kind) for tensor in self.plan.tensors]
+            self.addresses = dict(zip(keys, told.T, strict=True))
 
     def _pack_first(self) -> None:
         for number in range(self.ahead):
@@ -169,7 +191,7 @@ class _Migration:
 
     def _pack(self, number: int) -> None:
         if number < len(self.buckets):
-            moves, (parts, like) = self.buckets[number].moves, self._parts(number)
+            moves, (parts, like) = self.buckets[number].packed, self._parts(number)
             messages = prepare(moves, self.table, like, parts, self._rooms(number))
             self.packed[number] = self.shared.unsent(messages)
 
@@ -190,16 +212,20 @@ class _Migration:
         return post(self.packed.pop(number, nothing), self.table)
 
     def _unpack(self, number: int, arrived: Mapping[int, Tensor]) -> list[Tensor | None]:
-        parts, like = self._parts(number)
-        return unpack(self.buckets[number].moves, self.table.rank, parts, like, arrived, self.begun)
+        bucket, rank, (parts, like) = self.buckets[number], self.table.rank, self._parts(number)
+        new = new_results(bucket.moves, rank, parts, like) if self.begun is None else self.begun
+        if self.memory is not None:
+            senders = np.array([self.addresses[tensor.parameter, tensor.kind] for tensor in bucket.tensors]).T
+            self.memory.take(self.plan.reads(rank)[number], senders, new)
+        return unpack(bucket.packed, rank, parts, like, arrived, new)
 
-    def _held(self, bucket: SwitchBucket) -> list[HomeTensor]:
-        return [self.state.tensors[tensor.parameter, tensor.kind] for tensor in bucket.tensors]
+    def _held(self, tensors: Sequence[StateTensor]) -> list[HomeTensor]:
+        return [self.state.tensors[tensor.parameter, tensor.kind] for tensor in tensors]
 
     def _parts(self, number: int) -> tuple[list[Tensor | None], list[Tensor]]:
         """Return this rank's old parts of a bucket's tensors, and tensors of their dtypes and devices."""
         bucket = self.buckets[number]
-        like = [home.local for home in self._held(bucket)]
+        like = [home.local for home in self._held(bucket.tensors)]
         holds = (tensor.source.holds(self.table.rank) for tensor in bucket.tensors)
         parts = [local if held else None for local, held in zip(like, holds, strict=True)]
         return parts, examples_of(bucket.moves, parts, like, self.table.rank)

@@ -3,7 +3,7 @@
 While a bucket's messages travel, those before it are put together and those after it are packed. So a rank holds, at
 most and beside its state, what leaves of three buckets (others may read it where it is packed), what arrives of two,
 and new parts of one. Where all ranks read messages where they are packed, nothing travels: a rank holds what leaves of
-two buckets, and new parts of one.
+two buckets, and new parts of one. Where all ranks read each other's parts, slices of few runs are not packed either.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,13 +20,7 @@ from hetu_fx.annotations.region import length
 from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, Transfer, cut_evenly
 from hetu_fx.comm_ops.packing import packed_bytes
 from hetu_fx.errors import StateError
-
-ARRIVING, LEAVING, NEW = _USES = "arriving", "leaving", "new"
-SENT: Mapping[str, int] = {ARRIVING: 2, LEAVING: 3}
-"""For how many buckets a rank has room at once."""
-
-READ: Mapping[str, int] = {LEAVING: 2}
-"""The same where all ranks read messages where they are packed."""
+from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, NEW, USES, Way
 
 _PART = 5  # of the bound: what new parts and messages may take at least
 
@@ -71,38 +65,50 @@ class SwitchBucket:
     """Tensors that travel together, or one part of them; move i of `moves` is that of tensor i.
 
     `completes` says that it is the last part: the tensors are at their new home after it, and as before until then.
+    `packed` and `direct` share its transfers, what ranks keep included: those in messages, and those that receivers
+    read in the senders' parts.
     """
 
     tensors: tuple[StateTensor, ...]
     moves: BsrPlan
     completes: bool = True
+    way: Way = Way.SENT
+    packed: BsrPlan = field(init=False, repr=False, compare=False)
+    direct: BsrPlan = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shares: dict[bool, list[Transfer]] = {True: [], False: []}
+        for transfer in self.moves.transfers:
+            shares[self.way.packs(self.moves.moves[transfer.move], transfer)].append(transfer)
+        object.__setattr__(self, "packed", replace(self.moves, transfers=tuple(shares[True])))
+        object.__setattr__(self, "direct", replace(self.moves, transfers=tuple(shares[False])))
 
     @property
     def load(self) -> Load:
         """Count what every rank holds for this bucket beside its state."""
-        return sum(loads_of(self.tensors, self.moves.transfers), Counter())
+        return sum(loads_of(self.tensors, self.packed.transfers), Counter())
 
     def leaving(self, rank: int) -> dict[int, int]:
         """Count the bytes of the message to each receiver, padding included; in the order in which they are packed."""
-        sent = self.moves.outgoing.get(rank, {})
+        sent = self.packed.outgoing.get(rank, {})
         itemsize = [tensor.dtype.itemsize for tensor in self.tensors]
         return {
             receiver: sum(packed_bytes((transfer.numel,), itemsize[transfer.move]) for transfer in transfers)
             for receiver, transfers in sorted(sent.items())
         }
 
-    def message_bytes(self, rooms: Mapping[str, int] = SENT) -> int:
+    def message_bytes(self) -> int:
         """Count what the busiest rank needs room for: all that it sends or receives."""
-        return max((num_bytes for (what, _), num_bytes in self.load.items() if what in rooms), default=0)
+        return max((num_bytes for (what, _), num_bytes in self.load.items() if what in self.way.rooms), default=0)
 
 
-def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> list[Load]:
+def loads_of(tensors: Sequence[StateTensor], packed: Sequence[Transfer]) -> list[Load]:
     """Count for each tensor what every rank holds beside its state while the tensor is brought over.
 
     Its new part stands beside the old one until all of it has arrived everywhere, unless it is the old one.
     """
     loads: list[Load] = [Counter() for _ in tensors]
-    for transfer in transfers:
+    for transfer in packed:
         if transfer.sender != transfer.receiver:
             num_bytes = transfer.numel * tensors[transfer.move].dtype.itemsize
             loads[transfer.move][ARRIVING, transfer.receiver] += num_bytes
@@ -113,14 +119,14 @@ def loads_of(tensors: Sequence[StateTensor], transfers: Sequence[Transfer]) -> l
     return loads
 
 
-def peak_bytes(buckets: Sequence[SwitchBucket], rooms: Mapping[str, int] = SENT) -> Counter[int]:
+def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
     """Count what every rank holds, at most, beside its state while buckets are brought over one after the other.
 
     Room for messages is used again some buckets later, and is as large as the largest of those.
     """
     most: Load = Counter()
-    numbers = {NEW: 1, **rooms}
     for number, bucket in enumerate(buckets):
+        numbers = {NEW: 1, **bucket.way.rooms}
         for (what, rank), num_bytes in bucket.load.items():
             if what in numbers:
                 room = f"{what} {number % numbers[what]}"
@@ -132,7 +138,7 @@ def peak_bytes(buckets: Sequence[SwitchBucket], rooms: Mapping[str, int] = SENT)
 
 
 def share_out(
-    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], limit: int, rooms: Mapping[str, int] = SENT
+    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], limit: int, way: Way = Way.SENT
 ) -> tuple[SwitchBucket, ...]:
     """Put tensors in buckets that take `limit` bytes of a rank beside its state.
 
@@ -140,15 +146,27 @@ def share_out(
     largest new part takes nearly the limit or more, a rank takes that, and a fifth of the limit for messages: those
     are cut so that each part of them brings over a part of the bucket.
     """
-    loads = loads_of(tensors, transfers)
+    loads = loads_of(tensors, [t for t in transfers if way.packs(tensors[t.move].move, t)])
     largest = {
-        what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in _USES
+        what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in USES
     }
-    new = max(limit // min(_PART, 1 + sum(rooms.values())), largest[NEW])
-    messages = max(limit - new, limit // _PART) // sum(rooms.values())
-    limits = {NEW: new} | {what: max(messages, largest[what]) for what in rooms}
+    new = max(_for_new_parts(loads, limit, way), largest[NEW])
+    messages = max(limit - new, limit // _PART) // sum(way.rooms.values())
+    limits = {NEW: new} | {what: max(messages, largest[what]) for what in way.rooms}
     groups = _filled(loads, limits)
-    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages, rooms))
+    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages, way))
+
+
+def _for_new_parts(loads: Sequence[Load], limit: int, way: Way) -> int:
+    """Return how much of the limit new parts may take: as much as they are of all that a rank needs room for."""
+    needs: Counter[str] = Counter()
+    for (what, _), num_bytes in sum(loads, Counter()).items():
+        needs[what] = max(needs[what], num_bytes)
+    messages = sum(number * needs[what] for what, number in way.rooms.items())
+    if not messages:
+        return limit
+    share = limit * needs[NEW] // (needs[NEW] + messages)
+    return min(max(share, limit // _PART), limit - limit // _PART)
 
 
 def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]:
@@ -170,33 +188,30 @@ def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]
 
 
 def _buckets(
-    tensors: Sequence[StateTensor],
-    transfers: Sequence[Transfer],
-    group: Sequence[int],
-    limit: int,
-    rooms: Mapping[str, int],
+    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], group: Sequence[int], limit: int, way: Way
 ) -> list[SwitchBucket]:
     """Make the buckets of one group: as many as its messages need to stay below the limit, if they can be cut so."""
     place = {number: index for index, number in enumerate(group)}
     members = tuple(tensors[number] for number in group)
     moves = tuple(tensor.move for tensor in members)
     own = [replace(t, move=place[t.move]) for t in transfers if t.move in place]
-    longest = max((length(intervals) for transfer in own for intervals in transfer.dims), default=1)
+    packed = [way.packs(moves[t.move], t) for t in own]
+    longest = max((length(dim) for t, cut in zip(own, packed, strict=True) if cut for dim in t.dims), default=1)
     count = 1
     while True:
-        parts = _parts(own, count)
-        buckets = [SwitchBucket(members, BsrPlan(moves, part), part is parts[-1]) for part in parts]
-        excess = max((bucket.message_bytes(rooms) for bucket in buckets), default=0) / max(limit, 1)
+        parts = _parts(own, packed, count)
+        buckets = [SwitchBucket(members, BsrPlan(moves, part), part is parts[-1], way) for part in parts]
+        excess = max((bucket.message_bytes() for bucket in buckets), default=0) / max(limit, 1)
         if excess <= 1 or count >= longest:
             return buckets
         count = min(max(math.ceil(count * excess), count + 1), longest)
 
 
-def _parts(transfers: Sequence[Transfer], count: int) -> list[tuple[Transfer, ...]]:
-    """Cut every transfer in `count` chunks, or fewer if it is small, and share them out evenly; in order."""
+def _parts(transfers: Sequence[Transfer], packed: Sequence[bool], count: int) -> list[tuple[Transfer, ...]]:
+    """Cut every packed transfer in `count` chunks, or fewer if it is small, and share all out evenly; in order."""
     parts: list[list[Transfer]] = [[] for _ in range(count)]
-    for number, transfer in enumerate(transfers):
-        for index, dims in enumerate(cut_evenly(transfer.dims, count)):
+    for number, (transfer, is_packed) in enumerate(zip(transfers, packed, strict=True)):
+        for index, dims in enumerate(cut_evenly(transfer.dims, count if is_packed else 1)):
             chunk = replace(transfer, dims=dims, numel=math.prod(map(length, dims)))
             parts[(number + index) % count].append(chunk)
     return [tuple(part) for part in parts]

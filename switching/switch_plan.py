@@ -17,7 +17,9 @@ from hetu_fx.comm_ops.bsr_plan import plan_moves
 from hetu_fx.comm_ops.bsr_report import least_bytes
 from hetu_fx.documents import table_text
 from hetu_fx.errors import StateError
-from hetu_fx.switching.switch_buckets import READ, SENT, StateTensor, SwitchBucket, peak_bytes, share_out
+from hetu_fx.switching.part_runs import Read, reads_of
+from hetu_fx.switching.switch_buckets import StateTensor, SwitchBucket, peak_bytes, share_out
+from hetu_fx.switching.switch_ways import Way
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1
@@ -34,17 +36,22 @@ class SwitchPlan:
     Attributes:
         buckets: carried out one after the other.
         state_bytes: what each rank holds of the state, before or after, whichever is more.
-        is_shared: all ranks read messages where they are packed.
+        way: how slices get from rank to rank.
     """
 
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
-    is_shared: bool = False
+    way: Way = Way.SENT
 
-    @property
-    def rooms(self) -> Mapping[str, int]:
-        """Tell for how many buckets' messages a rank has room at once."""
-        return READ if self.is_shared else SENT
+    @cached_property
+    def _reads(self) -> dict[int, tuple[tuple[Read, ...], ...]]:
+        return {}
+
+    def reads(self, rank: int) -> tuple[tuple[Read, ...], ...]:
+        """Return what a rank reads in others' parts, by bucket; found once."""
+        if rank not in self._reads:
+            self._reads[rank] = tuple(reads_of(bucket.direct, rank) for bucket in self.buckets)
+        return self._reads[rank]
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -77,7 +84,7 @@ class SwitchPlan:
     @cached_property
     def peak_extra_bytes(self) -> int:
         """Return what a rank holds, at most, beside its state while the change goes on."""
-        return max(peak_bytes(self.buckets, self.rooms).values(), default=0)
+        return max(peak_bytes(self.buckets).values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object; dims are intervals of the global tensor."""
@@ -115,7 +122,7 @@ def plan_switch(
     node_of: Callable[[int], int] = lambda rank: 0,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
-    is_shared: bool = False,
+    way: Way = Way.SENT,
 ) -> SwitchPlan:
     """Plan a change of home; a pure function, the same on every rank.
 
@@ -126,7 +133,7 @@ def plan_switch(
         extra_share: what may be held beside the state, as a part of that of the rank that holds most; see `share_out`
             for what one large tensor takes.
         least_extra_bytes: what may be held beside the state, however small that is.
-        is_shared: all ranks read messages where they are packed.
+        way: how slices get from rank to rank.
 
     Raises:
         StateError: a share that is not above 0, or a tensor named twice.
@@ -143,7 +150,7 @@ def plan_switch(
     moving = [tensor for tensor in tensors if tensor.source != tensor.target]
     limit = max(int(max(state, default=0) * extra_share), least_extra_bytes)
     together = plan_moves([tensor.move for tensor in moving], node_of=node_of)
-    return SwitchPlan(share_out(moving, together.transfers, limit, READ if is_shared else SENT), state, is_shared)
+    return SwitchPlan(share_out(moving, together.transfers, limit, way), state, way)
 
 
 def _bucket_json(bucket: SwitchBucket) -> list[dict[str, Any]]:

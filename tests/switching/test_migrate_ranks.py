@@ -21,11 +21,12 @@ from hetu_fx.comm_ops import bsr_messages, bsr_run
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching import migrate as migrate_module
-from hetu_fx.switching import shared_memory
+from hetu_fx.switching import part_runs, peer_memory, shared_memory
 from hetu_fx.switching.agreement import of_all
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.migrate import migrate
 from hetu_fx.switching.shared_memory import SHARED_MEMORY
+from hetu_fx.switching.switch_ways import Way
 
 ELSEWHERE: dict[str, Annotation] = {
     "uneven": Annotation.on((1, 2), Split(1, (5, 1))),
@@ -101,36 +102,92 @@ def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int
 
 def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bsr_messages, "_posted", lambda *arguments: pytest.fail("a message was sent"))
-        moved(homes, [], ELSEWHERE, extra_share=1e-3, least_extra_bytes=0)
-    assert_same(homes, plains)
+    for targets, way in ((ELSEWHERE, Way.DIRECT), (BEFORE, Way.SHARED)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bsr_messages, "_posted", lambda *arguments: pytest.fail("a message was sent"))
+            forbid_reading(patch, way is Way.SHARED and rank == 1)
+            plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
+        assert plan.way is way
+        assert_same(homes, plains)
     of_all(GroupTable(), None)
     assert not [*SHARED_MEMORY.glob("hetu_fx_switch-*")]
+
+
+def forbid_reading(patch: pytest.MonkeyPatch, is_forbidden: bool) -> None:
+    """Let the system refuse to read other processes' memory."""
+
+    def refused(*arguments: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    if is_forbidden:
+        patch.setattr(peer_memory, "_read_once", refused)
+
+
+def check_all_slices_may_be_read_where_they_are(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    optimizer = torch.optim.SGD(homes, momentum=0.9)
+    for home, plain in zip(homes, plains, strict=True):
+        optimizer.state[home]["momentum_buffer"] = HomeTensor.from_full(plain.detach(), home.home_layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_runs, "LEAST_RUN_BYTES", 0)
+        patch.setattr(migrate_module, "share", lambda *arguments: pytest.fail("there is nothing to pack"))
+        for targets in (ELSEWHERE, BEFORE):
+            plan = moved(homes, [optimizer], targets, extra_share=2e-3, least_extra_bytes=0)
+            assert_same(homes, plains)
+            assert_same([home.grad for home in homes], [plain.grad for plain in plains])
+            assert_same([optimizer.state[home]["momentum_buffer"] for home in homes], plains)
+    assert (plan.way, len(plan.buckets) > 1) == (Way.DIRECT, True)
+
+
+def check_parts_that_are_not_dense_are_packed(rank: int, world: int, folder: Path) -> None:
+    plains, homes = parameters(rank)
+    columns = named(homes)["columns"]
+    if rank == 1:
+        columns.local = columns.local.t().contiguous().t()
+        assert not columns.local.is_contiguous()
+    assert moved(homes, [], ELSEWHERE).way is Way.SHARED
+    assert_same(homes, plains)
+
+
+def check_a_rank_that_cannot_read_any_more_fails_on_all_and_changes_nothing(
+    rank: int, world: int, folder: Path
+) -> None:
+    plains, homes = parameters(rank)
+    table = GroupTable()
+    assert peer_memory.all_reach(table, []) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_reading(patch, rank == 2)
+        with pytest.raises(StateError, match="could not be read from process"):
+            migrate(named(homes), ELSEWHERE, [], table)
+    assert {name: home.home_layout.annotation for name, home in named(homes).items()} == BEFORE
+    assert_same(homes, plains)
 
 
 def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
     for targets, apart in ((ELSEWHERE, (1,)), (BEFORE, (0, 1, 2)), (ELSEWHERE, ())):
         with pytest.MonkeyPatch.context() as patch:
+            forbid_reading(patch, is_forbidden=True)
             if rank in apart:  # it has no room to share, and sees nobody else's
                 patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
                 patch.setattr(shared_memory, "_opened", lambda *arguments: None)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
-        assert plan.is_shared == (not apart)
+        assert plan.way is (Way.SENT if apart else Way.SHARED)
         assert_same(homes, plains)
 
 
 def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    table = GroupTable()
-    assert shared_memory.all_share(table, is_able=True)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
-        plan = migrate(named(homes), ELSEWHERE, [], table, extra_share=1e-3, least_extra_bytes=0)
-    assert plan.is_shared
-    assert_same(homes, plains)
+    for targets, way in ((ELSEWHERE, Way.DIRECT), (BEFORE, Way.SHARED)):
+        table = GroupTable()
+        assert shared_memory.all_share(table, is_able=True)
+        with pytest.MonkeyPatch.context() as patch:
+            forbid_reading(patch, way is Way.SHARED)
+            if rank == 1:
+                patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
+            plan = migrate(named(homes), targets, [], table, extra_share=1e-3, least_extra_bytes=0)
+        assert plan.way is way
+        assert_same(homes, plains)
 
 
 def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_moved(

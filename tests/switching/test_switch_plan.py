@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -17,8 +18,9 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.annotations.reference import shard
 from hetu_fx.annotations.samples import random_annotation
 from hetu_fx.errors import StateError
-from hetu_fx.switching.switch_buckets import ARRIVING, LEAVING, NEW, StateTensor, peak_bytes
+from hetu_fx.switching.switch_buckets import StateTensor, peak_bytes
 from hetu_fx.switching.switch_plan import LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
+from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, NEW, Way
 
 WORLD = 5
 SHAPES = [(12, 4), (6, 2, 4), (10,), (), (0, 4), (1,)]
@@ -120,12 +122,12 @@ def test_every_pair_of_ranks_has_one_message_per_bucket(seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]), st.booleans())
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 0.3]), st.sampled_from(Way))
 def test_extra_memory_of_a_rank_is_a_share_of_the_state_or_one_new_part_and_a_fifth_of_that(
-    seed: int, share: float, is_shared: bool
+    seed: int, share: float, way: Way
 ) -> None:
     state = random_state(seed, scale=32)
-    plan = plan_switch(state, WORLD, extra_share=share, least_extra_bytes=0, is_shared=is_shared)
+    plan = plan_switch(state, WORLD, extra_share=share, least_extra_bytes=0, way=way)
     limit = share * max(plan.state_bytes)
     largest = max(tensor.part_bytes(tensor.target, rank) for tensor in state for rank in tensor.target.ranks)
     assert plan.peak_extra_bytes <= max(limit, largest + limit / 5) * 1.1 + 4096  # rows are not cut
@@ -144,10 +146,33 @@ def test_a_tensor_larger_than_the_share_comes_in_parts() -> None:
 
 def test_ranks_that_read_messages_where_they_are_packed_need_fewer_buckets() -> None:
     state = [weight(number) for number in range(200)]
-    sent, read = (plan_switch(state, WORLD, least_extra_bytes=0, is_shared=shared) for shared in (False, True))
+    sent, read = (plan_switch(state, WORLD, least_extra_bytes=0, way=way) for way in (Way.SENT, Way.SHARED))
     assert len(read.buckets) < len(sent.buckets) * 0.6
     assert read.peak_extra_bytes <= max(read.state_bytes) / 10
     assert read.pairs == sent.pairs
+
+
+def test_what_is_read_where_it_is_takes_no_room_for_messages() -> None:
+    state = [replace(weight(number), source=COLUMNS, target=ROWS) for number in range(200)]
+    packed, read = (plan_switch(state, WORLD, least_extra_bytes=0, way=way) for way in (Way.SHARED, Way.DIRECT))
+    assert not any(num_bytes for bucket in read.buckets for (what, _), num_bytes in bucket.load.items() if what != NEW)
+    assert len(read.buckets) < len(packed.buckets)
+    assert read.peak_extra_bytes <= max(read.state_bytes) / 10
+    assert read.pairs == packed.pairs
+
+
+def test_every_slice_is_packed_or_read_and_short_runs_are_packed() -> None:
+    columns, rows = (Annotation.on((0, 1), Split(dim, (1, 1))) for dim in (1, 0))
+    state = [
+        StateTensor(str(dim), "value", torch.float32, *homes, (64, 64))
+        for dim, homes in enumerate(((columns, rows), (rows, columns)))
+    ]
+    plan = plan_switch(state, WORLD, way=Way.DIRECT)
+    (bucket,) = plan.buckets
+    found = [{bucket.tensors[t.move].parameter for t in part.transfers} for part in (bucket.direct, bucket.packed)]
+    assert found == [{"0"}, {"1"}]
+    assert bucket.load[LEAVING, 0] == 32 * 32 * 4
+    assert len(bucket.direct.transfers) + len(bucket.packed.transfers) == len(bucket.moves.transfers)
 
 
 def test_many_equal_tensors_move_with_a_tenth_of_the_state_beside_it() -> None:

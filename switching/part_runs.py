@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -21,6 +21,9 @@ Extents: TypeAlias = npt.NDArray[np.int64]
 
 LEAST_RUN_BYTES = 512
 """Shorter runs, in the mean, are packed: the system takes about as long for one as for copying so much (measured)."""
+
+RUNS_AT_ONCE = 1 << 14
+"""So many runs are listed at a time: some 50 bytes each, which is little beside what they bring."""
 
 
 @dataclass(frozen=True)
@@ -70,31 +73,59 @@ def num_runs(shape: Sequence[int], where: Sequence[Intervals]) -> int:
 
 def in_long_runs(move: Move, transfer: Transfer) -> bool:
     """Tell whether a slice lies in few runs in its sender's part, so that it is better read there than packed."""
-    runs = _num_runs_at(move.source, transfer.sender, move.shape, transfer.dims)
+    runs = _num_runs_at(*_sides(move, transfer)[0])
     return (runs - 1) * LEAST_RUN_BYTES <= transfer.numel * move.itemsize
 
 
-def reads_of(plan: BsrPlan, rank: int) -> tuple[Read, ...]:
-    """List what `rank` reads for a plan, by sender. What stays where it is is not read."""
+def reads_of(plan: BsrPlan, rank: int) -> Iterator[Read]:
+    """List what `rank` reads for a plan, by sender, in portions. What stays where it is is not read."""
     by_sender: dict[int, list[Transfer]] = {}
     for transfer in plan.incoming.get(rank, ()):
         if not plan.moves[transfer.move].stays(rank):
             by_sender.setdefault(transfer.sender, []).append(transfer)
-    return tuple(_read(plan.moves, sender, transfers) for sender, transfers in sorted(by_sender.items()))
+    for _, transfers in sorted(by_sender.items()):
+        for portion in _portions(plan.moves, transfers):
+            yield _read(plan.moves, portion)
 
 
-def _read(moves: Sequence[Move], sender: int, transfers: Sequence[Transfer]) -> Read:
-    taken, placed = [], []
+def _portions(moves: Sequence[Move], transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    """Cut a list of slices so that lists of their runs are short, if not those of one slice."""
+    portion: list[Transfer] = []
+    runs = 0
     for transfer in transfers:
-        move = moves[transfer.move]
-        taken.append(_runs_at(move.source, transfer.sender, move.shape, transfer.dims, move.itemsize))
-        placed.append(_runs_at(move.target, transfer.receiver, move.shape, transfer.dims, move.itemsize))
+        portion.append(transfer)
+        runs += sum(_num_runs_at(*side) for side in _sides(moves[transfer.move], transfer))
+        if runs >= RUNS_AT_ONCE:
+            yield portion
+            portion, runs = [], 0
+    if portion:
+        yield portion
+
+
+def _read(moves: Sequence[Move], transfers: Sequence[Transfer]) -> Read:
+    sides = [_sides(moves[transfer.move], transfer) for transfer in transfers]
+    itemsizes = [moves[transfer.move].itemsize for transfer in transfers]
+    taken, placed = (
+        [_runs_at(*side, itemsize) for side, itemsize in zip(places, itemsizes, strict=True)]
+        for places in zip(*sides, strict=True)
+    )
     numbers = [transfer.move for transfer in transfers]
     of_taken, of_placed = (np.repeat(numbers, [len(runs) for runs in side]) for side in (taken, placed))
-    return Read(sender, (of_taken, of_placed), np.concatenate(taken), np.concatenate(placed))
+    return Read(transfers[0].sender, (of_taken, of_placed), np.concatenate(taken), np.concatenate(placed))
 
 
-@lru_cache(maxsize=4096)
+_Side: TypeAlias = tuple[Annotation, int, Shape, Dims]
+
+
+def _sides(move: Move, transfer: Transfer) -> tuple[_Side, _Side]:
+    """Say where a slice stands before and after."""
+    return (
+        (move.source, transfer.sender, move.shape, transfer.dims),
+        (move.target, transfer.receiver, move.shape, transfer.dims),
+    )
+
+
+@lru_cache(maxsize=128)  # the blocks of a model have slices alike
 def _runs_at(at: Annotation, rank: int, shape: Shape, dims: Dims, itemsize: int) -> Extents:
     return runs_of(at.region(rank, shape).local_shape, _where(at, rank, shape, dims), itemsize)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,7 +41,7 @@ class PeerMemory:
 
     processes: tuple[int, ...]
 
-    def take(self, reads: Sequence[Read], senders: Extents, own: Sequence[Tensor | None]) -> None:
+    def take(self, reads: Iterable[Read], senders: Extents, own: Sequence[Tensor | None]) -> None:
         """Copy slices of the ranks' parts into this rank's.
 
         Args:

@@ -1,8 +1,9 @@
 """Memory that processes of one machine share: what one packs there, another reads, and nothing is sent.
 
 Messages over a loopback connection are copied twice by the system, and wait for its threads; here the receiver takes
-its slices out of the sender's memory. Who shares memory with whom is found by trying: a file of a name that nobody can
-guess is there or is not. Where there is none (another machine, a container of its own, no room), messages are sent.
+its slices where the sender has packed them. It is for what `peer_memory` does not read in the sender's own parts. Who
+shares memory with whom is found by trying: a file of a name that nobody can guess is there or is not. Where there is
+none (another machine, a container of its own, no room), messages are sent.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from hetu_fx.comm_ops.bsr_plan import plan_moves
 from hetu_fx.comm_ops.bsr_report import least_bytes
 from hetu_fx.documents import table_text
 from hetu_fx.errors import StateError
-from hetu_fx.switching.part_runs import Read, reads_of
 from hetu_fx.switching.switch_buckets import StateTensor, SwitchBucket, peak_bytes, share_out
 from hetu_fx.switching.switch_ways import Way
 
@@ -42,16 +41,6 @@ class SwitchPlan:
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
     way: Way = Way.SENT
-
-    @cached_property
-    def _reads(self) -> dict[int, tuple[tuple[Read, ...], ...]]:
-        return {}
-
-    def reads(self, rank: int) -> tuple[tuple[Read, ...], ...]:
-        """Return what a rank reads in others' parts, by bucket; found once."""
-        if rank not in self._reads:
-            self._reads[rank] = tuple(reads_of(bucket.direct, rank) for bucket in self.buckets)
-        return self._reads[rank]
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:

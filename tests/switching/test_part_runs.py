@@ -16,10 +16,10 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.annotations.reference import shard
 from hetu_fx.annotations.samples import random_annotation
-from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
 from hetu_fx.comm_ops.packing import read
 from hetu_fx.errors import StateError
-from hetu_fx.switching import peer_memory
+from hetu_fx.switching import part_runs, peer_memory
 from hetu_fx.switching.part_runs import Extents, in_long_runs, num_runs, reads_of, runs_of
 from hetu_fx.switching.peer_memory import PeerMemory, copy
 
@@ -94,11 +94,17 @@ def test_a_plan_read_in_this_process_gives_every_rank_its_part(seed: int) -> Non
     old = [parts(move.source, whole) for move, whole in zip(moves, wholes, strict=True)]
     senders = np.array([[held[rank].data_ptr() if rank in held else 0 for held in old] for rank in range(WORLD)])
     memory = PeerMemory((os.getpid(),) * WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_runs, "RUNS_AT_ONCE", random.choice((1, 8, 1 << 14)))
+        check_parts(plan, wholes, memory, senders)
+
+
+def check_parts(plan: BsrPlan, wholes: list[Tensor], memory: PeerMemory, senders: Extents) -> None:
     for rank in range(WORLD):
-        expected = [parts(move.target, whole).get(rank) for move, whole in zip(moves, wholes, strict=True)]
+        expected = [parts(move.target, whole).get(rank) for move, whole in zip(plan.moves, wholes, strict=True)]
         new = [None if part is None else torch.zeros_like(part) for part in expected]
         memory.take(reads_of(plan, rank), senders, new)
-        for move, found, wanted in zip(moves, new, expected, strict=True):
+        for move, found, wanted in zip(plan.moves, new, expected, strict=True):
             if wanted is not None and not move.stays(rank) and move.source != move.target:
                 assert found is not None
                 assert torch.equal(found, wanted)
@@ -125,7 +131,7 @@ def test_rows_are_read_where_they_are_and_narrow_columns_are_packed() -> None:
 
 def test_a_process_that_is_not_there_is_told_of() -> None:
     move = Move(Annotation.on((1,)), Annotation.on((0,)), (4,), 4)
-    reads = reads_of(plan_moves([move]), 0)
+    reads = [*reads_of(plan_moves([move]), 0)]
     nobody = 2**22 + 1  # above the largest id that Linux gives
     memory = PeerMemory((os.getpid(), nobody))
     with pytest.raises(StateError, match=f"16 bytes of rank 1 could not be read from process {nobody}"):

@@ -1,9 +1,10 @@
 """Inflicts faults on a training run at random moments, and checks what comes out of it.
 
 `python -m tests.chaos --faults 200 --seed 1` runs `chaos_script.py` under `hetu-fx launch`: processes are killed and
-stopped (also two at once), come back, are slow, compute what is no number, and the disk is full for a while. It passes
-if the run never hangs, its parameters equal those of one process without faults, and no batch is lost or repeated.
-Prints a table, and as its last line one JSON object.
+stopped (also two at once, and with what they keep in memory), come back, are slow, compute what is no number; the disk
+is full, the network slow or cut for a while. It passes if the run never hangs, its parameters equal those of one
+process without faults, and no batch is lost or repeated. Prints a line for each fault, a table at the end (also where
+it fails or is interrupted), and as its last line one JSON object.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ import json
 import os
 import random
 import runpy
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hetu_fx.api  # noqa: F401  (once, for all forks)
-from tests.chaos_faults import KINDS, inflict_all
+from tests.chaos_faults import inflict_all
 from tests.chaos_job import SCRIPT, Bounds, ChaosError, Job, set_steps
-from tests.chaos_report import print_table, summary
+from tests.chaos_kinds import KINDS, Fault, left_out
+from tests.chaos_report import check_joins, print_table, summary
 
 TOLERANCE = 1e-10
 
 
-def check(result: dict[str, Any], right: dict[str, Any], steps: int) -> float:
+def check(result: dict[str, Any], right: dict[str, Any], told: Sequence[dict[str, Any]]) -> float:
     """Return the largest difference of any parameter. Raises ChaosError for it, and for batches lost or repeated."""
-    if result["seen"] != list(range(steps)):
-        raise ChaosError(f"batches were lost or repeated: {result['seen']}")
+    if (last := check_steps(told)) != result["steps"]:
+        raise ChaosError(f"the run has done {result['steps']} steps, and told of {last}")
     worst = max(
         float((torch.tensor(result["parameters"][name]) - torch.tensor(whole)).abs().max())
         for name, whole in right["parameters"].items()
@@ -42,26 +47,62 @@ def check(result: dict[str, Any], right: dict[str, Any], steps: int) -> float:
     return worst
 
 
+def check_steps(told: Sequence[dict[str, Any]]) -> int:
+    """Check that steps follow each other from where each start went on; returns the last one. Raises ChaosError."""
+    last = most = 0
+    for line in told:
+        if "step" in line:
+            if line["step"] != last + 1:
+                raise ChaosError(f"step {line['step']} follows step {last}: batches were lost or repeated")
+            last, most = last + 1, max(most, last + 1)
+        elif "resumed" in line or "rolled_back" in line:
+            last = line.get("resumed", line.get("rolled_back"))
+            if last > most:
+                raise ChaosError(f"went on from step {last}, and only {most} are done")
+    return last
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the script with and without faults; returns what is to be reported. Raises ChaosError."""
-    chance = random.Random(options.seed)
+    """Run the script with and without faults; returns what is to be reported, also where it fails."""
     bounds = Bounds(options.stopped_after, options.hang_after, options.rejoin_after)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder) / "chaos", bounds, options.processes)
+    with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
+        job, faults = Job(Path(folder) / "chaos", bounds, options.processes), list[Fault]()
+        told = {"seed": options.seed, "left_out": left_out(job), "failure": "", "worst_difference": None}
+        for kind, reason in told["left_out"].items():
+            say(f"left out: {kind}: {reason}")
         try:
-            kinds = tuple(kind for kind in options.kinds if kind != "full" or job.disk.is_own)
-            faults = inflict_all(job, options.faults, kinds, options.interval, chance)
-            job.wait_for("all to be back", lambda: len(job.starts()[-1]["workers"]) == options.processes)
-            result = job.finish()
+            result = _run_with_faults(job, options, faults)
+            check_joins(job)
+            say(f"compares with a run of {result['steps']} steps without faults")
+            right = without_faults(Path(folder) / "right", result["steps"])
+            told["worst_difference"] = check(result, right, job.progress())
         except ChaosError as error:
-            output = (job.folder / "output").read_text()[-3000:]
-            raise ChaosError(f"seed {options.seed}: {error}\n{output}") from error
+            told["failure"] = f"seed {options.seed}: {error}"
+            say((job.folder / "output").read_text()[-3000:])
+        except KeyboardInterrupt:
+            told["failure"] = "interrupted"
         finally:
             job.end()
-        steps = len(result["seen"])
-        worst = check(result, without_faults(Path(folder) / "right", steps), steps)
-        told = {"seed": options.seed, "left_out": sorted(set(options.kinds) - set(kinds))}
-        return {**told, "faults": len(faults), "steps": steps, "worst_difference": worst, **summary(faults, job)}
+        return {**told, "faults": len(faults), "steps": len(job.steps()), **summary(faults, job)}
+
+
+def _run_with_faults(job: Job, options: argparse.Namespace, faults: list[Fault]) -> dict[str, Any]:
+    """Inflict faults, which are put into a list one by one, and let the run come to its end; returns its result."""
+    kinds = tuple(kind for kind in options.kinds if kind not in left_out(job))
+    if not kinds:
+        raise ChaosError(f"none of {', '.join(options.kinds)} can be done here")
+    begin, chance = time.monotonic(), random.Random(options.seed)
+    for fault in inflict_all(job, options.faults, kinds, options.interval, begin + options.seconds, chance):
+        faults.append(fault)
+        since, took = fault.over - begin, fault.over - fault.done
+        say(f"{len(faults):4}/{options.faults} {since:6.0f} s  {fault.kind} at {fault.phase}: over after {took:.2f} s")
+    job.wait_for("all to be back", lambda: len(job.starts()[-1]["workers"]) == options.processes)
+    return job.finish()
+
+
+def say(text: str) -> None:
+    """Print it at once."""
+    print(text, flush=True)
 
 
 def without_faults(folder: Path, steps: int) -> dict[str, Any]:
@@ -82,21 +123,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="a new one, to keep what is written (default: nothing is kept)")
     for name, default, what in (
         ("--interval", 0.0, "between faults, at least"),
+        ("--seconds", float("inf"), "after which no fault begins; the run is then ended, and compared"),
         ("--stopped-after", 3.0, "without a sign of life: a process is taken for stopped"),
         ("--hang-after", 180.0, "without what is awaited: the run hangs"),
         ("--rejoin-after", 1.0, "until a lost process comes back"),
     ):
         parser.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
-    try:
-        made = run(parser.parse_args(words))
-    except ChaosError as error:
-        print(f"failed: {error}")
-        return 1
+    options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit from outside
+    made = run(options)
     print_table(made)
-    print(json.dumps(made))
-    return 0
+    say(json.dumps(made))
+    return 1 if made["failure"] else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,15 @@ from typing import Any
 
 from hetu_fx.launch_spec import LaunchSpec
 from hetu_fx.launch_worker import run as launch
+from hetu_fx.switching.snapshot_files import SHARED_MEMORY
+from hetu_fx.switching.snapshot_plan import read_name
+from tests.chaos_network import Network
+from tests.chaos_record import Record
 
 SCRIPT = Path(__file__).with_name("chaos_script.py")
 PAUSE_SECONDS = 0.002
 DISK_MIB = 16
+END_SECONDS = 8.0  # more than the launcher gives its processes to end
 LAST_STEPS = 20  # that a run still does once it is told to end: more than any process may be ahead of what it has told
 
 
@@ -34,23 +40,6 @@ class Bounds:
     rejoin: float
 
 
-class Lines:
-    """A file of JSON lines that grows."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._rest, self._at, self._read = path, b"", 0, list[dict[str, Any]]()
-
-    def __call__(self) -> list[dict[str, Any]]:
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                file.seek(self._at)
-                new = file.read()
-            self._at += len(new)
-            *lines, self._rest = (self._rest + new).split(b"\n")
-            self._read += map(json.loads, lines)
-        return self._read
-
-
 def set_steps(folder: Path, steps: int) -> None:
     """Tell the script how many steps it is to do."""
     (folder / "steps.new").write_text(str(steps))
@@ -58,13 +47,20 @@ def set_steps(folder: Path, steps: int) -> None:
 
 
 class Disk:
-    """The file system that a run saves to: a small one of its own, where this user may mount one."""
+    """The file system that a run saves to: a small one of its own, where this user may mount one.
+
+    `refusal` is why it is none of its own; empty where it is.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
-        self.is_own = os.geteuid() == 0 and not subprocess.run(mount, capture_output=True, check=False).returncode
+        if os.geteuid():
+            self.refusal = "only root may mount a small file system"
+            return
+        made = subprocess.run(mount, capture_output=True, text=True, check=False)
+        self.refusal = (made.stderr.strip() or f"mount ended with {made.returncode}") if made.returncode else ""
 
     def fill(self) -> None:
         """Leave no space on it."""
@@ -81,22 +77,24 @@ class Disk:
 
     def close(self) -> None:
         """Unmount it."""
-        if self.is_own:
+        if not self.refusal:
             subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
 
 
-class Job:
+class Job(Record):
     """A run of the script under `hetu-fx launch`."""
 
     def __init__(self, folder: Path, bounds: Bounds, processes: int) -> None:
-        folder.mkdir()
-        self.folder, self.bounds = folder, bounds
+        folder.mkdir(parents=True)
+        super().__init__(folder)
+        self.bounds = bounds
         self.disk = Disk(folder / "saved")
         set_steps(folder, 10**9)
-        self.events, self.progress = Lines(folder / "events.jsonl"), Lines(folder / "progress.jsonl")
+        self.network = Network(self.bad_network)
         self.process = os.fork()
         if not self.process:
-            os._exit(_launch(self.spec(processes), folder))
+            os._exit(_launch(self.spec(processes), folder, self.network))
+        self.network.belongs_to(self.process)
         self.status: int | None = None
 
     def spec(self, processes: int) -> LaunchSpec:
@@ -116,24 +114,21 @@ class Job:
             self.status = os.waitstatus_to_exitcode(ended[1])
         return self.status is not None
 
-    def starts(self) -> list[dict[str, Any]]:
-        return [event for event in self.events() if event["event"] == "start"]
-
-    def lost(self, workers: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-        """Return what is told of lost processes: of these, or of all."""
-        lost = [event for event in self.events() if event["event"] == "lost"]
-        return [event for event in lost if not workers or event["worker"] in workers]
-
-    def steps(self, after: float = 0.0) -> list[dict[str, Any]]:
-        return [line for line in self.progress() if line["seconds"] > after and "step" in line]
-
-    def told(self, what: str, after: float) -> list[dict[str, Any]]:
-        """Return the lines of the script that tell of something."""
-        return [line for line in self.progress() if line["seconds"] > after and what in line]
-
     def phase(self, process: int) -> str:
         path = self.folder / f"phase_{process}"
         return path.read_text() if path.exists() else ""
+
+    def poison(self, process: int) -> None:
+        """Make the next batch of a process one that is no numbers."""
+        (self.folder / f"poison_{process}").touch()
+
+    def forget(self, processes: tuple[int, ...]) -> None:
+        """Remove what these have kept of snapshots."""
+        ranks = [self.starts()[-1]["workers"].index(process) for process in processes]
+        for path in SHARED_MEMORY.glob(f"hetu_fx_snapshots-*-{self.process}-*/*/*"):
+            part = read_name(path.name)
+            if part is not None and part.holder in ranks:
+                path.unlink(missing_ok=True)
 
     def wait_for(self, what: str, find: Callable[[], Any]) -> Any:
         """Return what `find` finds. Raises ChaosError where the run hangs, or ends."""
@@ -167,16 +162,24 @@ class Job:
         """Leave nothing behind: the launcher ends its processes."""
         if not self.has_ended():
             os.kill(self.process, signal.SIGTERM)
-            os.waitpid(self.process, 0)
+        deadline = time.monotonic() + END_SECONDS
+        while not self.has_ended():
+            if time.monotonic() > deadline:
+                os.kill(self.process, signal.SIGKILL)  # its processes end with it
+            time.sleep(PAUSE_SECONDS)
         self.disk.close()
 
 
-def _launch(spec: LaunchSpec, folder: Path) -> int:
+def _launch(spec: LaunchSpec, folder: Path, network: Network) -> int:
     """Run a job in this process, a fork, with its output in a file."""
     output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     try:
+        network.enter()
         return launch(spec)
     except SystemExit as end:  # by a signal
         return int(end.code or 0)
+    except BaseException:  # nothing may leave this function: what called it is of another process
+        traceback.print_exc()
+        return 1

@@ -99,10 +99,10 @@ def plan(shares: range, name: str) -> hetu_fx.Plan:
     return replace(hetu_fx.Plan.data_parallel(tuple(range(WORLD)), tuple(shares)), zero=1, name=name)
 
 
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seen: list[int]) -> None:
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
     """Save, and keep few; a disk that is full is no reason to stop."""
     try:
-        model.hetu.save(FOLDER / "saved" / f"step_{len(seen):06d}", optimizer=optimizer, extra={"seen": seen})
+        model.hetu.save(FOLDER / "saved" / f"step_{done:06d}", optimizer=optimizer, extra={"done": done})
     except CheckpointError as error:
         tell(save_failed=str(error))
     if RANK == 0:
@@ -120,15 +120,15 @@ def train() -> None:
     with phase("load"):
         snapshots = model.hetu.snapshots(optimizer, checkpoints=FOLDER / "saved", stopped_after=10.0)
         resumed = snapshots.resume()
-    seen = list(resumed.extra.get("seen", []))
-    tell(resumed=len(seen), source=resumed.source)
-    while len(seen) < int((FOLDER / "steps").read_text()):
-        if len(seen) % SWITCH_EVERY == 0:
+    done = int(resumed.extra.get("done", 0))
+    tell(resumed=done, source=resumed.source)
+    while done < int((FOLDER / "steps").read_text()):
+        if done % SWITCH_EVERY == 0:
             with phase("switch"):
-                model.hetu.switch(VARIANTS[len(seen) // SWITCH_EVERY % 2])
-                model.hetu.switch_home(VARIANTS[len(seen) // SWITCH_EVERY % 2])
+                model.hetu.switch(VARIANTS[done // SWITCH_EVERY % 2])
+                model.hetu.switch_home(VARIANTS[done // SWITCH_EVERY % 2])
         with phase("forward"):
-            loss = model(**poisoned(batch(len(seen))))["loss"]
+            loss = model(**poisoned(batch(done)))["loss"]
         with phase("backward"):
             loss.backward()
         with phase("step"):
@@ -136,20 +136,21 @@ def train() -> None:
                 optimizer.step()
             optimizer.zero_grad()
         if not loss.isfinite():  # on all ranks alike: nothing has been applied anywhere
-            snapshots.wait()
-            seen = list(snapshots.resume().extra.get("seen", []))
-            tell(rolled_back=len(seen))
+            with phase("load"):
+                snapshots.wait()
+                done = int(snapshots.resume().extra.get("done", 0))
+            tell(rolled_back=done)
             continue
-        seen.append(len(seen))
-        tell(step=len(seen))
+        done += 1
+        tell(step=done)
         with phase("snapshot"):
-            snapshots.step({"seen": seen})
-        if len(seen) % SAVE_EVERY == 0:
+            snapshots.step({"done": done})
+        if done % SAVE_EVERY == 0:
             with phase("save"):
-                save(model, optimizer, seen)
+                save(model, optimizer, done)
     whole = {name: parameter.detach().full_tensor().tolist() for name, parameter in model.named_parameters()}
     if RANK == 0:
-        (FOLDER / "result.json").write_text(json.dumps({"seen": seen, "parameters": whole}))
+        (FOLDER / "result.json").write_text(json.dumps({"steps": done, "parameters": whole}))
 
 
 train()

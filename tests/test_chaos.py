@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,23 +13,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import check, without_faults
-from tests.chaos_job import SCRIPT, Lines, set_steps
+from tests.chaos import check, check_steps, without_faults
+from tests.chaos_faults import Decks
+from tests.chaos_job import SCRIPT, ChaosError, set_steps
+from tests.chaos_kinds import EARLY, KINDS, LATER, Fault
+from tests.chaos_record import Lines, Record, Span
+from tests.chaos_report import print_table, summary
 
 STEPS = 12
 SECONDS = 900  # a machine may be busy; it is no measurement
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS)]
 
-
+@pytest.mark.distributed
+@pytest.mark.timeout(SECONDS)
 def test_a_run_with_faults_at_random_moments_is_that_without() -> None:
-    words = ["--faults", "3", "--seed", "3", "--stopped-after", "10", "--hang-after", str(SECONDS // 4)]
-    command = [sys.executable, "-m", "tests.chaos", *words, "--kinds", "kill", "nan", "full"]
+    words = ["--faults", "4", "--seed", "3", "--stopped-after", "10", "--hang-after", str(SECONDS // 4)]
+    command = [sys.executable, "-m", "tests.chaos", *words, "--kinds", "kill", "nan", "full", "slow network"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 60, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    assert json.loads(ended.stdout.splitlines()[-1])["faults"] == 3
+    made = json.loads(ended.stdout.splitlines()[-1])
+    assert {"kill", "nan", "full", "slow network"} == {*made["kinds"], *made["left_out"]}
+    assert made["faults"] == 4
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_under_torchrun_a_lost_process_costs_no_finished_step(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "restarted"
@@ -56,7 +65,87 @@ def test_under_torchrun_a_lost_process_costs_no_finished_step(tmp_path: Path, nu
     resumed = [line for line in progress() if "resumed" in line]
     assert [line["source"] for line in resumed] == ["start", "memory"]
     assert resumed[1]["resumed"] >= killed_at
-    check(json.loads((folder / "result.json").read_text()), without_faults(tmp_path / "right", STEPS), STEPS)
+    check(json.loads((folder / "result.json").read_text()), without_faults(tmp_path / "right", STEPS), progress())
+
+
+def test_every_kind_is_dealt_before_one_comes_again_and_every_phase_of_a_kind() -> None:
+    decks = Decks(KINDS, random.Random(1))
+    for _ in range(3):
+        assert {decks.kind() for _ in KINDS} == set(KINDS)
+    assert {decks.phase("kill", may_be_early=True) for _ in (*LATER, *EARLY)} == {*LATER, *EARLY}
+
+
+def test_early_phases_wait_for_a_moment_at_which_they_may_be() -> None:
+    decks = Decks(KINDS, random.Random(1))
+    assert not {decks.phase("kill", may_be_early=False) for _ in range(20)} & set(EARLY)
+    assert {decks.phase("kill", may_be_early=True) for _ in range(20)} >= set(EARLY)
+
+
+@pytest.mark.parametrize(
+    ("told", "what"),
+    [
+        ([{"step": 1}, {"step": 3}], "step 3 follows step 1"),
+        ([{"step": 1}, {"resumed": 0}, {"step": 2}], "step 2 follows step 0"),
+        ([{"step": 1}, {"rolled_back": 2}], "went on from step 2, and only 1 are done"),
+    ],
+)
+def test_batches_that_are_lost_or_repeated_are_told(told: list[dict[str, int]], what: str) -> None:
+    assert check_steps([{"resumed": 0}, {"step": 1}, {"step": 2}, {"rolled_back": 1}, {"step": 2}]) == 2
+    with pytest.raises(ChaosError, match=what):
+        check_steps(told)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    """A run with a step each second from 11 on; a process is lost at 12.5, and what is lost comes back at 16.2."""
+    events = [
+        {"event": "start", "seconds": 10.0, "number": 0, "workers": [1, 2, 3]},
+        {"event": "lost", "seconds": 12.75, "worker": 3, "reason": "killed"},
+        {"event": "start", "seconds": 13.0, "number": 1, "workers": [1, 2]},
+        {"event": "start", "seconds": 16.2, "number": 2, "workers": [1, 2, 4]},
+    ]
+    progress = [
+        {"seconds": 10.5, "resumed": 0, "source": "start"},
+        *({"seconds": 10.0 + step, "step": step} for step in (1, 2)),
+        {"seconds": 13.5, "resumed": 1, "source": "memory"},
+        *({"seconds": 12.0 + step, "step": step} for step in (2, 3, 4)),
+        {"seconds": 16.5, "resumed": 4, "source": "memory"},
+        *({"seconds": 12.0 + step, "step": step} for step in (5, 6)),
+        {"seconds": 22.0, "step": 7},
+        {"seconds": 23.0, "step": 8},
+    ]
+    for name, lines in (("events", events), ("progress", progress)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Record(tmp_path)
+
+
+def test_a_report_tells_times_steps_lost_and_what_a_bad_network_costs(
+    record: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record.bad_network.append(Span(18.5, 21.5))
+    faults = [Fault("kill", "sync", (3,), 12.5, 13.1), Fault("slow network", "save", (1,), 18.5, 22.0)]
+    made = summary(faults, record)
+    kill, slow = made["kinds"]["kill"], made["kinds"]["slow network"]
+    assert (kill["detect_seconds"]["p50"], kill["regroup_seconds"]["p50"], kill["resume_seconds"]["p95"]) == (
+        0.25, 0.5, 1.5,
+    )  # fmt: skip
+    assert (kill["steps_lost"], kill["sources"], kill["phases"]) == (1, {"memory": 1}, {"sync": 1})
+    assert slow["pause_seconds"]["p50"] == made["bad_network_step_seconds"]["p50"] == 4.0
+    assert made["step_seconds"]["p95"] == made["join_seconds"]["p50"] == 1.0
+    assert made["ettr_at_one_fault_per_15_s"] == pytest.approx(1 - (1.5 + 1.0 + 1.0) / 15)
+    print_table({"failure": "interrupted", "worst_difference": None, "faults": 2, "steps": 9, **made})
+    printed = capsys.readouterr().out
+    assert "FAILED: interrupted" in printed
+    assert "went on from memory 1" in printed
+
+
+def test_a_report_of_a_run_without_a_step_has_no_useful_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = summary([], Record(tmp_path))
+    assert "ettr" not in made
+    print_table({"failure": "interrupted", "worst_difference": None, "faults": 0, "steps": 0, **made})
+    assert "0 faults in 0 steps" in capsys.readouterr().out
 
 
 def lose_one_after(

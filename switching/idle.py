@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from hetu_fx.checks import check_not_negative
 from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.agreement import of_all
@@ -30,8 +31,7 @@ class Idle:
     graph_bytes: int
 
     def __post_init__(self) -> None:
-        if min(self.copy_bytes, self.graph_bytes) < 0:
-            raise StateError(f"{self} has a negative size; sizes are bytes, 0 or more")
+        check_not_negative(StateError, "idle layout", copy_bytes=self.copy_bytes, graph_bytes=self.graph_bytes)
 
 
 @dataclass(frozen=True, slots=True)

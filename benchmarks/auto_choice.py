@@ -23,8 +23,8 @@ from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, 
 
 from benchmarks.drawn_plans import Draw, kind_of
 from benchmarks.fleet import (
-    OwnSpeeds,
     in_fleet,
+    measured_cluster,
     measured_seconds,
     run_workers,
     say,
@@ -177,9 +177,8 @@ class Contest:
         execution = GraphExecution(Programs(model.make(), None), whole, None)
         costs = from_first(table, execution.costs(model.rows))
         set_speeds(SPEEDS)
-        cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
-        own = OwnSpeeds(costs, model.make, model.batch(PROFILE_ROWS))
-        cluster = own.cluster(cluster, own.seconds(PROFILE_ROUNDS))
+        small = model.batch(PROFILE_ROWS)
+        cluster = measured_cluster(table, costs, model.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
         say(str(cluster))
 
         def prepare() -> tuple[dict[str, Plan], dict[str, Row]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.contest import adamw, barrier, slowest, timed, train_step
 from benchmarks.report import parser
+from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.emulate import EmulateSpec, change_speed, current_speeds, run
 from hetu_fx.planner.cost import stage_costs
 from hetu_fx.planner.program import ProgramCosts
@@ -116,6 +117,14 @@ class OwnSpeeds:
         factors: list[float] = [1.0] * dist.get_world_size()
         dist.all_gather_object(factors, factor)
         return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})
+
+
+def measured_cluster(
+    table: GroupTable, costs: ProgramCosts, make: MakeModel, small: Batch, *, seconds: float, rounds: int
+) -> Cluster:
+    """Measure the devices for so long, and their speed by so many rounds of the model itself; collective."""
+    cluster, own = Cluster.measure(table, seconds=seconds), OwnSpeeds(costs, make, small)
+    return own.cluster(cluster, own.seconds(rounds))
 
 
 class Alone:

@@ -21,10 +21,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet import OwnSpeeds, in_fleet, run_workers, worker_parser, write_result
+from benchmarks.fleet import in_fleet, measured_cluster, run_workers, worker_parser, write_result
 from benchmarks.mixed_length_ablation import ablate, ablation_rows
 from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
 from benchmarks.mixed_length_ddp import Grouped, kept_over_limit
@@ -99,7 +100,7 @@ def judge_ablation(found: Mapping[str, Any]) -> int:
 def work(result: Path, quick: bool, ablation: bool) -> int:
     """Be one rank of the contest."""
     with in_fleet():
-        rounds, cluster = Rounds(time.monotonic()), measured_cluster()
+        rounds, cluster = Rounds(time.monotonic()), devices_now()
         rounds.say("devices are measured")
         if ablation:
             ablate(rounds, SCALE, cluster, QUICK_ABLATION_ROUNDS if quick else ABLATION_ROUNDS)
@@ -113,14 +114,13 @@ def work(result: Path, quick: bool, ablation: bool) -> int:
     return 0
 
 
-def measured_cluster() -> Cluster:
+def devices_now() -> Cluster:
     """Measure the devices, by the model itself; collective."""
     table, small = GroupTable(), batch(PROFILE_ROWS, PROFILE_TOKENS)
     execution = GraphExecution(Programs(llama(SCALE.size), None), small, None)
     costs = from_first(table, execution.costs(PROFILE_ROWS, memory=False))
-    cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
-    own = OwnSpeeds(costs, lambda: llama(SCALE.size), small)
-    return own.cluster(cluster, own.seconds(PROFILE_ROUNDS))
+    make = partial(llama, SCALE.size)
+    return measured_cluster(table, costs, make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
 
 
 class Race:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.graph import meta
+from hetu_fx.graph.ancestors import needed_for
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 
 _HIDDEN = -1e4  # what is added to the score of a token that is not seen, or less
@@ -19,7 +20,7 @@ def keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
     Two sequences are laid into each row of the example's length, all else being ones. `positions` is the input of
     position ids.
     """
-    needed = _ancestors(mask)
+    needed = needed_for([mask])
     inputs = {leaf.node: leaf for leaf in graph.leaves_of(LeafKind.INPUT)}
     others = {node for node in needed if node.op in ("placeholder", "get_attr")} - inputs.keys()
     (length,) = {meta.hints(leaf.node)[-1] for leaf in inputs.values() if leaf.name == positions}
@@ -33,16 +34,6 @@ def keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
     return sees.shape[-2:] == (length, length) and not any(part.any() for part in across)
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, left = set[fx.Node](), [node]
-    while left:
-        one = left.pop()
-        if one not in found:
-            found.add(one)
-            left += one.all_input_nodes
-    return found
-
-
 def _value(leaf: Leaf, positions: str, first: int) -> Tensor:
     """Return an input of the example's shape: ones, or the position ids of two sequences."""
     like = meta.value(leaf.node)
@@ -53,7 +44,7 @@ def _value(leaf: Leaf, positions: str, first: int) -> Tensor:
     return torch.where(counted < first, counted, counted - first).to(like.dtype).expand_as(ones).contiguous()
 
 
-def _run(graph: Graph, needed: set[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+def _run(graph: Graph, needed: frozenset[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
     """Run the ops that are needed, on the CPU; return all values."""
     for node in graph.graph.nodes:
         if node in needed and node.op == "call_function":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetu_fx.deduction.factors import FactorClass, FactorMap
+from hetu_fx.graph.ancestors import needed_for
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
 from hetu_fx.plans import Plan
 from hetu_fx.transforms.flow import Flow
@@ -159,9 +160,10 @@ def stage_nodes(annotated: AnnotatedGraph, layout: StageLayout) -> StageNodes:
         if stage_of.get(node, last) == index and _is_made(leaf, annotated.wants_values)
     )
     roots = [*sent, *(annotated.graph.output_values[i] for i in outputs)]
-    needed, received = _closure(roots, stage_of, index)
+    walked = needed_for(roots, lambda node: () if stage_of.get(node, index) < index else node.all_input_nodes)
+    received = {node for node in walked if stage_of.get(node, index) < index}
     order = {node: i for i, node in enumerate(annotated.graph.graph.nodes)}
-    return StageNodes(needed, tuple(sorted(received, key=order.__getitem__)), sent, outputs)
+    return StageNodes(walked - received, tuple(sorted(received, key=order.__getitem__)), sent, outputs)
 
 
 def _is_made(leaf: OutputLeaf, wants_values: bool) -> bool:
@@ -169,19 +171,3 @@ def _is_made(leaf: OutputLeaf, wants_values: bool) -> bool:
     if leaf.kind is OutputKind.VALUE:
         return wants_values
     return leaf.kind is not OutputKind.COUNT
-
-
-def _closure(
-    roots: list[fx.Node], stage_of: Mapping[fx.Node, int], index: int
-) -> tuple[frozenset[fx.Node], set[fx.Node]]:
-    needed: set[fx.Node] = set()
-    received: set[fx.Node] = set()
-    queue = list(roots)
-    while queue:
-        node = queue.pop()
-        if stage_of.get(node, index) < index:
-            received.add(node)
-        elif node not in needed:
-            needed.add(node)
-            queue.extend(node.all_input_nodes)
-    return frozenset(needed), received

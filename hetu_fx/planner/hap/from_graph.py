@@ -22,6 +22,7 @@ from hetu_fx.deduction.factors import ClassDims, FactorClass, FactorMap, OpFacto
 from hetu_fx.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
+from hetu_fx.graph.ancestors import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.flops import FlopCounter
 from hetu_fx.planner.hap.problem import Factors, Kind, Op, Problem, Tensor
@@ -77,12 +78,7 @@ class _Reader:
 
     def wanted(self) -> Iterator[fx.Node]:
         """Yield the ops that the outputs need and parameters reach, in order."""
-        needed, stack = set(), self.outputs()
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += [source for source in node.all_input_nodes if source in self._learned]
+        needed = needed_for(self.outputs(), lambda node: self._learned.intersection(node.all_input_nodes))
         yield from (node for node in self.graph.graph.nodes if node in needed and node.op == "call_function")
 
     def add(self, node: fx.Node) -> None:

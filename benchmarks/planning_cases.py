@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster
 

@@ -15,7 +15,8 @@ from hetu_fx.comm_ops.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.allocate import spread
 from hetu_fx.planner.cost import memory_problems, predict
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Pipeline, Plan
 from hetu_fx.switching.compute import Compute
 from hetu_fx.switching.eager_module import EagerBatch, EagerModule

@@ -32,7 +32,8 @@ from operator import add
 from hetu_fx.comm_ops.cost import cheapest_ring_cost, messages_cost
 from hetu_fx.planner.columns import Columns
 from hetu_fx.planner.memory import Terms
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.rounds import Rounds, rounds_of
 from hetu_fx.planner.shards import device_bytes, stops_of, tied_holders
 from hetu_fx.planner.tied import Tied

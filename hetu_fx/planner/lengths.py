@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.footprint import ProgramMemory
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 
 ENOUGH = 3
 """So many lengths determine a polynomial of second degree."""

@@ -24,7 +24,8 @@ from hetu_fx.planner.cut import Cut, NoCut
 from hetu_fx.planner.flops import FlopCounter
 from hetu_fx.planner.footprint import ProgramMemory
 from hetu_fx.planner.liveness import owners, program_memory
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.row_sums import RowSums
 from hetu_fx.planner.tied import Tied
 

@@ -1,136 +1,23 @@
-"""What one step of a program costs, part by part, as far as it does not depend on devices.
+"""What one step of a program costs, as far as it does not depend on devices.
 
-A program is what stands before its repeated blocks, the blocks, and what stands after. Quantities that grow
-with the batch are given per row. `split_...` is how much of a quantity a tensor parallel group cuts in
-parts; the rest is done, or held, by every device of the group.
+A program is what stands before its repeated blocks, the blocks, and what stands after.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from operator import add, attrgetter
+from operator import add
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.amounts import Amount
 from hetu_fx.planner.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.memory import Shard
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.row_sums import NO_ROW_SUMS, RowSums
 from hetu_fx.planner.tied import Tied, gradients_of, pending_of
 from hetu_fx.plans import Plan, Stage
-
-ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class PartCosts:
-    """Costs of one part, forward only where it is work.
-
-    flops, traffic_bytes (memory moved by ops that are not products), activation_bytes (kept for the
-    backward), reduced_bytes (all-reduced in the forward by a tensor parallel group, in num_reductions
-    messages), returned_bytes (all-reduced in the backward, in num_returns) and gathered_bytes (of keys and values,
-    gathered by a context parallel group in num_gathers) are per row. `sequence_...` is what a tensor parallel
-    group cuts besides if it shares the sequence.
-    """
-
-    flops: float = 0.0
-    split_flops: float = 0.0
-    traffic_bytes: float = 0.0
-    split_traffic_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    split_activation_bytes: float = 0.0
-    parameter_bytes: float = 0.0
-    split_parameter_bytes: float = 0.0
-    reduced_bytes: float = 0.0
-    num_reductions: int = 0
-    returned_bytes: float = 0.0
-    num_returns: int = 0
-    sequence_traffic_bytes: float = 0.0
-    sequence_activation_bytes: float = 0.0
-    num_ops: int = 0
-    gathered_bytes: float = 0.0
-    num_gathers: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
-            whole, cut = getattr(self, name), getattr(self, f"split_{name}")
-            if not 0 <= cut <= whole:
-                raise PlanError(f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}")
-        for name in ("traffic_bytes", "activation_bytes"):
-            whole, shared = getattr(self, name), getattr(self, f"sequence_{name}")
-            rest = whole - getattr(self, f"split_{name}")
-            if not 0 <= shared <= rest + ROUNDING * whole:
-                raise PlanError(f"part costs: sequence_{name} is {shared}, but {rest} are not split; give no more")
-
-    def __add__(self, other: PartCosts) -> PartCosts:
-        return PartCosts(*map(add, _VALUES(self), _VALUES(other)))
-
-    @property
-    def by_sequence(self) -> PartCosts:
-        """Return the costs for a context parallel group: it cuts all work and no parameter, and gathers."""
-        return replace(
-            self,
-            split_flops=self.flops,
-            split_traffic_bytes=self.traffic_bytes,
-            split_activation_bytes=max(0.0, self.activation_bytes - self.gathered_bytes),
-            split_parameter_bytes=0.0,
-            reduced_bytes=self.gathered_bytes,
-            num_reductions=self.num_gathers,
-            returned_bytes=self.gathered_bytes,
-            num_returns=self.num_gathers,
-            sequence_traffic_bytes=0.0,
-            sequence_activation_bytes=0.0,
-        )
-
-    def narrowed(self, share: float) -> PartCosts:
-        """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
-        return replace(
-            self,
-            flops=self.flops_at(share),
-            split_flops=0.0,
-            traffic_bytes=self.traffic_bytes_at(share),
-            split_traffic_bytes=0.0,
-            activation_bytes=self.activation_bytes_at(share),
-            split_activation_bytes=0.0,
-            parameter_bytes=self.parameter_bytes_at(share),
-            split_parameter_bytes=0.0,
-            sequence_traffic_bytes=0.0,
-            sequence_activation_bytes=0.0,
-            gathered_bytes=self.gathered_bytes * share,
-        )
-
-    @property
-    def in_sequence(self) -> PartCosts:
-        """Return the costs for a tensor parallel group that shares the sequence."""
-        traffic = min(self.traffic_bytes, self.split_traffic_bytes + self.sequence_traffic_bytes)
-        kept = min(self.activation_bytes, self.split_activation_bytes + self.sequence_activation_bytes)
-        return replace(
-            self,
-            split_traffic_bytes=traffic,
-            split_activation_bytes=kept,
-            sequence_traffic_bytes=0.0,
-            sequence_activation_bytes=0.0,
-        )
-
-    def flops_at(self, share: float) -> float:
-        """Return the FLOPs per row of a device that has `share` of what is cut."""
-        return self.flops - self.split_flops * (1 - share)
-
-    def traffic_bytes_at(self, share: float) -> float:
-        """Return the bytes moved per row by a device that has `share` of what is cut."""
-        return self.traffic_bytes - self.split_traffic_bytes * (1 - share)
-
-    def activation_bytes_at(self, share: float) -> float:
-        """Return the bytes kept per row by a device that has `share` of what is cut."""
-        return self.activation_bytes - self.split_activation_bytes * (1 - share)
-
-    def parameter_bytes_at(self, share: float) -> float:
-        """Return the parameter bytes of a device that has `share` of what is cut."""
-        return self.parameter_bytes - self.split_parameter_bytes * (1 - share)
-
-
-_VALUES = attrgetter(*(field.name for field in fields(PartCosts)))
 
 
 @dataclass(frozen=True)

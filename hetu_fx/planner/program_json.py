@@ -10,7 +10,8 @@ from hetu_fx.checks import check_not_negative
 from hetu_fx.documents import Fields, located
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.memory_json import memory_json, read_memory, read_tied, tied_json
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.repeated import read_repeated, repeated_json
 from hetu_fx.planner.row_sums import read_row_sums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.plans import Stage
 
 SUM, GATHER = 2, 1

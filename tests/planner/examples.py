@@ -1,6 +1,7 @@
 """Programs and clusters that the planner's tests share."""
 
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.topology import Cluster, Link
 
 FAST_LINK = Link(1e10, 1e-6)

@@ -19,7 +19,8 @@ from hetu_fx.planner.cost import (
     sync_seconds,
     tensor_parallel_lines,
 )
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.rounds import GATHER, SUM
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Link

@@ -2,7 +2,8 @@ import random
 
 from benchmarks.drawn_plans import KINDS, Draw, kind_of
 from hetu_fx.planner.cost import predict
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.space import PlanOptions, Space
 from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster

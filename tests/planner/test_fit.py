@@ -19,8 +19,8 @@ from hetu_fx.planner.fit import (
     slowdown,
 )
 from hetu_fx.planner.measured import BlockTime
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import PartCosts
 from hetu_fx.plans import Stage
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import paper, transformer

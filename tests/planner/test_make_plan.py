@@ -8,7 +8,8 @@ from hetu_fx.planner.builder import Builder
 from hetu_fx.planner.contiguous import best_segments
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Rules
 from hetu_fx.plans import Plan
 from hetu_fx.topology import Cluster, Link

@@ -6,9 +6,10 @@ import pytest
 
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.measured import BlockTime, Slowdown
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile import program_costs
 from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.program import ProgramCosts
 from tests.model_zoo import captured
 from tests.planner.examples import transformer
 

@@ -6,7 +6,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.builder import Builder
 from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.recompute import fitted, least_blocks
 from hetu_fx.planner.replica import Rules
 from hetu_fx.planner.space import PlanOptions

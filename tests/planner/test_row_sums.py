@@ -8,7 +8,8 @@ from hetu_fx.documents import Fields
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.cost import predict
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.program_json import PROGRAM_KEYS, program_json, read_program
 from hetu_fx.planner.row_sums import NO_ROW_SUMS, RowSums
 from hetu_fx.planner.simulate import simulate

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.cost import predict
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.part_costs import PartCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.schedules import Interleaved, PaperSchedule, ZeroBubble
 from hetu_fx.planner.simulate import simulate
 from hetu_fx.planner.simulation import Simulation

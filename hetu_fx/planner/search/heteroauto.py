@@ -22,7 +22,7 @@ from hetu_fx.planner.heteroauto.cost import HeteroStage
 from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
 from hetu_fx.planner.heteroauto.result import HeteroResult
 from hetu_fx.planner.heteroauto.search import search_below
-from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.search.alike import Alike, alike_in
 from hetu_fx.planner.search.classes import MOST_CLASSES
 from hetu_fx.planner.search.homogeneous import candidates

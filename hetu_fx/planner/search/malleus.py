@@ -21,7 +21,7 @@ from hetu_fx.planner.cost import compute_lines, pipeline_seconds, stage_costs, t
 from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.planner.memory import fixed_bytes
-from hetu_fx.planner.program import PartCosts
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.search.adapted import Adapter
 from hetu_fx.planner.search.classes import MOST_CLASSES, estimated
 from hetu_fx.planner.search.homogeneous import Candidate, best_priced, candidates, finalists

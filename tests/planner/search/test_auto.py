@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.planner.make_plan import make_plan, make_plans
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.auto import Rule, always, auto, both, devices_differ, either, some_straggle, up_to
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis import HYDRAULIS

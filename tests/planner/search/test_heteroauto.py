@@ -7,8 +7,9 @@ from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.heteroauto.search import search
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.measured import BlockTime, Slowdown
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.alike import alike_in
 from hetu_fx.planner.search.classes import MOST_CLASSES
 from hetu_fx.planner.search.heteroauto import hetero_problem, plans_of, shapes

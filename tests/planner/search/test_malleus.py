@@ -9,8 +9,9 @@ from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.measured import BlockTime, Slowdown
+from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import PartCosts, ProgramCosts
+from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.malleus import Shape, degrees, layer_seconds, situation
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.space import PlanOptions

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import reduce
 
 from hetu_fx.planner.allocate import RangeSeconds, cut, deal, spread
-from hetu_fx.planner.cost import Line, stage_costs
+from hetu_fx.planner.cost import stage_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Replica, Rules, Run, StageEstimate
 from hetu_fx.planner.shards import stops_of
 from hetu_fx.planner.space import Groups
 from hetu_fx.planner.stage_estimate import stage_estimate
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster
 

@@ -9,12 +9,12 @@ from functools import reduce
 from operator import add
 
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.planner.cost import Line, compute_lines, tensor_parallel_lines
 from hetu_fx.planner.hydraulis.cost import Fitted, fit_times
 from hetu_fx.planner.measured import BlockTime, Slowdown
 from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
 from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.stage_lines import Line, compute_lines, tensor_parallel_lines
 from hetu_fx.plans import Stage
 from hetu_fx.topology import Cluster, Device
 

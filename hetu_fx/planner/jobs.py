@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hetu_fx.planner.cost import Line
 from hetu_fx.planner.events import Activity, Resource
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.topology import Cluster
 
 Traffic = tuple[tuple[int, int, float], ...]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.cost import FORWARD_AND_BACKWARD, Line, StageCosts, compute_lines, stage_costs
+from hetu_fx.planner.cost import StageCosts, stage_costs
 from hetu_fx.planner.footprint import StageFootprint
 from hetu_fx.planner.jobs import Traffic, ring_traffic
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.schedules import PaperSchedule, Work, num_chunks
 from hetu_fx.planner.shards import stops_of
+from hetu_fx.planner.stage_lines import FORWARD_AND_BACKWARD, Line, compute_lines
 from hetu_fx.plans import Pipeline, Stage
 from hetu_fx.topology import Cluster
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.errors import StateError
-from hetu_fx.planner.cost import Line
 from hetu_fx.planner.footprint import highest_at
 from hetu_fx.planner.jobs import Jobs, Traffic
 from hetu_fx.planner.lanes import Lane
 from hetu_fx.planner.schedules import Entry, PaperSchedule, Work, table
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.planner.sync import Bucket
 
 _COMPLETES = (Work.BACKWARD, Work.WEIGHT_GRADIENT)

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hetu_fx.planner.cost import Line, pipeline_seconds
+from hetu_fx.planner.cost import pipeline_seconds
 from hetu_fx.planner.memory import in_flight
 from hetu_fx.planner.recompute import least_blocks
 from hetu_fx.planner.shards import Piece
 from hetu_fx.planner.space import Groups
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.plans import Pipeline, Schedule
 
 

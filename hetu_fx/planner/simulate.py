@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 
 from hetu_fx.comm_ops.buckets import BUCKETS_AT_ONCE
-from hetu_fx.planner.cost import Line, places_of, row_sum_seconds, sync_seconds
+from hetu_fx.planner.cost import places_of, row_sum_seconds, sync_seconds
 from hetu_fx.planner.events import play
 from hetu_fx.planner.jobs import Jobs, ring_traffic
 from hetu_fx.planner.lanes import Lane
@@ -22,6 +22,7 @@ from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.schedules import PaperSchedule
 from hetu_fx.planner.shards import shards_of, tied_holders
 from hetu_fx.planner.simulation import Simulation, simulation
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.planner.sync import Bucket, buckets
 from hetu_fx.plans import Plan, Stage, split_rows
 from hetu_fx.topology import Cluster

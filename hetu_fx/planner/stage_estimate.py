@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
-from hetu_fx.planner.cost import Line, compute_lines, forward_lines, tensor_parallel_lines, update_line
+from hetu_fx.planner.cost import update_line
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.replica import Holding, StageEstimate
 from hetu_fx.planner.shards import Piece
+from hetu_fx.planner.stage_lines import Line, compute_lines, forward_lines, tensor_parallel_lines
 from hetu_fx.plans import Stage
 from hetu_fx.topology import Cluster
 

@@ -3,9 +3,10 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.planner.cost import Line, pipeline_seconds
+from hetu_fx.planner.cost import pipeline_seconds
 from hetu_fx.planner.deadline import DeadlineTable, Option
 from hetu_fx.planner.replica import Replica
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.plans import Pipeline, Stage
 from tests.planner.examples import FAST_LINK
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.cost import compute_lines
 from hetu_fx.planner.fit import (
     BlockSample,
     block_time,
@@ -21,6 +20,7 @@ from hetu_fx.planner.fit import (
 from hetu_fx.planner.measured import BlockTime
 from hetu_fx.planner.part_costs import PartCosts
 from hetu_fx.planner.profile_file import Profile
+from hetu_fx.planner.stage_lines import compute_lines
 from hetu_fx.plans import Stage
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import paper, transformer

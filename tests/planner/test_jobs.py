@@ -1,7 +1,7 @@
 import pytest
 
-from hetu_fx.planner.cost import Line
 from hetu_fx.planner.jobs import Jobs, loads_of, ring_traffic
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.topology import Cluster, Link
 from tests.planner.examples import paper
 

@@ -1,9 +1,9 @@
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.cost import Line
 from hetu_fx.planner.lanes import Lane
 from hetu_fx.planner.schedules import Interleaved, PaperSchedule, Work
+from hetu_fx.planner.stage_lines import Line
 from hetu_fx.plans import Pipeline, Stage
 from tests.planner.examples import paper, transformer
 

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.contiguous import replica_counts
-from hetu_fx.planner.cost import FORWARD_AND_BACKWARD, optimizer_seconds
+from hetu_fx.planner.cost import optimizer_seconds
 from hetu_fx.planner.heteroauto.cost import HeteroStage
 from hetu_fx.planner.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
 from hetu_fx.planner.heteroauto.result import HeteroResult
@@ -29,6 +29,7 @@ from hetu_fx.planner.search.homogeneous import candidates
 from hetu_fx.planner.search.malleus import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
+from hetu_fx.planner.stage_lines import FORWARD_AND_BACKWARD
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Device, Link
 

@@ -17,7 +17,7 @@ from operator import add
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.allocate import Seconds, spread
 from hetu_fx.planner.contiguous import replica_counts
-from hetu_fx.planner.cost import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
+from hetu_fx.planner.cost import pipeline_seconds, stage_costs
 from hetu_fx.planner.malleus.search import search
 from hetu_fx.planner.malleus.situation import LayerMemory, Situation
 from hetu_fx.planner.memory import fixed_bytes
@@ -28,6 +28,7 @@ from hetu_fx.planner.search.homogeneous import Candidate, best_priced, candidate
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.planner.space import EXHAUSTIVE_DEVICES
+from hetu_fx.planner.stage_lines import compute_lines, tensor_parallel_lines
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.topology import Cluster, Device
 

@@ -27,8 +27,9 @@ import torch
 
 import hetu_fx.api  # noqa: F401  (once, for all forks)
 from tests.chaos_faults import inflict_all
-from tests.chaos_job import SCRIPT, Bounds, ChaosError, Job, set_steps
+from tests.chaos_job import SCRIPT, Bounds, Job, set_steps
 from tests.chaos_kinds import KINDS, Fault, left_out
+from tests.chaos_record import ChaosError
 from tests.chaos_report import check_joins, print_table, summary
 
 TOLERANCE = 1e-10

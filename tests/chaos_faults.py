@@ -9,8 +9,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from tests.chaos_job import ChaosError, Job
+from tests.chaos_job import Job
 from tests.chaos_kinds import LATER, LOSSES, PASSING, Fault
+from tests.chaos_record import ChaosError
+
+MISSED_STEPS = 50  # more than lie between any two saves or switches
 
 
 class Decks:
@@ -41,13 +44,23 @@ def inflict(job: Job, kind: str, phase: str, chance: random.Random) -> Fault:
     loss = LOSSES.get(kind)
     victims = tuple(chance.sample(workers, min(loss.processes if loss else 1, len(workers))))
     with loss.trouble(job, victims[0], chance) if loss else nullcontext():
-        job.wait_for(f"process {victims[0]} at {phase}", lambda: job.phase(victims[0]) == phase)
-        fault = Fault(kind, phase, victims, time.monotonic())
+        fault = Fault(kind, _wait_for_phase(job, victims[0], phase), victims, time.monotonic())
         loss(job, fault) if loss else PASSING[kind](job, fault, chance)
     lost = [event for event in job.lost() if event["seconds"] > fault.done]
     if lost and not loss:
         raise ChaosError(f"{fault} costs no process, but {lost[0]['reason']}")
     return replace(fault, over=time.monotonic())
+
+
+def _wait_for_phase(job: Job, process: int, phase: str) -> str:
+    """Wait until a process is at a phase; returns what it is at, another one if it has come and gone unseen."""
+    began = time.monotonic()
+
+    def is_time() -> bool:
+        return job.phase(process) == phase or _has_done(job, MISSED_STEPS, began)
+
+    job.wait_for(f"process {process} at {phase}", is_time)
+    return job.phase(process) or phase
 
 
 def _has_done(job: Job, steps: int, after: float) -> bool:
@@ -62,16 +75,16 @@ def inflict_all(
     Those that cost no process, and those in the middle of a step, come some steps after a start; those at the
     beginning of a run follow another one at once: there are none with an interval.
     """
-    decks, is_after_loss = Decks(kinds, chance), False
+    decks, is_begin = Decks(kinds, chance), False
     for _ in range(faults):
         if time.monotonic() > deadline:
             return
         kind = decks.kind()
-        phase = decks.phase(kind, may_be_early=is_after_loss and not interval)
+        phase = decks.phase(kind, may_be_early=is_begin and not interval)
         if kind not in LOSSES or phase not in LOSSES[kind].early:
             after, pause = job.wait_for("a start", job.starts)[-1]["seconds"], chance.randrange(1, 4)
             job.wait_for(f"{pause} steps", partial(_has_done, job, pause, after))
         fault = inflict(job, kind, phase, chance)
-        is_after_loss = kind in LOSSES
+        is_begin = kind in LOSSES and not LOSSES[kind].is_long
         yield fault
         time.sleep(max(0.0, fault.done + interval - time.monotonic()))

@@ -18,17 +18,13 @@ from hetu_fx.launch_worker import run as launch
 from hetu_fx.switching.snapshot_files import SHARED_MEMORY
 from hetu_fx.switching.snapshot_plan import read_name
 from tests.chaos_network import Network
-from tests.chaos_record import Record
+from tests.chaos_record import ChaosError, Record
 
 SCRIPT = Path(__file__).with_name("chaos_script.py")
 PAUSE_SECONDS = 0.002
 DISK_MIB = 16
 END_SECONDS = 8.0  # more than the launcher gives its processes to end
 LAST_STEPS = 20  # that a run still does once it is told to end: more than any process may be ahead of what it has told
-
-
-class ChaosError(Exception):
-    """The run did what it must not."""
 
 
 @dataclass(frozen=True, slots=True)

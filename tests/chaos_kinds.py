@@ -103,12 +103,17 @@ class Loss:
     phases: tuple[str, ...] = LATER
     early: tuple[str, ...] = EARLY
 
+    @property
+    def is_long(self) -> bool:
+        """Tell whether there are steps again before it is over."""
+        return self.trouble is not _no_trouble
+
     def __call__(self, job: Job, fault: Fault) -> None:
         self.strike(job, fault.victims)
         job.wait_for(f"that {fault} is noticed", lambda: len(job.lost(fault.victims)) == len(fault.victims))
         noticed = job.lost(fault.victims)[-1]["seconds"]
         job.wait_for(f"another start after {fault}", lambda: job.starts()[-1]["seconds"] > noticed)
-        if self.trouble is not _no_trouble:  # the others get over it while that lasts
+        if self.is_long:  # the others get over it while that lasts
             _wait_for_steps(job, fault, job.starts()[-1]["seconds"])
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 
-from tests.chaos_record import Span
+from tests.chaos_record import ChaosError, Span
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 PACKET_BYTES = 1500  # as between machines; the loopback's own 64 KiB would leave nothing to be slow
@@ -66,7 +66,9 @@ class Network:
 
     def _inside(self, command: tuple[str, ...], check: bool = True) -> None:
         enter = ("nsenter", f"--net=/proc/{self._process}/ns/net")
-        subprocess.run([*enter, *command], check=check, capture_output=True, timeout=_SECONDS)
+        made = subprocess.run([*enter, *command], capture_output=True, text=True, check=False, timeout=_SECONDS)
+        if check and made.returncode:
+            raise ChaosError(f"{' '.join(command)!r} ended with {made.returncode}: {made.stderr.strip()}")
 
 
 def _refusal() -> str:

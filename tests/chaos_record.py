@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
+class ChaosError(Exception):
+    """The run did what it must not, or nothing could be done to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """From when to when (time.monotonic) the network was not as it should be."""

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from tests.chaos_job import ChaosError
 from tests.chaos_kinds import KINDS, LOSSES, NEEDS_NETWORK, Fault
-from tests.chaos_record import Record, Span
+from tests.chaos_record import ChaosError, Record, Span
 
 MTBF_SECONDS = (15, 60)
 

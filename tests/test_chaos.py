@@ -15,9 +15,9 @@ import pytest
 
 from tests.chaos import check, check_steps, without_faults
 from tests.chaos_faults import Decks
-from tests.chaos_job import SCRIPT, ChaosError, set_steps
+from tests.chaos_job import SCRIPT, set_steps
 from tests.chaos_kinds import EARLY, KINDS, LATER, Fault
-from tests.chaos_record import Lines, Record, Span
+from tests.chaos_record import ChaosError, Lines, Record, Span
 from tests.chaos_report import print_table, summary
 
 STEPS = 12

@@ -5,6 +5,7 @@ Communication ops name ranks by value; when they run they look up the runtime's 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -117,14 +118,16 @@ class GroupTable:
         self._name = f"hetu_fx/{base.group_name}/{name}"
         release_at_exit(self)
 
-    def beside(self, name: str) -> GroupTable:
+    def beside(self, name: str, *, is_whole: bool = False) -> GroupTable:
         """Give the table of the same ranks, with groups of its own, for messages in a thread of that name.
 
         Messages of one group must come in one order on all ranks, which those of several threads do not. Made at the
-        first call. Only a group of all ranks is shared.
+        first call. Only a group of all ranks is shared, unless `is_whole`: then the first call is collective.
         """
         if name not in self._beside:
-            self._beside[name] = GroupTable(self.base, timeout=self.timeout, name=f"{self._name}/{name}")
+            own = f"{self._name}/{name}"
+            base = self._connected(self._globals, f"{own}/whole", tuple(range(self.size))) if is_whole else self.base
+            self._beside[name] = GroupTable(base, timeout=self.timeout, name=own)
             self._beside[name].creations = self.creations
             self._beside[name].pauses_work = False
         return self._beside[name]
@@ -199,10 +202,12 @@ class GroupTable:
         if len(ranks) == self.size:
             return base
         members = sorted(self._globals[rank] for rank in ranks)
-        name = f"{self._name}/{'-'.join(map(str, ranks))}"
+        return self._connected(members, f"{self._name}/{'-'.join(map(str, ranks))}", ranks)
+
+    def _connected(self, members: Sequence[int], name: str, ranks: tuple[int, ...]) -> ProcessGroup:
         start = perf_counter()
         with guarded("group creation", ranks):
-            group = create_group(members, name, self.timeout)
+            group = create_group(list(members), name, self.timeout)
         self.creations.append(GroupCreation(ranks, perf_counter() - start))
         return group
 
@@ -226,6 +231,7 @@ def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) ->
 
 _active: GroupTable | None = None
 _default: GroupTable | None = None
+_beside = threading.local()  # its `table` is active in this thread, whatever is in others
 
 
 def activate(table: GroupTable | None) -> GroupTable | None:
@@ -238,6 +244,9 @@ def activate(table: GroupTable | None) -> GroupTable | None:
 def active() -> GroupTable:
     """Give the table that ops use: the activated one, else one over the whole world as it is now."""
     global _default
+    own: GroupTable | None = getattr(_beside, "table", None)
+    if own is not None:
+        return own
     if _active is not None:
         return _active
     if _default is None or _default._base is not world_group():
@@ -248,9 +257,22 @@ def active() -> GroupTable:
 
 @contextmanager
 def using(table: GroupTable) -> Iterator[GroupTable]:
-    """Activate `table` inside a with block."""
+    """Activate `table` inside a with block; one made by `beside` in this thread alone."""
+    if not table.pauses_work:
+        with _using_here(table):
+            yield table
+        return
     before = activate(table)
     try:
         yield table
     finally:
         activate(before)
+
+
+@contextmanager
+def _using_here(table: GroupTable) -> Iterator[None]:
+    before, _beside.table = getattr(_beside, "table", None), table
+    try:
+        yield
+    finally:
+        _beside.table = before

@@ -24,12 +24,24 @@ class HoldsGroups(Protocol):
     def release(self) -> None: ...
 
 
+class UsesGroups(Protocol):
+    """What uses process groups in a thread, and can wait until it does not."""
+
+    def finish(self) -> None: ...
+
+
 _holders: WeakSet[HoldsGroups] = WeakSet()
+_users: WeakSet[UsesGroups] = WeakSet()
 
 
 def release_at_exit(holder: HoldsGroups) -> None:
     """Have `holder` let its groups go, if it is still there when the process ends."""
     _holders.add(holder)
+
+
+def finish_at_exit(user: UsesGroups) -> None:
+    """Have `user` finish before groups are let go, if it is still there when the process ends."""
+    _users.add(user)
 
 
 @atexit.register
@@ -44,6 +56,8 @@ def _leave() -> None:
 
 def leave_world() -> None:
     """Free all groups, and leave the world; another one can be joined then."""
+    for user in _users:
+        user.finish()
     for holder in _holders:
         holder.release()
     _clear_defaults()

@@ -1,5 +1,7 @@
 """Group tables: a world of one, dry runs, and what they refuse."""
 
+import threading
+
 import pytest
 import torch
 
@@ -30,6 +32,26 @@ def test_the_activated_table_is_the_one_in_use():
         assert active() is inner
     assert active() is table
     activate(before)
+
+
+def test_a_table_of_a_thread_is_active_in_that_thread_alone():
+    table, beside, found = GroupTable.dry(1, 2), GroupTable.dry(1, 2), []
+    beside.pauses_work = False
+
+    def work():
+        with using(beside):
+            with using(beside):
+                found.append(active())
+            found.append(active())
+        found.append(active())
+
+    with using(table):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert active() is table
+    assert [one is beside for one in found] == [True, True, False]
+    assert found[2] is table
 
 
 def test_positions_are_ordered_as_the_group_counts_them():

@@ -78,26 +78,30 @@ class Rehoming:
         self._has_signal = False
         runtime.observers.append(self.observe)
 
-    def switch_home(self, home: Home, optimizer: Optimizers | None = None) -> SwitchPlan:
+    def switch_home(
+        self, home: Home, optimizer: Optimizers | None = None, *, overlap: bool | None = None
+    ) -> SwitchPlan:
         """Bring parameters and all that belongs to them home to where `home` says; see `Handle.switch_home`."""
 
         def wanted() -> tuple[Plan, list[float]]:
             self._take_in(optimizer)
             return self._wanted(home)
 
-        return self._carry_out(*together(self.runtime.table, wanted))
+        return self._carry_out(*together(self.runtime.table, wanted), overlap)
 
     def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work and of all homes; see `Handle.drain`."""
         self._learn(optimizer)
         drained = together(self.runtime.table, lambda: self._drained_with(ranks))
-        return self._change_devices(drained)
+        return self._change_devices(drained, overlap=False)  # its process may end as soon as this returns
 
-    def admit(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
+    def admit(
+        self, ranks: Sequence[int], optimizer: Optimizers | None = None, *, overlap: bool | None = None
+    ) -> SwitchPlan:
         """Give drained devices work and homes again; see `Handle.admit`."""
         self._learn(optimizer)
         drained = together(self.runtime.table, lambda: self._drained_without(ranks))
-        return self._change_devices(drained)
+        return self._change_devices(drained, overlap)
 
     def drain_on_sigterm(self, optimizer: Optimizers | None = None) -> None:
         """Drain this process's device before the first step after a SIGTERM; see `Handle.drain_on_sigterm`."""
@@ -173,7 +177,7 @@ class Rehoming:
         current = self.runtime.variants[self.runtime.current]
         return usable.get(self.runtime.current, next(iter(usable.values()), current)).plan
 
-    def _carry_out(self, plan: Plan, weights: Sequence[float]) -> SwitchPlan:
+    def _carry_out(self, plan: Plan, weights: Sequence[float], overlap: bool | None) -> SwitchPlan:
         runtime = self.runtime
         shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
 
@@ -186,7 +190,7 @@ class Rehoming:
                 self._chosen[key] = choose_homes(runtime.execution, plan, shapes, left)
             return self._chosen[key]
 
-        done = runtime.switch_home(together(runtime.table, chosen), self.optimizers)
+        done = runtime.switch_home(together(runtime.table, chosen), self.optimizers, overlap)
         _log.info("homes are near %s: %s", plan.summary(), done.summary())
         return done
 
@@ -206,14 +210,14 @@ class Rehoming:
             raise StateError(f"devices {list(ranks)} cannot be admitted: drained are {sorted(self.runtime.drained)}")
         return self.runtime.drained - set(ranks)
 
-    def _change_devices(self, drained: frozenset[int]) -> SwitchPlan:
+    def _change_devices(self, drained: frozenset[int], overlap: bool | None) -> SwitchPlan:
         """Plan for the devices that are not drained, and bring homes there; if that fails all is as before."""
         runtime, before = self.runtime, self.runtime.drained
         runtime.drained = drained
         try:
             plan = together(runtime.table, self._replanned)
             runtime.buffers.sync()
-            done = self._carry_out(plan, speeds(self.adaptation.cluster, runtime.table.size))
+            done = self._carry_out(plan, speeds(self.adaptation.cluster, runtime.table.size), overlap)
         except Exception:
             runtime.drained = before
             raise

@@ -43,6 +43,7 @@ def save_model(
     Raises:
         CheckpointError: on every rank, if it cannot be written.
     """
+    runtime.on_the_way.settle()
     with using(runtime.table):
         runtime.buffers.sync()
         save_checkpoint(
@@ -74,6 +75,7 @@ def load_model(
     Raises:
         CheckpointError: on every rank; nothing has been changed then.
     """
+    runtime.on_the_way.settle()
     with using(runtime.table):
         aliases = aliases_of(runtime.model)
         with torch.no_grad():

@@ -8,7 +8,7 @@ rest: gathered, run whole, cut again). Import it from `hetu_fx.switching.home`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -32,6 +32,7 @@ class HomeTensor(torch.Tensor):
 
     local: torch.Tensor
     home_layout: HomeLayout
+    wait_for_piece: Callable[[], None]  # there as long as `local` and `home_layout` are not: see `on_the_way`
 
     # The default re-wraps every result in the subclass without its fields; the dispatcher does all we need.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -63,6 +64,15 @@ class HomeTensor(torch.Tensor):
         if handler is None:
             handler = OPS[func] = FIND_HANDLER[0](func)
         return handler(func, args, kwargs or {})
+
+    if not TYPE_CHECKING:  # or any name would pass as an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Wait for the piece if it is on its way; called for attributes that are not there."""
+            if name not in ("local", "home_layout") or "wait_for_piece" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self.wait_for_piece()
+            return self.__dict__[name]
 
     def to_local(self) -> torch.Tensor:
         """Give this rank's piece, sharing its memory (as DTensor.to_local does, without autograd)."""

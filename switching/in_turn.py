@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 
 
@@ -34,6 +34,15 @@ class Turn:
     def wait(self) -> None:
         """Wait until it is done, and raise what it raised."""
         self._done.result()
+
+    def is_over(self, seconds: float) -> bool:
+        """Wait at most so long; tell whether it has ended, be it by an error."""
+        return bool(wait([self._done], seconds).done)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Wait until it is done, and return what it raised."""
+        return self._done.exception()
 
 
 def _run(before: Future[None] | None, work: Callable[[], None], done: Future[None]) -> None:

@@ -23,11 +23,12 @@ from hetu_fx.comm_ops.bsr_messages import Messages, Room, Rooms, Sending, post
 from hetu_fx.comm_ops.bsr_run import examples_of, new_results, prepare, unpack
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.agreement import together
+from hetu_fx.switching.agreement import any_of, together
 from hetu_fx.switching.gradients import layout_of
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import home_layout
 from hetu_fx.switching.home_parameters import move_optimizer_state
+from hetu_fx.switching.on_the_way import OnTheWay, StandIns
 from hetu_fx.switching.part_runs import Extents, reads_of
 from hetu_fx.switching.peer_memory import PeerMemory, addresses_of, all_reach
 from hetu_fx.switching.shared_memory import ReadingRoom, SharedMemory, all_share, share
@@ -46,6 +47,8 @@ def migrate(
     *,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
+    later: OnTheWay | None = None,
+    overlap: bool | None = None,
 ) -> SwitchPlan:
     """Bring home parameters, their gradients and all that `optimizers` keep of them to other ranks; collective.
 
@@ -55,8 +58,12 @@ def migrate(
         optimizers: all that hold state for them. Plain tensors of a parameter's shape are cut to its home.
         table: the ranks.
         extra_share, least_extra_bytes: see `plan_switch`.
+        later: brings what `optimizers` keep while the caller goes on, if all ranks pass one and have their state in
+            host memory: messages of devices that send themselves cannot pass those of a step. None: all comes now.
+        overlap: whether to leave something to `later`. None: only where messages are sent, as a copy in memory takes
+            the processor from the step that it is made beside (see `Handle.switch_home` for numbers).
 
-    Returns the plan that was carried out.
+    Returns the plan that was carried out, or is being.
 
     Raises:
         StateError: on every rank, if the ranks' states do not fit together or one rank failed.
@@ -69,13 +76,28 @@ def migrate(
         is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
         memory = all_reach(table, [tensor.local for tensor in state.tensors.values()])
         way = Way.DIRECT if memory else Way.SHARED if all_share(table, is_able) else Way.SENT
-        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, way))
-        _Migration(plan, state, table, is_able, memory).run()
+        wants = later is not None and (way is Way.SENT if overlap is None else overlap)
+        is_host = all(home.device.type == "cpu" for home in homes.values())
+        splits = not any_of(table, [not (wants and is_host)])[0]
+        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, way, splits))
+        _Migration(plan.now, state, table, is_able, memory).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
     layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
     for optimizer in optimizers:
         move_optimizer_state(optimizer, {name: homes[name] for name in layouts}, layouts)
+    if later is not None and plan.later.buckets:
+        _leave(plan.later, state, later, is_able, memory)
     return plan
+
+
+def _leave(plan: SwitchPlan, state: TrainingState, later: OnTheWay, is_able: bool, memory: PeerMemory | None) -> None:
+    """Have a part of the state brought in the background; collective."""
+    tensors = {(t.parameter, t.kind): state.tensors[t.parameter, t.kind] for t in plan.tensors}
+
+    def bring(stand_ins: StandIns, table: GroupTable) -> None:
+        _Migration(plan, state.with_tensors(stand_ins), table, is_able, memory).run()
+
+    later.start(plan, tensors, state.optimizers, bring)
 
 
 def _checked(
@@ -96,6 +118,7 @@ def planned(
     extra_share: float,
     least_extra_bytes: int,
     way: Way,
+    splits: bool,
 ) -> SwitchPlan:
     """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
     return plan_switch(
@@ -105,6 +128,7 @@ def planned(
         extra_share=extra_share,
         least_extra_bytes=least_extra_bytes,
         way=way,
+        splits=splits,
     )
 
 

@@ -27,6 +27,7 @@ from hetu_fx.switching.compute import compute_layout
 from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.idle import IdleMemory
 from hetu_fx.switching.migrate import migrate
+from hetu_fx.switching.on_the_way import OnTheWay
 from hetu_fx.switching.policy import BatchFacts, Health, Policy, choose
 from hetu_fx.switching.rows import RowPlan, plan_rows
 from hetu_fx.switching.settings import Settings
@@ -69,6 +70,7 @@ class Runtime:
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
+        self.on_the_way = OnTheWay(table, lambda: self.step)
         self.policy: Policy = choose
         self.health = Health()
         self.observers: list[Observer] = []
@@ -119,17 +121,21 @@ class Runtime:
         return {n: variant for n, variant in self.variants.items() if self.drained.isdisjoint(variant.plan.devices)}
 
     def switch_home(
-        self, annotations: Mapping[str, Annotation], optimizers: Sequence[torch.optim.Optimizer]
+        self, annotations: Mapping[str, Annotation], optimizers: Sequence[torch.optim.Optimizer], overlap: bool | None
     ) -> SwitchPlan:
         """Bring parameters and all that belongs to them to other homes, between steps; collective.
 
-        Gradients that were kept back come home first.
+        Gradients that were kept back come home first. `overlap` (see `migrate`) leaves what optimizers keep for later.
         """
+        self.on_the_way.settle()
+        start = perf_counter()
         with using(self.table):
             self.variants[self.current].flush()
             for variant in self.variants.values():
                 variant.compute.rehome()
-            return migrate(self.homes, annotations, optimizers, self.table)
+            plan = migrate(self.homes, annotations, optimizers, self.table, later=self.on_the_way, overlap=overlap)
+        self.on_the_way.tell_moved(plan, perf_counter() - start)
+        return plan
 
     def charge_groups(self, variant: Variant | None = None) -> None:
         """Count the groups that have been created since the last call as a variant's, None: as the current one's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -17,9 +18,8 @@ from hetu_fx.switching.agreement import alike, digest_of, of_all, together
 from hetu_fx.switching.gradients import layout_of
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.home_layout import home_layout
-from hetu_fx.switching.switch_buckets import StateTensor
+from hetu_fx.switching.switch_buckets import GRADIENT, VALUE, StateTensor
 
-VALUE, GRADIENT = "value", "gradient"
 _INSIDE = "/"  # between the keys of what stands deeper in an optimizer's state
 
 Homes = Mapping[str, nn.Parameter]
@@ -94,6 +94,12 @@ class TrainingState:
         merged = merged_state([described for described, _ in told])
         together(table, lambda: self._complete(merged, [plain for _, plain in told], table))
         return merged
+
+    def with_tensors(self, tensors: Mapping[Key, HomeTensor]) -> TrainingState:
+        """Return the same state with other tensors in the places of some."""
+        other = copy(self)
+        other.tensors = {**self.tensors, **tensors}
+        return other
 
     def _others(self) -> Others:
         """Return what optimizers keep that is no home tensor: step counts, and tensors that are whole everywhere."""

@@ -22,6 +22,9 @@ from hetu_fx.comm_ops.packing import packed_bytes
 from hetu_fx.errors import StateError
 from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, NEW, USES, Way
 
+VALUE, GRADIENT = "value", "gradient"
+"""What a tensor is of its parameter; other kinds are of an optimizer's state."""
+
 _PART = 5  # of the bound: what new parts and messages may take at least
 
 Load = Counter[tuple[str, int]]
@@ -49,6 +52,11 @@ class StateTensor:
                 f"{self.kind} of {self.parameter!r} cannot have summands at home: {self.source} before, {self.target} "
                 f"after"
             )
+
+    @property
+    def is_late(self) -> bool:
+        """Tell whether a step reads it at its end only: the optimizer alone uses it."""
+        return self.kind not in (VALUE, GRADIENT)
 
     @property
     def move(self) -> Move:

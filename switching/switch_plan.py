@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -36,11 +36,23 @@ class SwitchPlan:
         buckets: carried out one after the other.
         state_bytes: what each rank holds of the state, before or after, whichever is more.
         way: how slices get from rank to rank.
+        num_now: so many buckets come before training goes on, the others beside the next step. None: all of them.
     """
 
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
     way: Way = Way.SENT
+    num_now: int | None = None
+
+    @cached_property
+    def now(self) -> SwitchPlan:
+        """Return what comes before training goes on."""
+        return replace(self, buckets=self.buckets[: self.num_now], num_now=None)
+
+    @cached_property
+    def later(self) -> SwitchPlan:
+        """Return what comes beside the next step."""
+        return replace(self, buckets=self.buckets[len(self.now.buckets) :], num_now=None)
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
@@ -73,6 +85,8 @@ class SwitchPlan:
     @cached_property
     def peak_extra_bytes(self) -> int:
         """Return what a rank holds, at most, beside its state while the change goes on."""
+        if self.num_now is not None:
+            return max(self.now.peak_extra_bytes, self.later.peak_extra_bytes)
         return max(peak_bytes(self.buckets).values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +95,7 @@ class SwitchPlan:
             "format": FORMAT,
             "bytes": self.total_bytes,
             "least_bytes": self.least_bytes,
+            "later_bytes": self.later.total_bytes,
             "messages": self.num_messages,
             "state_bytes": list(self.state_bytes),
             "peak_extra_bytes": self.peak_extra_bytes,
@@ -90,8 +105,9 @@ class SwitchPlan:
 
     def summary(self) -> str:
         """Return the plan on one line."""
+        later = f", of them {self.later.total_bytes / 1e6:.4g} MB beside the next step" if self.later.buckets else ""
         return (
-            f"{len(self.tensors)} tensors in {len(self.buckets)} buckets: {self.total_bytes / 1e6:.4g} MB in "
+            f"{len(self.tensors)} tensors in {len(self.buckets)} buckets: {self.total_bytes / 1e6:.4g} MB{later} in "
             f"{self.num_messages} messages ({self.least_bytes / 1e6:.4g} MB are lacking), at most "
             f"{self.peak_extra_bytes / 1e6:.4g} MB beside a state of {max(self.state_bytes, default=0) / 1e6:.4g} MB"
         )
@@ -112,6 +128,7 @@ def plan_switch(
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
     way: Way = Way.SENT,
+    splits: bool = False,
 ) -> SwitchPlan:
     """Plan a change of home; a pure function, the same on every rank.
 
@@ -123,6 +140,7 @@ def plan_switch(
             for what one large tensor takes.
         least_extra_bytes: what may be held beside the state, however small that is.
         way: how slices get from rank to rank.
+        splits: what optimizers alone use comes after all the rest, in buckets of its own.
 
     Raises:
         StateError: a share that is not above 0, or a tensor named twice.
@@ -138,8 +156,15 @@ def plan_switch(
     )
     moving = [tensor for tensor in tensors if tensor.source != tensor.target]
     limit = max(int(max(state, default=0) * extra_share), least_extra_bytes)
-    together = plan_moves([tensor.move for tensor in moving], node_of=node_of)
-    return SwitchPlan(share_out(moving, together.transfers, limit, way), state, way)
+
+    def buckets(tensors: Sequence[StateTensor]) -> tuple[SwitchBucket, ...]:
+        together = plan_moves([tensor.move for tensor in tensors], node_of=node_of)
+        return share_out(tensors, together.transfers, limit, way)
+
+    if not splits:
+        return SwitchPlan(buckets(moving), state, way)
+    now, later = (buckets([tensor for tensor in moving if tensor.is_late is late]) for late in (False, True))
+    return SwitchPlan(now + later, state, way, len(now))
 
 
 def _bucket_json(bucket: SwitchBucket) -> list[dict[str, Any]]:

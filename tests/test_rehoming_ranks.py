@@ -88,21 +88,21 @@ def with_variants() -> tuple[Any, torch.optim.Optimizer]:
 
 SWITCHES: tuple[Callable[[Any], Any], ...] = (
     lambda hetu: hetu.switch("tp"),
-    lambda hetu: hetu.switch_home("tp"),
+    lambda hetu: hetu.switch_home("tp", overlap=True),
     lambda hetu: hetu.switch("pp"),
     lambda hetu: hetu.switch_home([1, 2]),
     lambda hetu: hetu.switch("unequal"),
     lambda hetu: hetu.drain(3),
-    lambda hetu: hetu.switch_home({0: 3.0, 2: 1.0}),
-    lambda hetu: hetu.admit(3),
+    lambda hetu: hetu.switch_home({0: 3.0, 2: 1.0}, overlap=True),
+    lambda hetu: hetu.admit(3, overlap=True),
     lambda hetu: hetu.switch("variant0"),
     lambda hetu: hetu.switch_home(UNEQUAL),
     lambda hetu: hetu.drain(0),
-    lambda hetu: hetu.switch_home([3]),
+    lambda hetu: hetu.switch_home([3], overlap=True),
     lambda hetu: hetu.admit(0),
     lambda hetu: hetu.switch("pp"),
     lambda hetu: hetu.switch_home("pp"),
-    lambda hetu: hetu.switch_home([0, 1, 2, 3]),
+    lambda hetu: hetu.switch_home([0, 1, 2, 3], overlap=True),
     lambda hetu: hetu.switch("tp"),
     lambda hetu: hetu.drain(0),
     lambda hetu: hetu.admit(0),
@@ -214,6 +214,69 @@ def check_a_backward_over_a_change_of_home_is_refused_everywhere(rank: int, worl
         with pytest.raises(StateError, match="home has changed between this step's forward and its backward"):
             loss.backward()
         model(**data(0)).backward()
+
+
+HOMES: dict[int, tuple[Any, ...]] = {2: ("tp",), 4: ([1, 2], "pp"), 6: ({0: 3.0, 2: 1.0},), 9: ([3],), 10: ("tp",)}
+
+
+def trained(overlap: bool, folder: Path) -> tuple[Any, torch.optim.Optimizer, Tensor]:
+    """Train 12 steps with changes of home, twice two in a row; save right after one of them."""
+    model, optimizer = with_variants()
+    found = []
+    for number in range(12):
+        for home in HOMES.get(number, ()):
+            model.hetu.switch_home(home, overlap=overlap)
+        if number == 6:
+            model.hetu.save(folder, optimizer=optimizer)
+        loss = model(**data(number))
+        loss.backward()
+        found.append(loss.detach() + 0)
+        if number % 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    model.hetu.switch_home(UNEQUAL, overlap=overlap)
+    return model, optimizer, torch.stack(found)
+
+
+def bits(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return this rank's pieces of parameters and optimizer state, and its numbers, by name."""
+    found = {}
+    for name, home in model.named_parameters():
+        for key, value in {"value": home.detach(), **optimizer.state[home]}.items():
+            found[f"{name}/{key}"] = (value.local if isinstance(value, HomeTensor) else torch.as_tensor(value)).clone()
+    return found
+
+
+def check_a_change_beside_steps_is_bit_by_bit_one_at_once(rank: int, world: int, folder: Path) -> None:
+    runs = [trained(overlap, folder / f"overlap {overlap}") for overlap in (False, True)]
+    assert torch.equal(runs[0][2], runs[1][2])
+    kinds = [[event.event for event in model.hetu.stats["homes"]] for model, _, _ in runs]
+    assert kinds == [["moved"] * 7, ["moved", "arrived"] * 6 + ["moved"]]
+    first, second = (bits(model, optimizer) for model, optimizer, _ in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    loaded = []
+    for (model, optimizer, _), overlap in zip(runs, (False, True), strict=True):
+        model.hetu.switch_home("tp", overlap=overlap)
+        model.hetu.load(folder / f"overlap {overlap}", optimizer=optimizer)
+        loaded.append(bits(model, optimizer))
+    assert all(torch.equal(loaded[0][name], loaded[1][name]) for name in first)
+
+
+def check_a_snapshot_right_after_a_change_has_what_is_on_its_way(rank: int, world: int, folder: Path) -> None:
+    model, optimizer = with_variants()
+    model(**data(0)).backward()
+    optimizer.step()
+    model.hetu.switch_home("tp", overlap=False)
+    expected = bits(model, optimizer)
+    model.hetu.switch_home([1, 2], overlap=True)
+    snapshots = model.hetu.snapshots(optimizer, folder=folder / "memory", stopped_after=None)
+    snapshots.step()
+    snapshots.wait()
+    optimizer.step()
+    model.hetu.switch_home("tp", overlap=True)
+    assert snapshots.resume().source == "memory"
+    assert all(torch.equal(expected[name], found) for name, found in bits(model, optimizer).items())
+    snapshots.close()
 
 
 def check_an_optimizer_must_be_known(rank: int, world: int, folder: Path) -> None:

@@ -19,6 +19,20 @@ def test_pieces_run_in_the_order_given_and_beside_the_caller() -> None:
     assert done == [0, 1, 2]
 
 
+def test_waiting_for_the_end_is_bounded_and_raises_nothing() -> None:
+    may_run = Event()
+
+    def fail() -> None:
+        may_run.wait(60)
+        raise KeyError("lost")
+
+    piece = InTurn().start(fail)
+    assert not piece.is_over(0.0)
+    may_run.set()
+    assert piece.is_over(60.0)
+    assert isinstance(piece.error, KeyError)
+
+
 def test_an_error_comes_out_where_the_piece_is_waited_for_and_nothing_runs_after_it() -> None:
     turns, done = InTurn(), []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ from test_home_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.comm_ops import bsr_messages, bsr_run
 from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.errors import StateError
+from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching import migrate as migrate_module
 from hetu_fx.switching import part_runs, peer_memory, shared_memory
 from hetu_fx.switching.agreement import of_all
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.switching.migrate import migrate
+from hetu_fx.switching.on_the_way import OnTheWay
 from hetu_fx.switching.shared_memory import SHARED_MEMORY
 from hetu_fx.switching.switch_ways import Way
 
@@ -36,6 +39,7 @@ ELSEWHERE: dict[str, Annotation] = {
     "mixed": Annotation.on((2, 1, 0), Split(0, (1, 1, 1))),
     "scalar": Annotation.on((0,)),
 }
+SMALL: dict[str, Any] = {"extra_share": 1e-3, "least_extra_bytes": 0}
 BEFORE = {name: annotation for name, (_, annotation) in HOMES.items()}
 
 
@@ -211,6 +215,120 @@ def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_m
     assert_same([home.grad for home in homes], [plain.grad for plain in plains])
     moved(homes, [], BEFORE)
     assert_same(homes, plains)
+
+
+def overlapped(homes: list[Any], optimizer: Any, targets: dict[str, Annotation], way: OnTheWay) -> Any:
+    way.settle()
+    return migrate(named(homes), targets, [optimizer], way.table, later=way, overlap=True, **SMALL)
+
+
+def state_of(homes: list[Any], optimizer: Any) -> list[Tensor]:
+    return [value for home in homes for value in (home.detach(), *optimizer.state[home].values())]
+
+
+def check_state_that_arrives_beside_a_step_is_that_of_one_that_came_before(rank: int, world: int, folder: Path) -> None:
+    way = OnTheWay(GroupTable())
+    for name in ("adamw", "adamw_fused", "adamw_amsgrad", "sgd", "nadam_foreach", "asgd"):
+        kind, options = OPTIMIZERS[name]
+        sets = [parameters(rank)[1], parameters(rank)[1]]
+        optimizers = [kind(homes, **copy.deepcopy(options)) for homes in sets]
+        for step, targets in enumerate((ELSEWHERE, BEFORE, {}, ELSEWHERE)):
+            plan = overlapped(sets[0], optimizers[0], targets, way)
+            moved(sets[1], optimizers[1:], targets)
+            assert way.is_empty == (not plan.later.buckets), name
+            assert way.is_empty == (step in (0, 2)), name
+            for homes, optimizer in zip(sets, optimizers, strict=True):
+                set_gradients(parameters(rank)[0], homes, step)
+                optimizer.step()
+        overlapped(sets[0], optimizers[0], BEFORE, way)
+        overlapped(sets[0], optimizers[0], ELSEWHERE, way)  # the second right after the first
+        overlapped(sets[0], optimizers[0], BEFORE, way)
+        moved(sets[1], optimizers[1:], BEFORE)
+        for found, expected in zip(*map(state_of, sets, optimizers), strict=True):
+            assert type(found) is type(expected), name
+            if isinstance(found, HomeTensor):
+                assert found.home_layout is expected.home_layout, name
+                assert torch.equal(found.local, expected.local), name
+            else:
+                assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected)), name
+
+
+def check_an_error_beside_a_step_reaches_all_ranks_before_optimizers_do_anything(
+    rank: int, world: int, folder: Path
+) -> None:
+    _, homes = parameters(rank)
+    optimizer, way = torch.optim.AdamW(homes), OnTheWay(GroupTable())
+    optimizer.step()
+    wholes = [tensor.clone() for tensor in state_of(homes, optimizer)]
+    plan = overlapped(homes, optimizer, ELSEWHERE, way)
+    numbers = [len(plan.now.buckets), len(plan.buckets) - 1]
+    overlapped(homes, optimizer, BEFORE, way)
+    way.settle()
+    for number in numbers:  # the first bucket beside the step, and the last
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(migrate_module, "unpack", failing_at(number, rank == 1))
+            overlapped(homes, optimizer, ELSEWHERE, way)
+            with pytest.raises((MemoryError, StateError), match="no memory is left"):
+                optimizer.step()
+        assert way.is_empty
+        assert [home.home_layout.annotation for home in homes] == list(ELSEWHERE.values())
+        tensors = [t for t in state_of(homes, optimizer) if isinstance(t, HomeTensor)]
+        found = [tensor.home_layout.annotation for tensor in tensors]
+        assert of_all(GroupTable(), found) == [found] * world
+        for tensor, whole in zip(state_of(homes, optimizer), wholes, strict=True):
+            assert torch.equal(whole_of(tensor), whole_of(whole))
+        overlapped(homes, optimizer, BEFORE, way)
+    way.settle()
+    assert {t.home_layout for t in state_of(homes[:1], optimizer) if isinstance(t, HomeTensor)} == {
+        homes[0].home_layout
+    }
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, HomeTensor) else tensor
+
+
+def check_a_rank_that_is_stuck_beside_a_step_is_an_error_on_all_and_nothing_hangs(
+    rank: int, world: int, folder: Path
+) -> None:
+    _, homes = parameters(rank)
+    optimizer, way = torch.optim.AdamW(homes), OnTheWay(GroupTable(timeout=timedelta(seconds=1)))
+    optimizer.step()
+    others_gave_up, unpack = threading.Event(), bsr_run.unpack
+
+    def stuck(*arguments: Any) -> Any:
+        if rank == 1 and threading.current_thread() is not threading.main_thread():
+            assert others_gave_up.wait(30)
+        return unpack(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(migrate_module, "unpack", stuck)
+        overlapped(homes, optimizer, ELSEWHERE, way)
+        if rank == 1:
+            of_all(GroupTable(), None)
+            others_gave_up.set()
+        with pytest.raises(CommError):
+            optimizer.step()
+        if rank != 1:
+            of_all(GroupTable(), None)
+    assert all(float(optimizer.state[home]["step"]) == 1 for home in homes)
+
+
+def check_state_comes_beside_the_step_where_all_want_that_or_where_messages_are_sent(
+    rank: int, world: int, folder: Path
+) -> None:
+    _, homes = parameters(rank)
+    optimizer, way = torch.optim.AdamW(homes), OnTheWay(GroupTable())
+    optimizer.step()
+    for targets, overlap in ((ELSEWHERE, bool(rank)), (BEFORE, None)):  # None: all of them share memory
+        plan = migrate(named(homes), targets, [optimizer], way.table, later=way, overlap=overlap)
+        assert (way.is_empty, plan.later.buckets) == (True, ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
+        way = OnTheWay(GroupTable())
+        plan = migrate(named(homes), ELSEWHERE, [optimizer], way.table, later=way)
+        assert (way.is_empty, bool(plan.later.buckets)) == (False, True)  # None: they send
+        way.settle()
 
 
 def failing_at(number: int, fails: bool) -> Any:

@@ -133,6 +133,28 @@ def test_extra_memory_of_a_rank_is_a_share_of_the_state_or_one_new_part_and_a_fi
     assert plan.peak_extra_bytes <= max(limit, largest + limit / 5) * 1.1 + 4096  # rows are not cut
 
 
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(Way))
+def test_what_only_optimizers_use_comes_later_and_all_else_is_as_without(seed: int, way: Way) -> None:
+    state = random_state(seed, scale=16)
+    whole, split = (plan_switch(state, WORLD, least_extra_bytes=0, way=way, splits=splits) for splits in (False, True))
+    assert {tensor.kind for tensor in split.now.tensors} <= {"value", "gradient"}
+    assert {tensor.kind for tensor in split.later.tensors} <= {"optimizer 0 exp_avg"}
+    assert set(split.now.tensors) | set(split.later.tensors) == set(split.tensors) == set(whole.tensors)
+    assert split.now.buckets + split.later.buckets == split.buckets
+    assert split.now.total_bytes + split.later.total_bytes == whole.total_bytes == split.least_bytes
+    assert split.peak_extra_bytes == max(split.now.peak_extra_bytes, split.later.peak_extra_bytes)
+    assert split.now.way == split.later.way == whole.way
+    assert (whole.now.buckets, whole.later.buckets) == (whole.buckets, ())
+
+
+def test_a_plan_tells_what_comes_beside_the_next_step() -> None:
+    late = StateTensor("w0", "optimizer 0 exp_avg", torch.float32, ROWS, COLUMNS, (8, 8))
+    plan = plan_switch([weight(0), late], WORLD, splits=True)
+    assert plan.to_json()["later_bytes"] == 224
+    assert plan.summary().startswith("2 tensors in 2 buckets: 0.000448 MB, of them 0.000224 MB beside the next step in")
+
+
 def test_a_tensor_larger_than_the_share_comes_in_parts() -> None:
     plan = plan_switch([weight(0, (1000, 1000))], WORLD, extra_share=0.1, least_extra_bytes=0)
     (first, *_, last) = plan.buckets

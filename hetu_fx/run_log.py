@@ -8,6 +8,9 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     switch      another variant than the step before runs
     built       graphs of a variant were made: their bytes, and the seconds that it took
     evicted     graphs of a variant that did not run were forgotten, so that such variants keep to their bound
+    moved       homes were changed: the bytes that came before training went on (of all processes), and the seconds
+    arrived     what optimizers keep has come to those homes: its bytes, the seconds it was on its way beside the step,
+                and for how many the step waited
     step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
                 batch's, predicted seconds, and the compute seconds of every process; of sequences of mixed lengths
                 also what planning it took (`planning_seconds`) and how long the step waited for that
@@ -27,6 +30,7 @@ from typing import Any, Protocol
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.idle import GraphEvent
+from hetu_fx.switching.on_the_way import HomeEvent
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.sequence_planner import Planned
 
@@ -67,6 +71,7 @@ class State:
         rates: straggling rates of devices, of those that are not 1.
         planned: of the last batch, if it had sequences of mixed lengths.
         graphs: what has happened to graphs.
+        homes: what has happened to homes.
     """
 
     step: int = 0
@@ -76,6 +81,7 @@ class State:
     rates: Mapping[int, float] = field(default_factory=dict)
     planned: Planned | None = None
     graphs: Sequence[GraphEvent] = ()
+    homes: Sequence[HomeEvent] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]
         if before.variant not in ("", after.variant):
             yield {"event": "switch", "step": after.step, "from": before.variant, "to": after.variant}
         yield _batch_entry(before, after, batch)
+    yield from map(_home_entry, after.homes[len(before.homes) :])
     for name in after.variants:
         if name not in before.variants:
             yield {"event": "plan", "step": after.step, "name": name, "plan": after.variants[name].plan.to_json()}
@@ -105,6 +112,11 @@ def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]
 def _graph_entry(event: GraphEvent) -> Entry:
     told = {"event": event.event, "step": event.step, "variant": event.variant, "bytes": event.num_bytes}
     return told | {"seconds": event.seconds} if event.event == "built" else told
+
+
+def _home_entry(event: HomeEvent) -> Entry:
+    told = {"event": event.event, "step": event.step, "bytes": event.num_bytes, "seconds": event.seconds}
+    return told | {"waited_seconds": event.waited_seconds} if event.event == "arrived" else told
 
 
 def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
@@ -131,7 +143,12 @@ class RunLog:
 
     def __init__(self, runtime: Runtime, rates: Callable[[], Mapping[int, float]], sinks: Sequence[Sink]) -> None:
         self._runtime, self._rates, self._sinks = runtime, rates, sinks
-        self._before = State(step=runtime.step, variants=_variants(runtime), graphs=tuple(runtime.idle.events))
+        self._before = State(
+            step=runtime.step,
+            variants=_variants(runtime),
+            graphs=tuple(runtime.idle.events),
+            homes=tuple(runtime.on_the_way.events),
+        )
         self._begun: tuple[float, int] | None = None
         names = list(self._before.variants)
         self._tell({"event": "start", "format": FORMAT, "processes": runtime.table.size, "variants": names})
@@ -170,8 +187,8 @@ class RunLog:
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
-        graphs = tuple(runtime.idle.events)
-        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned, graphs)
+        happened = tuple(runtime.idle.events), tuple(runtime.on_the_way.events)
+        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned, *happened)
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

@@ -17,7 +17,7 @@ from hetu_fx.run_log import FORMAT, Entry
 from hetu_fx.run_log_sinks import entry_text
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
-CHANGES = ("plan", "health", "switch", "built", "evicted")
+CHANGES = ("plan", "health", "switch", "built", "evicted", "moved", "arrived")
 
 
 def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:

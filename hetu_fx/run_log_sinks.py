@@ -74,6 +74,11 @@ def entry_text(entry: Entry) -> str:
             return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
         case "evicted":
             return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
+        case "moved":
+            return f"step {entry['step']}: homes changed, {entry['bytes'] / 1e6:.3g} MB in {entry['seconds']:.2g} s"
+        case "arrived":
+            beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
+            return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
         case "evaluation":
             return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s"
         case _:

@@ -19,6 +19,7 @@ from hetu_fx.run_log import Batch, Entry, State, Variant, entries
 from hetu_fx.run_log_report import draw, read_log, summaries, summary_text
 from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
 from hetu_fx.switching.idle import GraphEvent
+from hetu_fx.switching.on_the_way import HomeEvent
 from hetu_fx.switching.sequence_planner import Planned
 
 SHORT, LONG = Variant(Plan.single(), 1.5), Variant(Plan.single(), 0.0)
@@ -134,6 +135,19 @@ def test_graphs_are_told_when_they_are_built_with_their_seconds_and_when_they_ar
     assert found[1] == {"event": "built", "step": 4, "variant": "short", "bytes": 2_000_000, "seconds": 0.25}
     texts = ["step 3: graphs of 'long' evicted, 1 MB", "step 4: graphs of 'short' made in 0.25 s"]
     assert [entry_text(entry) for entry in found[:2]] == texts
+
+
+def test_changes_of_home_are_told_with_what_came_before_training_went_on_and_what_came_beside_it() -> None:
+    moved, arrived = HomeEvent("moved", 4, 3_000_000, 0.25, 0.25), HomeEvent("arrived", 5, 6_000_000, 0.5, 0.125)
+    before, after = state(3, "long"), state(4, "long", homes=(moved,))
+    found = [*entries(before, after, Batch(8, 2.0)), *entries(after, state(5, "long", homes=(moved, arrived)), None)]
+    assert events(found) == ["step", "moved", "arrived"]
+    assert found[1] == {"event": "moved", "step": 4, "bytes": 3_000_000, "seconds": 0.25}
+    assert found[2] == {"event": "arrived", "step": 5, "bytes": 6_000_000, "seconds": 0.5, "waited_seconds": 0.125}
+    assert [entry_text(entry) for entry in found[1:]] == [
+        "step 4: homes changed, 3 MB in 0.25 s",
+        "step 5: optimizer state is home, 6 MB in 0.5 s, of which 0.12 s were waited for",
+    ]
 
 
 def test_steps_after_a_switch_are_summed_up_apart() -> None:

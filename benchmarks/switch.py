@@ -18,7 +18,7 @@ from typing import Any
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from benchmarks.switch_ranks import FULL, HOME, LONG, QUICK, RESULT, SHORT, STEP, VARIANT, WORLD, work
+from benchmarks.switch_ranks import BESIDE, FULL, HOME, LONG, QUICK, RESULT, SHORT, STEP, VARIANT, WORLD, work
 
 SPEEDUP_BAR, BYTES_BAR, STEP_BAR = 10.0, 1.0, 1.05
 Switch = Mapping[str, Any]
@@ -50,6 +50,7 @@ def judge(result: Mapping[str, Any]) -> int:
         Bar("step after a change of variant over the next", statistics.median(ratios), STEP_BAR, at_least=False)
     )
     rows += [step_row(step, ratio) for step, ratio in zip(result[STEP], ratios, strict=True)]
+    rows += [beside_row(change, checkpoint) for change in result[BESIDE]]
     rows += [{"what": f"checkpoint {way}", "seconds": statistics.median(result[way])} for way in ("save", "load")]
     return finish("switch", bars, rows, **result["about"])
 
@@ -61,6 +62,26 @@ def step_row(step: Switch, ratio: float) -> Row:
         "seconds": statistics.median(step["changed"]),
         "next step": statistics.median(step["stayed"]),
         "of the next step": ratio,
+    }
+
+
+def cost_of(change: Switch) -> float:
+    """Return what a change of home costs: what training waits for, and by how much the next step is longer."""
+    slower = [after - stayed for after, stayed in zip(change["next"], change["after"], strict=True)]
+    return float(statistics.median(change["stall"]) + max(statistics.median(slower), 0.0))
+
+
+def beside_row(change: Switch, checkpoint: float) -> Row:
+    """Make a line of a change of home with the steps after it."""
+    way = "beside a step" if change["overlap"] else "at once"
+    return {
+        "what": f"home {change['from']} to {change['to']}, {way}",
+        "stall": statistics.median(change["stall"]),
+        "arrived": statistics.median(change["arrived"]),
+        "step after it": statistics.median(change["next"]),
+        "next step": statistics.median(change["after"]),
+        "stall and longer step": cost_of(change),
+        "checkpoint takes, times": checkpoint / cost_of(change),
     }
 
 

@@ -27,7 +27,7 @@ from hetu_fx.switching.home import HomeTensor
 
 WORLD = 4
 QUICK, FULL = Size(width=512, layers=4, rows=8, tokens=16), Size(width=1024, layers=9, rows=8, tokens=16)
-HOME, VARIANT, STEP, RESULT = "home", "variant", "step", "result.json"
+HOME, VARIANT, STEP, BESIDE, RESULT = "home", "variant", "step", "beside", "result.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Rounds:
 SHORT, LONG = Rounds(switches=3, steps=2, checkpoints=2), Rounds(switches=5, steps=3, checkpoints=3)
 # Every plan to every other one, once.
 ROUND = ("DP", "TP", "DP", "PP", "DP", "unequal", "TP", "PP", "TP", "unequal", "PP", "unequal", "DP")
+SHORT_ROUND = ("DP", "TP", "unequal", "PP", "DP")
 
 
 def plans(layers: int) -> dict[str, Plan]:
@@ -78,6 +79,8 @@ def work(rank: int, folder: Path, size: Size, rounds: Rounds) -> None:
     model.hetu.switch_home("DP")
     found: dict[str, Any] = {"about": about, STEP: steps, HOME: home_switches(model, rounds.switches)}
     say("changes of home are timed")
+    found[BESIDE] = home_steps(model, optimizer, train_step(model, optimizer, data), rounds.steps)
+    say("steps beside changes of home are timed")
     found[VARIANT] = variant_switches(model, data, rounds.switches)
     say("changes of variant are timed")
     found |= checkpoints(model, optimizer, folder, rounds.checkpoints)
@@ -109,13 +112,38 @@ def home_switches(model: Any, rounds: int) -> list[dict[str, Any]]:
     for _ in range(rounds):
         for pair in pairwise(ROUND):
             done: list[Any] = []
-            seconds = slowest(timed(lambda to=pair[1], done=done: done.append(model.hetu.switch_home(to))))
+            switch = partial(model.hetu.switch_home, pair[1], overlap=False)
+            seconds = slowest(timed(lambda switch=switch, done=done: done.append(switch())))
             (plan,) = done
             known = switches.setdefault(pair, {"from": pair[0], "to": pair[1], "seconds": []})
             known["seconds"].append(seconds)
             known["extra"] = plan.peak_extra_bytes / max(plan.state_bytes)
             known |= {"bytes": plan.total_bytes, "least bytes": plan.least_bytes, "messages": plan.num_messages}
     return list(switches.values())
+
+
+def home_steps(model: Any, optimizer: torch.optim.Optimizer, step: Step, rounds: int) -> list[dict[str, Any]]:
+    """Time changes of home and the steps after them: with all moved at once, and with a part moved beside the step."""
+    model.hetu.switch("DP")
+    step()
+    found = [
+        {"from": start, "to": end, "overlap": overlap, "stall": [], "arrived": [], "next": [], "after": []}
+        for overlap in (False, True)
+        for start, end in pairwise(SHORT_ROUND)
+    ]
+    for change in found:  # makes plans, of changes and of the steps after them
+        model.hetu.switch_home(change["to"], overlap=change["overlap"])
+        step()
+    for _ in range(rounds):
+        for change in found:
+            optimizer.zero_grad()
+            switch = partial(model.hetu.switch_home, change["to"], overlap=change["overlap"])
+            change["stall"].append(slowest(timed(switch)))
+            change["next"].append(slowest(timed(step)))
+            arrived = slowest(model.hetu.stats["homes"][-1].seconds)
+            change["arrived"].append(arrived + change["stall"][-1] * change["overlap"])
+            change["after"].append(slowest(timed(step)))
+    return found
 
 
 def variant_switches(model: Any, data: Mapping[str, torch.Tensor], rounds: int) -> list[dict[str, Any]]:

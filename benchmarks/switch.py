@@ -2,7 +2,8 @@
 
 Two kinds: another variant (parameters are gathered from home into another plan's layout) and another home (parameters
 and optimizer state change their owners). Both beside torch.distributed.checkpoint, which saves the same state from one
-home and loads it into the other. And steps: what a change of variant adds to a step, which gathers anyway.
+home and loads it into the other. And steps: what a change of variant adds to a step, which gathers anyway, and what a
+change of home adds to the step after it, where all has come at once and where the optimizer's state comes beside it.
 """
 
 from __future__ import annotations

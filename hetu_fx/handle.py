@@ -205,7 +205,7 @@ class Handle:
                 each other's memory. (Two emulated nodes with a link of 200 Mbit/s, AdamW: training waits 0.07 to 0.22 s
                 instead of 0.16 to 0.58 s, and the next step is longer by 0.03 to 0.3 s instead of 0 to 0.1 s: a third
                 less in all. Four processes of one machine on two cores, where copies take the processor from the step:
-                training waits a quarter less, but a change costs a sixth more in all.) Parameters that are not in
+                training waits half as long, but a change costs a quarter more in all.) Parameters that are not in
                 host memory always move with all that belongs to them.
 
         Returns what has been moved, or is being: bytes, messages, and the extra memory that it takes.

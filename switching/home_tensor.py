@@ -69,10 +69,12 @@ class HomeTensor(torch.Tensor):
 
         def __getattr__(self, name: str) -> Any:
             """Wait for the piece if it is on its way; called for attributes that are not there."""
-            if name not in ("local", "home_layout") or "wait_for_piece" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            self.wait_for_piece()
-            return self.__dict__[name]
+            wait = self.__dict__.get("wait_for_piece") if name in ("local", "home_layout") else None
+            if wait is not None:
+                wait()
+            if name in self.__dict__:  # another thread may have waited for it meanwhile
+                return self.__dict__[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_local(self) -> torch.Tensor:
         """Give this rank's piece, sharing its memory (as DTensor.to_local does, without autograd)."""

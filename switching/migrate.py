@@ -97,7 +97,7 @@ def _leave(plan: SwitchPlan, state: TrainingState, later: OnTheWay, is_able: boo
     def bring(stand_ins: StandIns, table: GroupTable) -> None:
         _Migration(plan, state.with_tensors(stand_ins), table, is_able, memory).run()
 
-    later.start(plan, tensors, state.optimizers, bring)
+    later.start(plan, tensors, bring)
 
 
 def _checked(

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hetu_fx.comm_ops.groups import GroupTable, using
 from hetu_fx.comm_ops.leaving import finish_at_exit
@@ -54,13 +54,13 @@ class HomeEvent:
 
 @dataclass(slots=True)
 class _Journey:
-    """State under way: the tensors with their stand-ins, the thread, and what holds optimizers back meanwhile."""
+    """State under way: the tensors with their stand-ins, the thread, when it began and ended, what ends the hook."""
 
     plan: SwitchPlan
     pieces: Sequence[tuple[HomeTensor, HomeTensor]]
     turn: Turn
     times: list[float]
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    unhook: Callable[[], None]
 
 
 class OnTheWay:
@@ -86,12 +86,10 @@ class OnTheWay:
         """Tell whether nothing is on its way."""
         return self._journey is None
 
-    def start(
-        self, plan: SwitchPlan, tensors: StandIns, optimizers: Sequence[torch.optim.Optimizer], bring: Bring
-    ) -> None:
+    def start(self, plan: SwitchPlan, tensors: StandIns, bring: Bring) -> None:
         """Bring `tensors` home in a thread, as `plan` says; what was on its way must be settled. Collective.
 
-        `bring` gets stand-ins, and either changes one wholly or not at all. The optimizers' steps wait.
+        `bring` gets stand-ins, and either changes one wholly or not at all. Optimizers' steps wait.
         """
         assert self._journey is None, "settle() comes first"
         beside = self.table.beside("state", is_whole=True)
@@ -106,8 +104,9 @@ class OnTheWay:
                 times.append(perf_counter())
 
         pieces = [(tensor, stand_ins[key]) for key, tensor in tensors.items()]
-        self._journey = _Journey(plan, pieces, InTurn().start(work), times)
-        self._journey.hooks += [optimizer.register_step_pre_hook(self._hold_back) for optimizer in optimizers]
+        # For all optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are).
+        hook = register_optimizer_step_pre_hook(self._hold_back)
+        self._journey = _Journey(plan, pieces, InTurn().start(work), times, hook.remove)
 
     def settle(self) -> None:
         """Wait until nothing is on its way; from any thread.
@@ -141,8 +140,7 @@ class OnTheWay:
         self._journey = None
         for tensor, stand_in in journey.pieces:
             _give_back(tensor, stand_in)
-        for hook in journey.hooks:
-            hook.remove()
+        journey.unhook()
         if error is not None:
             raise error
         start, end = journey.times

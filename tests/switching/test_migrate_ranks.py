@@ -183,7 +183,6 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
 
 def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    before = {*SHARED_MEMORY.glob("hetu_fx_switch-*")}  # of other jobs
     for targets, way in ((ELSEWHERE, Way.DIRECT), (BEFORE, Way.SHARED)):
         table = GroupTable()
         assert shared_memory.all_share(table, is_able=True)

@@ -45,7 +45,7 @@ class Trip:
         self.tensor: Any = self.optimizer.state[self.home]["exp_avg"]
         self.way = OnTheWay(Alone(timeout=timedelta(seconds=seconds)), lambda: 7)
         self._may_arrive, self._error = threading.Event(), error
-        self.way.start(NOTHING, {KEY: self.tensor}, [self.optimizer], self._bring)
+        self.way.start(NOTHING, {KEY: self.tensor}, self._bring)
 
     def _bring(self, stand_ins: Any, table: GroupTable) -> None:
         assert self._may_arrive.wait(60)

@@ -40,7 +40,7 @@ TRACE: Mapping[str, Mapping[int, float]] = {
     "recovered": {},
 }
 OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR = 0.9, 0.03, 3, 1.5
-ALONE_SECONDS, ALONE_ROWS = 0.25, 4
+ALONE_SECONDS, ALONE_ROWS = 0.25, 12  # about what slow devices have in a step: throttled ones lose more at fewer
 STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 3, HealthTracker().settling
 NOTICED = 1.5  # a rate that is wrong by less is about right
 MOST_STEPS = 60  # before a change that is not noticed counts as missed

@@ -1,7 +1,7 @@
 """Devices that become slow and recover while a model trains: what adapting to them gains, and what it costs.
 
 Three equal emulated devices; CPU quotas slow one, two, one of them more, and give all back. Three contestants train in
-turns on them: a model that adapts by itself, told nothing; the same one pinned to the plan of the start; a model from
+turns on them: a model that adapts by itself, told nothing; one that keeps the plan and the homes of the start; one from
 which slow devices are dropped, homes and all, the moment they become slow. The optimum of a phase is total work over
 total speed: the adapting model's step of the first phase, over the share of the devices' speeds that is left. How slow
 a device really is, and so what its rate is judged by, is told by a plain model that every device trains for itself
@@ -60,6 +60,7 @@ class Watched:
         planned_beside: the seconds of steps during which a plan was being made.
         rates: as they were found.
         variant: what runs.
+        homes: why parameters' homes have changed, and the seconds that it took.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Watched:
     planned_beside: list[float] = field(default_factory=list)
     rates: dict[int, float] = field(default_factory=dict)
     variant: str = ""
+    homes: list[tuple[str, float]] = field(default_factory=list)
 
 
 def main() -> int:
@@ -118,6 +120,7 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "injected": rates_text(dict(enumerate(relative(name, injected)))),
         "found": rates_text(watched["rates"]),
         "variant": watched["variant"],
+        "homes moved in s": " ".join(f"{seconds:.2g}" for _, seconds in watched["homes"]),
     }
 
 
@@ -201,18 +204,10 @@ class Contest:
         from hetu_fx.plans import Plan
 
         start = self.adapting.hetu.plan
-        self.steps[FIXED] = self._pinned(self.adapting.hetu.current)
+        _, self.steps[FIXED] = self._model(start)
         plans = [start, *(Plan.data_parallel(self._healthy(rates)) for rates in TRACE.values() if rates)]
         named = {plan.devices: plan for plan in plans}
         self.dropping, self.steps[DROPPING] = self._model(list(named.values()))
-
-    def _pinned(self, name: str) -> Step:
-        def step() -> None:
-            self.adapting.hetu.switch(name)
-            self.steps[ADAPTING]()
-            self.adapting.hetu.release()
-
-        return step
 
     def _healthy(self, rates: Mapping[int, float]) -> list[int]:
         return [rank for rank in range(WORLD) if rank not in rates]
@@ -230,6 +225,7 @@ class Contest:
         """Train the adapting model until it has noticed the change, and steadily runs what it planned; collective."""
         hetu, watched, steps, steady = self.adapting.hetu, Watched(), 0, 0
         before, asked, asked_at, begun = len(hetu.stats["replanned"]), None, 0.0, list[float]()
+        moved = len(hetu.stats["homes"])
         while steady < (STEADY_STEPS if changes else FIRST_STEPS) and (steps < MOST_STEPS or hetu.is_planning):
             plans = hetu.is_planning
             start = perf_counter()
@@ -251,6 +247,7 @@ class Contest:
         for change in hetu.stats["replanned"][before:]:
             watched.planning_seconds = change.planning_seconds
             watched.switched = change.step - change.asked
+        watched.homes = [(move.why, move.seconds) for move in hetu.stats["homes"][moved:] if move.event == "moved"]
         watched.after = sum(seconds >= watched.planning_seconds for seconds in begun)
         return watched
 

@@ -8,7 +8,7 @@ rank sees the same agreed facts and so asks for the same plan. Training goes on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hetu_fx.errors import HetuFxError, StateError
@@ -83,6 +83,7 @@ class Adaptation:
         self.tracker, self.book = HealthTracker(), PlanBook()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
+        self.listeners: list[Callable[[], None]] = []  # to plans that the policy is given
         self.replanning = Replanning(runtime.table, planner, runtime.deduced)
         self._run_before: set[str] = set()
         self._ran = ""
@@ -225,6 +226,8 @@ class Adaptation:
         name = self._variant_for(rates, made, asked.situation.name)
         self.tracker.restart()
         self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
+        for listen in self.listeners:
+            listen()
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.handle import Handle
+from hetu_fx.homes_follow import HomesFollow
 from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.rehoming import Rehoming
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
@@ -38,6 +39,7 @@ def auto_parallelize(
     process_group: dist.ProcessGroup | None = None,
     warm: bool = False,
     idle_bytes: int = IDLE_BYTES,
+    homes_follow: bool = True,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -65,6 +67,8 @@ def auto_parallelize(
             are made inside the first step that it runs.
         idle_bytes: what variants that do not run may keep on a process, graphs and copies of parameters (1 GiB). What
             is more is forgotten, what was used longest ago first, and made again when it is needed.
+        homes_follow: where devices become slow, or recover, and another plan takes over, the parameters and the
+            optimizer's state change their owners too if that pays; `optimizer` must be known. False: they stay.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
@@ -84,12 +88,14 @@ def auto_parallelize(
         raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
     if data not in ("per_rank", "global"):
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
-    settings = Settings(shared=data == "global", outputs=outputs, seed=seed, idle_bytes=idle_bytes)
+    shared = data == "global"
+    settings = Settings(shared, outputs, seed, idle_bytes=idle_bytes, homes_follow=homes_follow)
     preparation = Preparation(
         model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
     )
     runtime, adaptation = prepare(preparation)
     rehoming = Rehoming(runtime, adaptation, [] if optimizer is None else [optimizer])
+    HomesFollow(runtime, adaptation, rehoming)
     handle = Handle(runtime, adaptation, rehoming)
     _attach(model, handle)
     if warm:

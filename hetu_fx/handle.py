@@ -60,7 +60,8 @@ class Handle:
         built or evicted; `idle_bytes` is what variants that do not run keep, `copies_dropped` how often good copies of
         parameters were dropped to hold them to their bound. `switch_cost` has the `SwitchCost` by variant: the seconds
         of training steps after a change to it, beside those of steps without one. `homes` has a `HomeEvent` each time
-        that homes were changed, and that what was left for later had arrived: bytes and seconds of both.
+        that homes were changed, with the reason where they have followed a plan, and that what was left for later had
+        arrived: bytes and seconds of both.
         """
         report = self._runtime.report
         self._runtime.charge_groups()
@@ -191,7 +192,8 @@ class Handle:
         Collective, between steps: after a backward, before the next forward. Parameters, gradients, state tensors and
         optimizers stay the same objects, values stay as they are bit by bit, and nothing goes through a file. Changing
         the variant needs no change of home; this is for a plan that stays, and for devices that have no memory for
-        their part. Other home tensors (averages of parameters that the user keeps) stay where they are.
+        their part. Homes stay there, whatever plans devices' rates lead to, until `homes_follow` is made True again.
+        Other home tensors (averages of parameters that the user keeps) stay where they are.
 
         Args:
             home: a Plan, or the name of a variant: near where that reads the parameters, in proportion to the devices'
@@ -214,6 +216,19 @@ class Handle:
             HetuFxError: on every process. What fails on the way beside a step is raised by what waits for it.
         """
         return self._rehoming.switch_home(home, optimizer, overlap=overlap)
+
+    @property
+    def homes_follow(self) -> bool:
+        """Whether homes follow plans that are made for the devices' rates; assign it on every process.
+
+        True unless `auto_parallelize` was told otherwise, where an optimizer is known. `switch_home` makes it False, as
+        the user has placed the homes then; True hands them back.
+        """
+        return self._rehoming.homes_follow
+
+    @homes_follow.setter
+    def homes_follow(self, follow: bool) -> None:
+        self._rehoming.homes_follow = follow
 
     def drain(self, *ranks: int, optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work now: others take over what they own. Collective, between steps.

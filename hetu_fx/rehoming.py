@@ -41,8 +41,14 @@ def choose_homes(
 
     A rank of weight 0 gets nothing: what the plan reads there has its home on all other ranks.
     """
+    return homes_near(plan, execution.compute_annotations(plan), shapes, weights)
+
+
+def homes_near(
+    plan: Plan, read: Mapping[str, Annotation], shapes: Mapping[str, tuple[int, ...]], weights: Sequence[float]
+) -> dict[str, Annotation]:
+    """Choose homes as `choose_homes` does, where it is known where the plan reads each parameter."""
     able = tuple(rank for rank, weight in enumerate(weights) if weight > 0)
-    read = execution.compute_annotations(plan)
     elsewhere = Annotation.replicated(able)
     compute = {name: read[name] if able_to_read(read.get(name), able) else elsewhere for name in shapes}
     zero = plan.zero if set(plan.devices) <= set(able) else 1
@@ -73,7 +79,8 @@ class Rehoming:
     ) -> None:
         self.runtime, self.adaptation = runtime, adaptation
         self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
-        self._is_told = bool(optimizers)
+        self.homes_follow = runtime.settings.homes_follow
+        self.is_told = bool(optimizers)
         self._chosen: dict[tuple[Plan, tuple[float, ...]], dict[str, Annotation]] = {}
         self._has_signal = False
         runtime.observers.append(self.observe)
@@ -81,13 +88,25 @@ class Rehoming:
     def switch_home(
         self, home: Home, optimizer: Optimizers | None = None, *, overlap: bool | None = None
     ) -> SwitchPlan:
-        """Bring parameters and all that belongs to them home to where `home` says; see `Handle.switch_home`."""
+        """Bring parameters and all that belongs to them home to where `home` says; see `Handle.switch_home`.
+
+        Homes follow no plans from now on: the user has said where they are to be.
+        """
 
         def wanted() -> tuple[Plan, list[float]]:
             self._take_in(optimizer)
             return self._wanted(home)
 
-        return self._carry_out(*together(self.runtime.table, wanted), overlap)
+        done = self._carry_out(*together(self.runtime.table, wanted), overlap)
+        self.homes_follow = False
+        return done
+
+    @property
+    def weights(self) -> list[float]:
+        """Return what each rank is to have of the homes, unless somebody says otherwise: as its speed is now."""
+        cluster, world = self.adaptation.cluster, self.runtime.table.size
+        now = None if cluster is None else cluster.with_rates(self.runtime.health.rates)
+        return [0.0 if rank in self.runtime.drained else speed for rank, speed in enumerate(speeds(now, world))]
 
     def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work and of all homes; see `Handle.drain`."""
@@ -133,7 +152,7 @@ class Rehoming:
         together(self.runtime.table, lambda: self._take_in(optimizer))
 
     def _take_in(self, optimizer: Optimizers | None) -> None:
-        if optimizer is None and not self._is_told:
+        if optimizer is None and not self.is_told:
             raise StateError(
                 "the optimizer's state must move with the parameters, but no optimizer is known: pass optimizer=... "
                 "here or to hetu_fx.auto_parallelize (several as a list; optimizer=() if there is none)"
@@ -142,16 +161,15 @@ class Rehoming:
             return
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         check_optimizers(self.runtime.homes, given)
-        self._is_told = True
+        self.is_told = True
         self.optimizers += [new for new in given if all(new is not known for known in self.optimizers)]
 
     def _wanted(self, home: Home) -> tuple[Plan, list[float]]:
         """Return the plan near which homes are to be, and what each rank is to have of them."""
-        world = self.runtime.table.size
-        known = speeds(self.adaptation.cluster, world)
+        known = self.weights
         match home:
             case Plan():
-                self.runtime.execution.check(home, world)
+                self.runtime.execution.check(home, self.runtime.table.size)
                 return home, known
             case str():
                 if home not in self.runtime.variants:
@@ -217,7 +235,7 @@ class Rehoming:
         try:
             plan = together(runtime.table, self._replanned)
             runtime.buffers.sync()
-            done = self._carry_out(plan, speeds(self.adaptation.cluster, runtime.table.size), overlap)
+            done = self._carry_out(plan, self.weights, overlap)
         except Exception:
             runtime.drained = before
             raise

@@ -8,7 +8,8 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     switch      another variant than the step before runs
     built       graphs of a variant were made: their bytes, and the seconds that it took
     evicted     graphs of a variant that did not run were forgotten, so that such variants keep to their bound
-    moved       homes were changed: the bytes that came before training went on (of all processes), and the seconds
+    moved       homes were changed: the bytes that came before training went on (of all processes), the seconds, and
+                why, where homes have followed a plan
     arrived     what optimizers keep has come to those homes: its bytes, the seconds it was on its way beside the step,
                 and for how many the step waited
     step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
@@ -116,7 +117,9 @@ def _graph_entry(event: GraphEvent) -> Entry:
 
 def _home_entry(event: HomeEvent) -> Entry:
     told = {"event": event.event, "step": event.step, "bytes": event.num_bytes, "seconds": event.seconds}
-    return told | {"waited_seconds": event.waited_seconds} if event.event == "arrived" else told
+    if event.event == "arrived":
+        return told | {"waited_seconds": event.waited_seconds}
+    return told | {"why": event.why} if event.why else told
 
 
 def _batch_entry(before: State, after: State, batch: Batch) -> Entry:

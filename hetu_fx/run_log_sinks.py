@@ -75,7 +75,8 @@ def entry_text(entry: Entry) -> str:
         case "evicted":
             return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
         case "moved":
-            return f"step {entry['step']}: homes changed, {entry['bytes'] / 1e6:.3g} MB in {entry['seconds']:.2g} s"
+            size, why = f"{entry['bytes'] / 1e6:.3g} MB", f": {entry['why']}" if "why" in entry else ""
+            return f"step {entry['step']}: homes changed, {size} in {entry['seconds']:.2g} s{why}"
         case "arrived":
             beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
             return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"

@@ -42,7 +42,7 @@ class Compute:
         self.last_use = 0
         self.sizes: tuple[int, int] | None = None
         self._sized_for: Bridge | None = None
-        self._gathered: tuple[object, dict[str, Tensor]] = (None, {})
+        self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
         self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
         self._in_use: weakref.WeakSet[Bridge] = weakref.WeakSet()  # a step may hold one that is kept no more
 
@@ -61,6 +61,12 @@ class Compute:
             if self._sized_for is not bridge:
                 self._sized_for, self.sizes = bridge, None
         return dict(self._gathered[1])
+
+    @property
+    def entries(self) -> tuple[BridgeEntry, ...]:
+        """Return what the copies that are kept have come by: where each parameter's home is, and where it is read."""
+        state = self._gathered[0]
+        return () if state is None else state[0].plan.entries
 
     def bridge_between(self, entries: Sequence[BridgeEntry]) -> Bridge:
         """Return the bridge of some entries; made once per home layout, which the entries tell."""
@@ -86,7 +92,7 @@ class Compute:
     def has_stale_copies(self) -> bool:
         """Tell whether copies are kept that the next gather would replace; the same on all ranks."""
         state = self._gathered[0]
-        return isinstance(state, tuple) and state[1] != _versions(self._pieces())
+        return state is not None and state[1] != _versions(self._pieces())
 
     @property
     def has_graphs(self) -> bool:

@@ -29,6 +29,12 @@ class KeptBack:
         self.local: dict[str, Tensor] = {}
         self.bridge: Bridge | None = None
         self.under_way: Reduction | None = None
+        self.begun: weakref.WeakSet[Collector] = weakref.WeakSet()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tell whether there is a step that can have its backward and has not had it."""
+        return bool(self.begun)
 
     def settle(self) -> None:
         """Wait for the messages of a step whose loss was never asked for its gradient, and drop what they bring."""
@@ -99,6 +105,7 @@ class Collector:
         self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
         self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
         kept.settle()
+        kept.begun.add(self)
 
     @property
     def _sums_first(self) -> bool:
@@ -168,6 +175,7 @@ class Collector:
             StateError: the parameters have changed their home since the forward.
         """
         self.timer.stop()
+        self.kept.begun.discard(self)
         if self.bridge.is_outdated:
             self._refuse()
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}

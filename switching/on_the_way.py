@@ -43,6 +43,7 @@ class HomeEvent:
         num_bytes: that travelled, of all ranks.
         seconds: on this rank: what training waited for, or how long it was on its way.
         waited_seconds: for how much of `seconds` this rank did nothing else.
+        why: what they have changed for; empty where the user has asked for it.
     """
 
     event: Literal["moved", "arrived"]
@@ -50,6 +51,7 @@ class HomeEvent:
     num_bytes: int
     seconds: float
     waited_seconds: float
+    why: str = ""
 
 
 @dataclass(slots=True)
@@ -126,9 +128,9 @@ class OnTheWay:
             _log.warning("rank %d: optimizer state did not arrive at its new home: %s", self.table.rank, error)
             error.__traceback__ = None  # what it holds would keep connections open
 
-    def tell_moved(self, plan: SwitchPlan, seconds: float) -> None:
+    def tell_moved(self, plan: SwitchPlan, seconds: float, why: str = "") -> None:
         """Record a change of home that training has waited for."""
-        self.events.append(HomeEvent("moved", self._steps(), plan.now.total_bytes, seconds, seconds))
+        self.events.append(HomeEvent("moved", self._steps(), plan.now.total_bytes, seconds, seconds, why))
 
     def _hold_back(self, *arguments: Any) -> None:
         self.settle()

@@ -42,6 +42,7 @@ _log = logging.getLogger("hetu_fx.variants")
 
 
 Observer = Callable[[StepFacts], None]
+Optimizers = Sequence[torch.optim.Optimizer]
 Teller = Callable[[LocalFacts], LocalFacts]
 """Adds to a rank's facts what others are to know of it."""
 
@@ -121,11 +122,12 @@ class Runtime:
         return {n: variant for n, variant in self.variants.items() if self.drained.isdisjoint(variant.plan.devices)}
 
     def switch_home(
-        self, annotations: Mapping[str, Annotation], optimizers: Sequence[torch.optim.Optimizer], overlap: bool | None
+        self, annotations: Mapping[str, Annotation], optimizers: Optimizers, overlap: bool | None = None, why: str = ""
     ) -> SwitchPlan:
         """Bring parameters and all that belongs to them to other homes, between steps; collective.
 
         Gradients that were kept back come home first. `overlap` (see `migrate`) leaves what optimizers keep for later.
+        `why` is for the record, where the user has not asked for the change.
         """
         self.on_the_way.settle()
         start = perf_counter()
@@ -134,8 +136,13 @@ class Runtime:
             for variant in self.variants.values():
                 variant.compute.rehome()
             plan = migrate(self.homes, annotations, optimizers, self.table, later=self.on_the_way, overlap=overlap)
-        self.on_the_way.tell_moved(plan, perf_counter() - start)
+        self.on_the_way.tell_moved(plan, perf_counter() - start, why)
         return plan
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tell whether this rank holds a step of training whose backward may come yet: homes must stay until then."""
+        return any(variant.kept_back.awaits_backward for variant in self.variants.values())
 
     def charge_groups(self, variant: Variant | None = None) -> None:
         """Count the groups that have been created since the last call as a variant's, None: as the current one's."""

@@ -19,12 +19,14 @@ class Settings:
         outputs: "auto" (other outputs than the loss in evaluation only), "all" or "loss".
         seed: of all random numbers that the model draws.
         idle_bytes: what variants that do not run may keep on a rank.
+        homes_follow: parameters' homes follow plans that are made for the devices' rates.
     """
 
     shared: bool
     outputs: str
     seed: int | None
     idle_bytes: int = IDLE_BYTES
+    homes_follow: bool = True
 
     def __post_init__(self) -> None:
         if self.idle_bytes < 0:

@@ -24,7 +24,7 @@ FLOORS = (
     "integrations",
     "launch_worker",
     "api handle",
-    "planning simulating profiling* prepare rehoming adaptation replanning situations background standby "
+    "planning simulating profiling* prepare rehoming homes_follow adaptation replanning situations background standby "
     "saving export* checkpoint snapshots report run_log*",
     "switching.runtime",
     "switching.graph_execution switching.eager_execution",

@@ -13,6 +13,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans import Plan
 from hetu_fx.rehoming import choose_homes, speeds
+from hetu_fx.switching.policy import Health
 from hetu_fx.topology import Cluster
 
 SHAPES = {"read by 0 and 1": (64, 64), "read by 2": (64, 32), "small": (4,), "never read": (2048,)}
@@ -69,6 +70,44 @@ class Line(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).pow(2).mean()
+
+
+def test_homes_are_weighed_by_what_devices_do_now() -> None:
+    model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
+    rehoming = model.hetu._rehoming
+    rehoming.adaptation.cluster = Cluster.on_paper((6e9,))
+    rehoming.runtime.health = Health({0: 3.0})
+    assert rehoming.weights == [2e9]
+    rehoming.runtime.drained = frozenset({0})
+    assert rehoming.weights == [0.0]
+
+
+def test_a_step_awaits_its_backward_as_long_as_it_can_have_one() -> None:
+    model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
+    runtime = model.hetu._runtime
+    loss, other = model(x=torch.randn(4, 3)), model(x=torch.randn(4, 3))
+    assert runtime.awaits_backward
+    loss.backward()
+    assert runtime.awaits_backward
+    del other
+    assert not runtime.awaits_backward
+    with torch.no_grad():
+        model(x=torch.randn(4, 3))
+    assert not runtime.awaits_backward
+
+
+def test_homes_that_the_user_has_placed_follow_no_more_and_each_change_is_told() -> None:
+    model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
+    assert model.hetu.homes_follow
+    with pytest.raises(StateError, match="no optimizer is known"):
+        model.hetu.switch_home([0])
+    assert model.hetu.homes_follow
+    model.hetu.switch_home([0], optimizer=())
+    assert not model.hetu.homes_follow
+    (move,) = model.hetu.stats["homes"]
+    assert (move.step, move.why, move.num_bytes) == (0, "asked for by switch_home", 0)
+    told = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), homes_follow=False)
+    assert not told.hetu.homes_follow
 
 
 def test_one_process_alone_keeps_its_state_and_cannot_be_drained() -> None:

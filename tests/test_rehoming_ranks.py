@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import sys
@@ -21,7 +22,9 @@ from eager_models import batch as choosy_batch
 
 import hetu_fx
 from hetu_fx.errors import StateError
+from hetu_fx.homes_follow import STAY_STEPS
 from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.home import HomeTensor
 from hetu_fx.topology import Cluster
 
@@ -333,6 +336,47 @@ def check_modules_that_run_as_they_are_change_homes_too(rank: int, world: int, f
             optimizer.zero_grad()
     for home, parameter in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(home.detach().full_tensor(), parameter.detach(), rtol=1e-10, atol=1e-12)
+
+
+def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank: int, world: int, folder: Path) -> None:
+    runs = (parallel(net(), "auto", cluster=Cluster.on_paper((1e6,) * 4)), parallel(net(), Plan.single()))
+    model, optimizer = runs[0]
+    hetu, steps = model.hetu, itertools.count()
+    hetu._adaptation.tracker = HealthTracker(window=10_000, lasting=10_000, settling=10_000)  # rates are as told here
+
+    def train(count: int) -> None:
+        for number in itertools.islice(steps, count):
+            losses = [trained(**data(number)) for trained, _ in runs]
+            torch.testing.assert_close(*(loss + 0 for loss in losses), rtol=1e-10, atol=1e-12)
+            for loss, (_, its_optimizer) in zip(losses, runs, strict=True):
+                loss.backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+
+    def adapt(rates: dict[int, float]) -> None:
+        hetu._adaptation.adapt(rates)
+        while hetu.is_planning:
+            train(1)
+        train(STAY_STEPS + 2)
+
+    train(2)
+    healthy = held(model, optimizer)
+    adapt({3: 8.0})
+    slow = held(model, optimizer)
+    assert slow < 0.25 * healthy if rank == 3 else slow > healthy
+    (move,) = hetu.stats["homes"]
+    assert move.why.startswith("follows 'slow-3x8', rates {3: 8.0}: ")
+    assert move.num_bytes > 0
+    adapt({})
+    assert held(model, optimizer) == healthy
+    assert len(hetu.stats["homes"]) == 2
+    hetu.switch_home([0, 1])
+    adapt({3: 8.0})
+    assert not hetu.homes_follow
+    assert len(hetu.stats["homes"]) == 3, "homes that the user has placed stay"
+    hetu.homes_follow = True
+    train(1)
+    assert held(model, optimizer) == slow
 
 
 def check_300_steps_with_20_switches_make_the_losses_of_none(rank: int, world: int, folder: Path) -> None:

@@ -150,6 +150,13 @@ def test_changes_of_home_are_told_with_what_came_before_training_went_on_and_wha
     ]
 
 
+def test_homes_that_follow_a_plan_are_told_with_the_reason() -> None:
+    asked, followed = HomeEvent("moved", 2, 9, 0.1, 0.1), HomeEvent("moved", 3, 2_000_000, 0.25, 0.25, "follows 'b'")
+    (entry,) = entries(state(3, "short", homes=(asked,)), state(3, "short", homes=(asked, followed)), None)
+    assert entry == {"event": "moved", "step": 3, "bytes": 2_000_000, "seconds": 0.25, "why": "follows 'b'"}
+    assert entry_text(entry) == "step 3: homes changed, 2 MB in 0.25 s: follows 'b'"
+
+
 def test_steps_after_a_switch_are_summed_up_apart() -> None:
     step = {"event": "step", "predicted_seconds": None}
     switch = {"event": "switch"}

@@ -9,22 +9,32 @@ with every plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from hetu_fx.adaptation import Adaptation
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.planner.home_cost import Housed, home_end_seconds, move_seconds
+from hetu_fx.planner.home_cost import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.rehoming import Rehoming, homes_near
-from hetu_fx.switching.agreement import StepFacts, any_of, together
+from hetu_fx.switching.agreement import LocalFacts, StepFacts, any_of, together
 from hetu_fx.switching.bridge_plan import BridgeEntry
 from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.timer import clock_of
+from hetu_fx.switching.update_times import UpdateTimes
 from hetu_fx.topology import Cluster
 
 _log = logging.getLogger("hetu_fx.home")
 
 LEAST_GAIN = 0.01
 """Homes move if that makes a step shorter by at least so much: predictions are no better."""
+
+MOVE_SECONDS = 0.1
+"""What a move takes whatever travels: its plan, and ways from the new homes to graphs."""
+
+RECENT_STEPS = 5
+"""An update takes what it took in the median of so many steps: rates are told by as many."""
 
 STAY_STEPS = 30
 """So many steps homes stay after they have followed a plan; within these a move must have paid for itself."""
@@ -63,14 +73,22 @@ class Outlook:
 
 
 def outlook(
-    entries: Iterable[BridgeEntry], targets: Mapping[str, Annotation], step_seconds: float, cluster: Cluster
+    entries: Sequence[BridgeEntry],
+    targets: Mapping[str, Annotation],
+    step_seconds: float,
+    cluster: Cluster,
+    updates: Mapping[int, float],
 ) -> Outlook:
-    """Return what is expected of a move to `targets`; a pure function."""
+    """Return what is expected of a move to `targets`; a pure function.
+
+    `updates` are the seconds that devices took for an update with homes as they are, as far as they are known.
+    """
     stay = [Housed(entry.shape, entry.dtype.itemsize, entry.home, entry.compute) for entry in entries]
     follow = [replace(one, home=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
-    ends = home_end_seconds(stay, cluster), home_end_seconds(follow, cluster)
-    moves = [replace(one, read=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
-    return Outlook(step_seconds, *ends, move_seconds(moves, cluster))
+    moved = [replace(one, read=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
+    per_byte = update_seconds_per_byte(updates, owned_bytes(stay), cluster)
+    stays, follows = (home_end_seconds(homes, cluster, per_byte) for homes in (stay, follow))
+    return Outlook(step_seconds, stays, follows, MOVE_SECONDS + move_seconds(moved, cluster))
 
 
 class HomesFollow:
@@ -89,16 +107,36 @@ class HomesFollow:
         self._due_after: int | None = None
         self._stay_until = 0
         self._has_told = False
+        self._times = UpdateTimes(clock_of(next(runtime.model.parameters()).device), runtime.on_the_way.settle)
+        self._updates: dict[int, deque[float]] = {}
+        self._updated_after = 0
         adaptation.listeners.append(self._wait_for_a_step)
+        runtime.tellers.append(self.tell)
         runtime.observers.append(self.observe)
+
+    def tell(self, facts: LocalFacts) -> LocalFacts:
+        """Say in the rank's facts what its last update took; 0 if it has made none since the last facts."""
+        self._times.listen_to(self.rehoming.optimizers)
+        return replace(facts, update_seconds=self._times.taken())
 
     def observe(self, facts: StepFacts) -> None:
         """Move the homes if a plan has taken over, has run a step, and the move pays; collective then."""
+        self._take_in(facts.update_seconds)
         if not self.rehoming.homes_follow:
             self._wait_for_a_step()  # homes that are handed back are looked at anew
         if self._is_due and self._has_optimizers() and not self._must_wait():
             self._due_after = None
             self._decide()
+
+    def _take_in(self, updates: Sequence[float]) -> None:
+        """Remember what the last updates took with homes as they are."""
+        for rank, seconds in enumerate(updates):
+            if seconds:
+                self._updates.setdefault(rank, deque(maxlen=RECENT_STEPS)).append(seconds)
+        changes = sum(event.event == "moved" for event in self.runtime.on_the_way.events)
+        if self._updated_after != changes:
+            self._updated_after = changes
+            self._updates.clear()
 
     def _wait_for_a_step(self) -> None:
         self._due_after = self.runtime.step
@@ -145,7 +183,8 @@ class HomesFollow:
         homes, read = self.runtime.homes, {entry.name: entry.compute for entry in self._entries}
         shapes = {name: tuple(home.shape) for name, home in homes.items()}
         targets = homes_near(variant.plan, read, shapes, self.rehoming.weights)
-        return targets, outlook(self._entries, targets, variant.predicted_seconds, self._cluster)
+        updates = {rank: median(seconds) for rank, seconds in self._updates.items()}
+        return targets, outlook(self._entries, targets, variant.predicted_seconds, self._cluster, updates)
 
     @property
     def _cluster(self) -> Cluster:

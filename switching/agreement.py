@@ -23,7 +23,7 @@ T = TypeVar("T")
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
-_HEAD = 9
+_HEAD = 10
 _FIRST_COUNT = _HEAD + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
@@ -47,6 +47,7 @@ class LocalFacts:
         is_joined: this rank knows of a process that is ready to join.
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
+        update_seconds: of this rank's optimizers since the last facts; 0 if unknown.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class LocalFacts:
     is_joined: bool = False
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
+    update_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class StepFacts:
     has_plan: bool = False
     probe_seconds: tuple[float, ...] = ()
     is_joined: bool = False
+    update_seconds: tuple[float, ...] = ()
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
@@ -94,7 +97,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
             raise facts
         leaving = (0,) if facts.is_leaving else ()
         seconds = (facts.compute_seconds,)
-        asks = facts.has_plan, (facts.probe_seconds,), facts.is_joined
+        asks = facts.has_plan, (facts.probe_seconds,), facts.is_joined, (facts.update_seconds,)
         return StepFacts((facts.rows,), facts.longest, facts.counts, seconds, leaving, *asks)
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
@@ -112,6 +115,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
         has_plan=any(row[6] for row in gathered),
         probe_seconds=tuple(row[7] for row in gathered),
         is_joined=any(row[8] for row in gathered),
+        update_seconds=tuple(row[9] for row in gathered),
     )
 
 
@@ -209,7 +213,7 @@ def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
     same = digest_of(f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}")
-    asks = facts.is_leaving, facts.has_plan, facts.probe_seconds, facts.is_joined
+    asks = facts.is_leaving, facts.has_plan, facts.probe_seconds, facts.is_joined, facts.update_seconds
     head = [0.0, facts.rows, same, facts.longest, facts.compute_seconds, *asks]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
     return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]

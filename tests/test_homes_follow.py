@@ -16,10 +16,10 @@ from hetu_fx.homes_follow import LEAST_GAIN, STAY_STEPS, HomesFollow, Outlook, o
 from hetu_fx.plans import Plan
 from hetu_fx.switching.agreement import StepFacts
 from hetu_fx.switching.bridge_plan import BridgeEntry
+from hetu_fx.switching.on_the_way import HomeEvent, OnTheWay
 from hetu_fx.switching.policy import Health
 from hetu_fx.topology import Cluster, Link
 
-FACTS = StepFacts((1,), 0, (), (0.0,))
 CLUSTER = Cluster.on_paper((1e9, 1e9), intra=Link(1e9))
 HALVES, READ = Annotation.on((0, 1), Split(0, (1, 1))), Annotation.on((0, 1), Duplicate(2))
 ENTRY = BridgeEntry("w", (4000, 4), torch.float32, HALVES, READ, READ)
@@ -45,9 +45,15 @@ def test_a_move_pays_if_it_gains_what_can_be_predicted_and_what_it_takes(
 
 def test_homes_are_better_where_devices_are_fast() -> None:
     third = {"w": Annotation.on((0, 1), Split(0, (3, 1)))}
-    assert outlook([ENTRY], third, 0.0, CLUSTER.with_rates({1: 3.0})).pays
-    assert not outlook([ENTRY], third, 0.0, CLUSTER).pays
-    assert outlook([ENTRY], {"w": HALVES}, 0.0, CLUSTER.with_rates({1: 3.0})).gain_seconds == 0.0
+    assert outlook([ENTRY], third, 0.0, CLUSTER.with_rates({1: 3.0}), {}).gain_seconds > 0.0
+    assert outlook([ENTRY], third, 0.0, CLUSTER, {}).gain_seconds < 0.0
+    assert outlook([ENTRY], {"w": HALVES}, 0.0, CLUSTER.with_rates({1: 3.0}), {}).gain_seconds == 0.0
+
+
+def test_a_move_is_judged_by_what_updates_take_here() -> None:
+    third = {"w": Annotation.on((0, 1), Split(0, (3, 1)))}
+    found = outlook([ENTRY], third, 0.0, CLUSTER, {0: 1.0, 1: 3.0})
+    assert found.gain_seconds == pytest.approx(1.5, abs=0.01)
 
 
 class Ran:
@@ -58,14 +64,17 @@ class Ran:
         compute, plan = SimpleNamespace(entries=(ENTRY,)), Plan.data_parallel((0, 1))
         self.variants = {"dp": SimpleNamespace(compute=compute, plan=plan, predicted_seconds=0.0)}
         self.homes = {"w": torch.empty(ENTRY.shape)}
-        self.health, self.observers, self.awaits_backward = Health({1: 3.0}), list[Any](), False
+        self.observers, self.tellers = list[Any](), list[Any]()
+        self.health, self.awaits_backward, self.updates = Health({1: 3.0}), False, (0.5, 1.5)
+        self.model, self.on_the_way = torch.nn.Linear(1, 1), OnTheWay(self.table)
         self.moved: list[tuple[int, Annotation]] = []
         self.adaptation = SimpleNamespace(listeners=[], cluster=CLUSTER)
         self.rehoming = SimpleNamespace(homes_follow=True, is_told=True, optimizers=[], weights=[3.0, 1.0])
         self.follow = HomesFollow(self, self.adaptation, self.rehoming)  # type: ignore[arg-type]
 
-    def switch_home(self, targets: Any, optimizers: Any, why: str) -> Any:
+    def switch_home(self, targets: Any, optimizers: Any, *, why: str) -> Any:
         self.moved.append((self.step, targets["w"]))
+        self.on_the_way.events.append(HomeEvent("moved", self.step, 1, 0.0, 0.0, why))
         return SimpleNamespace(summary=lambda: "")
 
     def adopt(self) -> None:
@@ -75,7 +84,7 @@ class Ran:
     def run(self, steps: int = 1) -> None:
         """Begin so many training steps."""
         for _ in range(steps):
-            self.follow.observe(FACTS)
+            self.follow.observe(StepFacts((1,), 0, (), (0.0,), update_seconds=self.updates))
             self.step += 1
 
 
@@ -100,7 +109,7 @@ def test_homes_stay_for_a_while_before_they_follow_again() -> None:
 
 def test_homes_stay_where_nothing_is_gained() -> None:
     ran = Ran()
-    ran.health = Health()
+    ran.health, ran.updates = Health(), (0.5, 0.5)
     ran.adopt()
     ran.run(5)
     assert not ran.moved

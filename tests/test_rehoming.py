@@ -105,7 +105,7 @@ def test_homes_that_the_user_has_placed_follow_no_more_and_each_change_is_told()
     model.hetu.switch_home([0], optimizer=())
     assert not model.hetu.homes_follow
     (move,) = model.hetu.stats["homes"]
-    assert (move.step, move.why, move.num_bytes) == (0, "asked for by switch_home", 0)
+    assert (move.event, move.step, move.why, move.num_bytes) == ("moved", 0, "", 0)
     told = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single(), homes_follow=False)
     assert not told.hetu.homes_follow
 

@@ -12,13 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 from typing import TypeVar
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.change import Change
 from hetu_fx.comm_ops.cost import messages_cost
 from hetu_fx.comm_ops.slices import finest_slices
-from hetu_fx.planner.cost import TURN_MOVES, end_seconds, update_line
+from hetu_fx.planner.cost import TURN_MOVES, end_seconds, optimizer_seconds
 from hetu_fx.planner.memory import MOMENTS
 from hetu_fx.topology import Cluster
 
@@ -37,8 +38,15 @@ class Housed:
     read: Annotation | None
 
 
-def home_end_seconds(parameters: Iterable[Housed], cluster: Cluster) -> float:
-    """Return what the end of a step takes with such homes: gradient sync, gather and update, each of the slowest."""
+def home_end_seconds(
+    parameters: Iterable[Housed], cluster: Cluster, update_seconds_per_byte: Mapping[int, float] | None = None
+) -> float:
+    """Return what the end of a step takes with such homes: gradient sync, gather and update, each of the slowest.
+
+    `update_seconds_per_byte` is what devices take now for each byte of parameters that they own; as `cost` has it of
+    those that are left out.
+    """
+    known = update_seconds_per_byte or {}
     owned: dict[int, float] = defaultdict(float)
     gathered: dict[tuple[int, int], float] = defaultdict(float)
     synced: dict[tuple[int, int], float] = defaultdict(float)
@@ -48,8 +56,33 @@ def home_end_seconds(parameters: Iterable[Housed], cluster: Cluster) -> float:
         _add(gathered, of_one.gathered, one.itemsize)
         _add(synced, of_one.synced, one.itemsize)
     sync, gather = _by_device(synced, cluster), _by_device(gathered, cluster)
-    updates = (update_line(owned[device.rank], device)(1.0) for device in cluster.devices)
+    updates = (
+        device.step_now + owned[device.rank] * known.get(device.rank, optimizer_seconds(1.0, device))
+        for device in cluster.devices
+    )
     return end_seconds(zip(sync, gather, updates, strict=True))
+
+
+def owned_bytes(parameters: Iterable[Housed]) -> dict[int, float]:
+    """Return the bytes of parameters that each rank owns, of those that own any."""
+    owned: dict[int, float] = defaultdict(float)
+    for one in parameters:
+        _add(owned, _numbers(one.shape, one.home, one.read).owned, one.itemsize)
+    return {rank: num_bytes for rank, num_bytes in owned.items() if num_bytes}
+
+
+def update_seconds_per_byte(
+    measured: Mapping[int, float], owned: Mapping[int, float], cluster: Cluster
+) -> dict[int, float]:
+    """Return what an owned byte takes each device now, from the seconds that updates of so many bytes took some.
+
+    A device that owns nothing yet takes what the others do, at its speed. Empty where nothing was measured.
+    """
+    found = {rank: seconds / owned[rank] for rank, seconds in measured.items() if seconds and rank in owned}
+    if not found:
+        return {}
+    work = fmean(seconds * cluster.device(rank).speed for rank, seconds in found.items())
+    return {device.rank: found.get(device.rank, work / device.speed) for device in cluster.devices}
 
 
 def move_seconds(parameters: Iterable[Housed], cluster: Cluster) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.planner.cost import OPTIMIZER_MOVES, TURN_MOVES, optimizer_seconds
-from hetu_fx.planner.home_cost import Housed, home_end_seconds, move_seconds
+from hetu_fx.planner.home_cost import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.planner.memory import MOMENTS
 from hetu_fx.topology import Cluster, Link
 
@@ -41,6 +41,19 @@ def test_a_slow_owner_makes_the_end_of_a_step_long_until_it_owns_less() -> None:
 def test_an_update_takes_as_long_as_its_slowest_owner() -> None:
     elsewhere = home_end_seconds([Housed(SHAPE, 4, Annotation.on((1,)), None)], cluster(r1=3.0))
     assert elsewhere == pytest.approx(3 * BYTES * OPTIMIZER_MOVES / 1e9)
+
+
+def test_an_update_takes_what_it_was_seen_to_take() -> None:
+    quarter = Annotation.on((0, 1), Split(0, (1, 3)))
+    assert owned_bytes([Housed(SHAPE, 4, quarter, None)]) == {0: BYTES / 4, 1: BYTES * 3 / 4}
+    seconds = home_end_seconds([Housed(SHAPE, 4, quarter, None)], cluster(), {0: 3e-6, 1: 2e-6})
+    assert seconds == pytest.approx(BYTES * 1.5e-6)
+
+
+def test_a_device_that_owns_nothing_takes_for_a_byte_what_others_do_at_its_speed() -> None:
+    found = update_seconds_per_byte({0: 2.0, 1: 6.0, 2: 9.0}, {0: 10.0, 1: 10.0}, cluster(r1=3.0, r2=2.0))
+    assert found == pytest.approx({0: 0.2, 1: 0.6, 2: 0.4})
+    assert update_seconds_per_byte({0: 0.0}, {0: 10.0}, cluster()) == {}
 
 
 def test_what_nobody_else_reads_travels_nowhere() -> None:

@@ -1,0 +1,45 @@
+"""Seconds that a rank's optimizers take for a step: how many passes over what it owns that is, no model knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hetu_fx.switching.timer import Clock
+
+
+class UpdateTimes:
+    """Adds up the seconds of optimizers' steps on this rank.
+
+    Args:
+        clock: of the device that parameters are on.
+        settle: waits for state that is on its way to its home, which is no part of an update.
+    """
+
+    def __init__(self, clock: Clock, settle: Callable[[], object]) -> None:
+        self._clock, self._settle = clock, settle
+        self._known: list[torch.optim.Optimizer] = []
+        self._begun: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def listen_to(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Time the steps of these from now on, too."""
+        for optimizer in optimizers:
+            if all(optimizer is not known for known in self._known):
+                self._known.append(optimizer)
+                optimizer.register_step_pre_hook(self._begin)
+                optimizer.register_step_post_hook(self._end)
+
+    def taken(self) -> float:
+        """Return the seconds of the steps since the last call; waits until the device has done them."""
+        spans, self._spans = self._spans, []
+        return sum(self._clock.seconds(*span) for span in spans)
+
+    def _begin(self, *_: object) -> None:
+        self._settle()
+        self._begun = self._clock.now()
+
+    def _end(self, *_: object) -> None:
+        self._spans.append((self._begun, self._clock.now()))

@@ -21,8 +21,8 @@ from eager_models import Choosy, make
 from eager_models import batch as choosy_batch
 
 import hetu_fx
+from hetu_fx import homes_follow
 from hetu_fx.errors import StateError
-from hetu_fx.homes_follow import STAY_STEPS
 from hetu_fx.plans import Pipeline, Plan, Stage
 from hetu_fx.switching.health import HealthTracker
 from hetu_fx.switching.home import HomeTensor
@@ -339,7 +339,8 @@ def check_modules_that_run_as_they_are_change_homes_too(rank: int, world: int, f
         torch.testing.assert_close(home.detach().full_tensor(), parameter.detach(), rtol=1e-10, atol=1e-12)
 
 
-def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank: int, world: int, folder: Path) -> None:
+def follow_there_and_back(rank: int) -> None:
+    """Tell of rates, of none, and of the first again once the user has placed the homes."""
     runs = (parallel(net(), "auto", cluster=Cluster.on_paper((1e6,) * 4)), parallel(net(), Plan.single()))
     model, optimizer = runs[0]
     hetu, steps = model.hetu, itertools.count()
@@ -358,7 +359,7 @@ def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank:
         hetu._adaptation.adapt(rates)
         while hetu.is_planning:
             train(1)
-        train(STAY_STEPS + 2)
+        train(homes_follow.STAY_STEPS + 2)
 
     def moves() -> list[HomeEvent]:
         return [event for event in hetu.stats["homes"] if event.event == "moved"]
@@ -381,6 +382,12 @@ def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank:
     hetu.homes_follow = True
     train(1)
     assert held(model, optimizer) == slow
+
+
+def check_homes_and_all_that_belongs_to_them_follow_plans_for_slow_devices(rank: int, world: int, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(homes_follow, "STAY_STEPS", 3)
+        follow_there_and_back(rank)
 
 
 def check_300_steps_with_20_switches_make_the_losses_of_none(rank: int, world: int, folder: Path) -> None:

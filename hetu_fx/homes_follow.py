@@ -122,6 +122,8 @@ class HomesFollow:
     def observe(self, facts: StepFacts) -> None:
         """Move the homes if a plan has taken over, has run a step, and the move pays; collective then."""
         self._take_in(facts.update_seconds)
+        if self.adaptation.cluster is None:
+            return  # nothing is known of the devices, and so no plan is made for their rates
         if not self.rehoming.homes_follow:
             self._wait_for_a_step()  # homes that are handed back are looked at anew
         if self._is_due and self._has_optimizers() and not self._must_wait():

@@ -60,7 +60,8 @@ class Ran:
     """A runtime of two ranks of which a plan has run, as far as following it looks at one."""
 
     def __init__(self) -> None:
-        self.table, self.drained, self.pinned, self.current, self.step = GroupTable(), frozenset(), None, "dp", 0
+        self.table, self.current, self.step = GroupTable(), "dp", 0
+        self.pinned: str | None = None
         compute, plan = SimpleNamespace(entries=(ENTRY,)), Plan.data_parallel((0, 1))
         self.variants = {"dp": SimpleNamespace(compute=compute, plan=plan, predicted_seconds=0.0)}
         self.homes = {"w": torch.empty(ENTRY.shape)}
@@ -137,6 +138,15 @@ def test_homes_that_the_user_has_placed_stay_until_he_hands_them_back() -> None:
     ran.rehoming.homes_follow = True
     ran.run(3)
     assert [step for step, _ in ran.moved] == [4], "nobody has to make another plan for that"
+
+
+def test_homes_that_are_handed_back_stay_where_nothing_is_known_of_the_devices() -> None:
+    ran = Ran()
+    ran.adaptation.cluster, ran.rehoming.homes_follow = None, False
+    ran.run(2)
+    ran.rehoming.homes_follow = True
+    ran.run(3)
+    assert not ran.moved
 
 
 def test_how_homes_would_follow_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

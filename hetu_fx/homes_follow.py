@@ -107,7 +107,7 @@ class HomesFollow:
         self._due_after: int | None = None
         self._stay_until = 0
         self._has_told = False
-        self._times = UpdateTimes(clock_of(next(runtime.model.parameters()).device), runtime.on_the_way.settle)
+        self._times = UpdateTimes(clock_of(next(runtime.model.parameters()).device))
         self._updates: dict[int, deque[float]] = {}
         self._updated_after = 0
         adaptation.listeners.append(self._wait_for_a_step)

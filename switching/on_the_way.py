@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import RLock
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -56,13 +57,12 @@ class HomeEvent:
 
 @dataclass(slots=True)
 class _Journey:
-    """State under way: the tensors with their stand-ins, the thread, when it began and ended, what ends the hook."""
+    """State under way: the tensors with their stand-ins, the thread, when it began and ended."""
 
     plan: SwitchPlan
     pieces: Sequence[tuple[HomeTensor, HomeTensor]]
     turn: Turn
     times: list[float]
-    unhook: Callable[[], None]
 
 
 class OnTheWay:
@@ -106,9 +106,9 @@ class OnTheWay:
                 times.append(perf_counter())
 
         pieces = [(tensor, stand_ins[key]) for key, tensor in tensors.items()]
-        # For all optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are).
-        hook = register_optimizer_step_pre_hook(self._hold_back)
-        self._journey = _Journey(plan, pieces, InTurn().start(work), times, hook.remove)
+        self._journey = _Journey(plan, pieces, InTurn().start(work), times)
+        _under_way.append(self)
+        _hold_optimizers_back()
 
     def settle(self) -> None:
         """Wait until nothing is on its way; from any thread.
@@ -132,9 +132,6 @@ class OnTheWay:
         """Record a change of home that training has waited for."""
         self.events.append(HomeEvent("moved", self._steps(), plan.now.total_bytes, seconds, seconds, why))
 
-    def _hold_back(self, *arguments: Any) -> None:
-        self.settle()
-
     def _finish(self, journey: _Journey) -> None:
         asked = perf_counter()
         self._wait(journey)
@@ -142,7 +139,7 @@ class OnTheWay:
         self._journey = None
         for tensor, stand_in in journey.pieces:
             _give_back(tensor, stand_in)
-        journey.unhook()
+        _under_way.remove(self)
         if error is not None:
             raise error
         start, end = journey.times
@@ -158,6 +155,24 @@ class OnTheWay:
                     f"rank {self.table.rank}: optimizer state of {journey.plan.total_bytes / 1e6:.4g} MB has not "
                     f"arrived at its new home in {bound:g} s; a peer is stuck"
                 )
+
+
+_under_way: list[OnTheWay] = []
+
+
+@cache
+def _hold_optimizers_back() -> None:
+    """Have optimizers' steps wait for what is under way, from now on.
+
+    All optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are). For good: a
+    hook that ran and took itself away would break the call of those after it.
+    """
+    register_optimizer_step_pre_hook(_settle_all)
+
+
+def _settle_all(*_: object) -> None:
+    for way in tuple(_under_way):
+        way.settle()
 
 
 def _taken_away(tensor: HomeTensor, settle: Callable[[], None]) -> HomeTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,18 +15,18 @@ class UpdateTimes:
 
     Args:
         clock: of the device that parameters are on.
-        settle: waits for state that is on its way to its home, which is no part of an update.
     """
 
-    def __init__(self, clock: Clock, settle: Callable[[], object]) -> None:
-        self._clock, self._settle = clock, settle
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._known: list[torch.optim.Optimizer] = []
         self._begun: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
     def listen_to(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Time the steps of these from now on, too."""
-        for optimizer in optimizers:
+        for given in optimizers:
+            optimizer = getattr(given, "optimizer", given)  # accelerate wraps them in one without hooks of its own
             if all(optimizer is not known for known in self._known):
                 self._known.append(optimizer)
                 optimizer.register_step_pre_hook(self._begin)
@@ -38,7 +38,6 @@ class UpdateTimes:
         return sum(self._clock.seconds(*span) for span in spans)
 
     def _begin(self, *_: object) -> None:
-        self._settle()
         self._begun = self._clock.now()
 
     def _end(self, *_: object) -> None:

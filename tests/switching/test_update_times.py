@@ -29,9 +29,22 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter], lr=0.1)
 
 
-def test_the_steps_of_all_optimizers_since_the_last_look_count_without_what_they_wait_for() -> None:
-    clock, optimizers = Ticks(), [optimizer(), optimizer()]
-    times = UpdateTimes(clock, settle=clock.now)
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer around another, without hooks, as accelerate makes them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_the_steps_of_an_optimizer_inside_another_count() -> None:
+    times, inner = UpdateTimes(Ticks()), optimizer()
+    times.listen_to([Wrapped(inner)])
+    inner.step()
+    assert times.taken() == 1.0
+
+
+def test_the_steps_of_all_optimizers_since_the_last_look_count() -> None:
+    times, optimizers = UpdateTimes(Ticks()), [optimizer(), optimizer()]
     optimizers[0].step()
     for _ in range(2):
         times.listen_to(optimizers)

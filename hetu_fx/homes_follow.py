@@ -27,8 +27,8 @@ from hetu_fx.topology import Cluster
 
 _log = logging.getLogger("hetu_fx.home")
 
-LEAST_GAIN = 0.01
-"""Homes move if that makes a step shorter by at least so much: predictions are no better."""
+LEAST_GAIN = 0.03
+"""Homes move if that makes a step shorter by at least so much: what steps take, and so what is predicted, is noisy."""
 
 MOVE_SECONDS = 0.1
 """What a move takes whatever travels: its plan, and ways from the new homes to graphs."""

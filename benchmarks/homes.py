@@ -89,7 +89,7 @@ class Contest:
         plan = Plan.data_parallel((0, 1, 2), (4, 2, 1))
         self.model = hetu_fx.auto_parallelize(plain, whole, plan=plan, optimizer=optimizer, data="global")
         self.runtime = self.model.hetu._runtime
-        self.times = UpdateTimes(clock_of(torch.device("cpu")), self.runtime.on_the_way.settle)
+        self.times = UpdateTimes(clock_of(torch.device("cpu")))
         self.times.listen_to([optimizer])
         self.step = train_step(self.model, optimizer, whole)
         self.step()

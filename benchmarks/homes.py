@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.contest import adamw, slowest, timed, train_step
 from benchmarks.fleet import in_fleet, run_workers, say, set_speeds, worker_parser, write_result
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, finish, median_ratio
 from hetu_fx.emulate import EmulateSpec
+from hetu_fx.homes_follow import housed
 from hetu_fx.planner.home_cost import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans import Plan
+from hetu_fx.switching.agreement import of_all
 from hetu_fx.switching.timer import clock_of
 from hetu_fx.switching.update_times import UpdateTimes
 from hetu_fx.topology import Cluster
@@ -102,8 +103,7 @@ class Contest:
         """Change homes, run a step that is not timed, and time some; collective."""
         self.moves[name].append(slowest(timed(lambda: self.model.hetu.switch_home(SHARES[name]))))
         self.step()
-        entries = self.runtime.variants[self.runtime.current].compute.entries
-        self.housed[name] = [Housed(e.shape, e.dtype.itemsize, e.home, e.compute) for e in entries]
+        self.housed[name] = housed(self.runtime.variants[self.runtime.current].compute.entries)
         self.times.taken()
         for _ in range(STEPS):
             self.seconds[name].append(slowest(timed(self.step)))
@@ -111,7 +111,8 @@ class Contest:
 
     def found(self, cluster: Cluster) -> dict[str, Any]:
         """Return what each way took, and what is predicted for it; collective."""
-        updates = {name: of_all(statistics.median(seconds)) for name, seconds in self.updates.items()}
+        table = self.runtime.table
+        updates = {name: of_all(table, statistics.median(seconds)) for name, seconds in self.updates.items()}
         equal = self.housed[EQUAL]
         per_byte = update_seconds_per_byte(dict(enumerate(updates[EQUAL])), owned_bytes(equal), cluster)
         return {
@@ -119,18 +120,11 @@ class Contest:
                 "seconds": self.seconds[name],
                 "moves": self.moves[name],
                 "updates": updates[name],
-                "predicted": home_end_seconds(housed, cluster, per_byte),
-                "owned": list(owned_bytes(housed).values()),
+                "predicted": home_end_seconds(homes, cluster, per_byte),
+                "owned": list(owned_bytes(homes).values()),
             }
-            for name, housed in self.housed.items()
+            for name, homes in self.housed.items()
         }
-
-
-def of_all(seconds: float) -> Sequence[float]:
-    """Return every rank's number; collective."""
-    found = [0.0] * dist.get_world_size()
-    dist.all_gather_object(found, seconds)
-    return found
 
 
 if __name__ == "__main__":

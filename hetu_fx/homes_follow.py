@@ -72,6 +72,11 @@ class Outlook:
         return f"{gain:.2g} s less of a step of {step:.2g} s, for a move of {self.move_seconds:.2g} s"
 
 
+def housed(entries: Sequence[BridgeEntry]) -> list[Housed]:
+    """Return where parameters are at home, and where they are read."""
+    return [Housed(entry.shape, entry.dtype.itemsize, entry.home, entry.compute) for entry in entries]
+
+
 def outlook(
     entries: Sequence[BridgeEntry],
     targets: Mapping[str, Annotation],
@@ -83,7 +88,7 @@ def outlook(
 
     `updates` are the seconds that devices took for an update with homes as they are, as far as they are known.
     """
-    stay = [Housed(entry.shape, entry.dtype.itemsize, entry.home, entry.compute) for entry in entries]
+    stay = housed(entries)
     follow = [replace(one, home=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
     moved = [replace(one, read=targets[entry.name]) for one, entry in zip(stay, entries, strict=True)]
     per_byte = update_seconds_per_byte(updates, owned_bytes(stay), cluster)

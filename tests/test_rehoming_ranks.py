@@ -114,18 +114,23 @@ SWITCHES: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+def train_on(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Tensor:
+    """Train on a batch, every third time without a step, so that the next one has gradients of two; give the loss."""
+    loss = model(**data(number))
+    loss.backward()
+    if number % 3:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach() + 0
+
+
 def losses(model: Any, optimizer: torch.optim.Optimizer, switches: tuple[Callable[[Any], Any], ...] = ()) -> Tensor:
     """Train, every third step with gradients of two batches; every 15 steps switch, be it between those two."""
     found = []
     for number in range(STEPS):
         if switches and number % 15 == 1:
             switches[number // 15](model.hetu)
-        loss = model(**data(number))
-        loss.backward()
-        found.append(loss.detach() + 0)
-        if number % 3:
-            optimizer.step()
-            optimizer.zero_grad()
+        found.append(train_on(model, optimizer, number))
     return torch.stack(found)
 
 
@@ -232,12 +237,7 @@ def trained(overlap: bool, folder: Path) -> tuple[Any, torch.optim.Optimizer, Te
             model.hetu.switch_home(home, overlap=overlap)
         if number == 6:
             model.hetu.save(folder, optimizer=optimizer)
-        loss = model(**data(number))
-        loss.backward()
-        found.append(loss.detach() + 0)
-        if number % 3:
-            optimizer.step()
-            optimizer.zero_grad()
+        found.append(train_on(model, optimizer, number))
     model.hetu.switch_home(UNEQUAL, overlap=overlap)
     return model, optimizer, torch.stack(found)
 

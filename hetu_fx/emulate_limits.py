@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from hetu_fx.cgroups import quota_of, read, v1_folder, v2_root
 from hetu_fx.emulate_spec import EmulateSpec
 from hetu_fx.errors import EnvironmentProblem
 
@@ -70,10 +71,10 @@ def find_limiter(mounts: str, own: str, *, user: str = "") -> Limiter:
 
     mounts: the text of /proc/self/mounts; own: the text of /proc/self/cgroup.
     """
-    cpu, memory = _v1_base(mounts, own, "cpu"), _v1_base(mounts, own, "memory")
+    cpu, memory = v1_folder(mounts, own, "cpu"), v1_folder(mounts, own, "memory")
     if cpu is not None:
         return CgroupV1(cpu, memory) if os.access(cpu, os.W_OK) else Affinity(f"{cpu} is not writable{user}")
-    base = next((Path(point) for point, kind, _ in _mounts(mounts) if kind == "cgroup2"), None)
+    base = v2_root(mounts)
     if base is None:
         return Affinity("no cgroup hierarchy with CPU quotas is mounted")
     if not os.access(base, os.W_OK):
@@ -105,16 +106,9 @@ def cgroup_bases(limiter: Limiter) -> tuple[Path, ...]:
 def num_cores(limiter: Limiter) -> float:
     """Count the cores this process may use: its affinity, and the quota it is under."""
     cores = float(len(os.sched_getaffinity(0)))
-    match limiter:
-        case CgroupV1(cpu, _):
-            quota, period = _read(cpu / "cpu.cfs_quota_us"), _read(cpu / "cpu.cfs_period_us")
-        case CgroupV2(base):
-            quota, _, period = _read(base / "cpu.max").partition(" ")
-        case Affinity():
-            return cores
-        case _:
-            assert_never(limiter)
-    return min(cores, int(quota) / int(period)) if quota.isdecimal() and period.isdecimal() else cores
+    folder = next(iter(cgroup_bases(limiter)), None)
+    quota = None if folder is None else quota_of(folder)
+    return cores if quota is None else min(cores, quota)
 
 
 def quota_and_period(speed: float) -> tuple[int, int]:
@@ -185,7 +179,7 @@ def num_memory_kills(limiter: Limiter, name: str, rank: int) -> int:
     lines: list[str] = []
     for folder in rank_folders(limiter, name, rank):
         for file in ("memory.oom_control", "memory.events"):
-            lines += _read(folder / file).splitlines()
+            lines += read(folder / file).splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
@@ -206,24 +200,3 @@ def assign_cores(speeds: tuple[float, ...], cores: tuple[int, ...]) -> tuple[int
 def shared_speeds(assigned: tuple[int, ...]) -> tuple[float, ...]:
     """Give the speed each rank has when all are busy on their assigned cores."""
     return tuple(1 / assigned.count(core) for core in assigned)
-
-
-def _mounts(text: str) -> list[tuple[str, str, list[str]]]:
-    rows = [line.split() for line in text.splitlines()]
-    return [(row[1], row[2], row[3].split(",")) for row in rows if len(row) >= 4]
-
-
-def _v1_base(mounts: str, own: str, controller: str) -> Path | None:
-    """Find our own cgroup in the hierarchy of a controller: what limits us has to limit the ranks."""
-    points = [point for point, kind, options in _mounts(mounts) if kind == "cgroup" and controller in options]
-    if not points:
-        return None
-    rows = [line.split(":", 2) for line in own.splitlines()]
-    path = next((path for _, names, path in rows if controller in names.split(",")), "/")
-    # In a container the path is often the host's, not to be seen from inside: then the mount is ours.
-    inside = Path(points[0]) / path.lstrip("/")
-    return inside if inside.is_dir() else Path(points[0])
-
-
-def _read(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""

@@ -48,6 +48,7 @@ FLOORS = (
     "topology devices measure measure_* chips sequences packed_rows nested_batches",
     "checks",
     "documents",
+    "cgroups",
     "errors",
 )
 FACADE = "hetu_fx"  # hetu_fx/__init__.py: gives the public names, imports nothing of the two top floors

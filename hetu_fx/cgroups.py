@@ -1,0 +1,78 @@
+"""The cgroups that this process is in, and how many cores' worth of time they let it have.
+
+Reads only. Both versions of the hierarchies, in containers too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def quota_of(folder: Path) -> float | None:
+    """Return the cores that a cgroup's quota is worth; None where it has none."""
+    if (folder / "cpu.max").is_file():
+        quota, _, period = read(folder / "cpu.max").partition(" ")
+    else:
+        quota, period = read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+
+
+def quota_within(mounts: str, own: str) -> float | None:
+    """Return the least quota of the process's cgroups and of those around them, in cores; None where there is none.
+
+    mounts: the text of /proc/self/mounts; own: the text of /proc/self/cgroup.
+    """
+    folder, root = v1_folder(mounts, own, "cpu"), v1_root(mounts, "cpu")
+    if folder is None or root is None:
+        folder, root = v2_folder(mounts, own), v2_root(mounts)
+    if folder is None or root is None:
+        return None
+    around = [folder, *(above for above in folder.parents if above.is_relative_to(root))]
+    return min((quota for quota in map(quota_of, around) if quota is not None), default=None)
+
+
+def own_quota() -> float | None:
+    """Return the cores that this process's quota is worth; None where it has none."""
+    return quota_within(read(Path("/proc/self/mounts")), read(Path("/proc/self/cgroup")))
+
+
+def v1_root(mounts: str, controller: str) -> Path | None:
+    """Find where a controller's hierarchy of version 1 is mounted."""
+    points = (point for point, kind, options in _mounts(mounts) if kind == "cgroup" and controller in options)
+    return next(map(Path, points), None)
+
+
+def v1_folder(mounts: str, own: str, controller: str) -> Path | None:
+    """Find the process's cgroup in the hierarchy of a controller."""
+    root = v1_root(mounts, controller)
+    rows = [line.split(":", 2) for line in own.splitlines()]
+    path = next((path for _, names, path in rows if controller in names.split(",")), "/")
+    return None if root is None else _inside(root, path)
+
+
+def v2_root(mounts: str) -> Path | None:
+    """Find where the one hierarchy of version 2 is mounted."""
+    return next((Path(point) for point, kind, _ in _mounts(mounts) if kind == "cgroup2"), None)
+
+
+def v2_folder(mounts: str, own: str) -> Path | None:
+    """Find the process's cgroup in the one hierarchy."""
+    root = v2_root(mounts)
+    path = next((line[len("0::") :] for line in own.splitlines() if line.startswith("0::")), "/")
+    return None if root is None else _inside(root, path)
+
+
+def read(path: Path) -> str:
+    """Return what a file says, nothing if there is none."""
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _inside(root: Path, path: str) -> Path:
+    # In a container the path is often the host's, not to be seen from inside: then the mount is ours.
+    inside = root / path.lstrip("/")
+    return inside if inside.is_dir() else root
+
+
+def _mounts(text: str) -> list[tuple[str, str, list[str]]]:
+    rows = [line.split() for line in text.splitlines()]
+    return [(row[1], row[2], row[3].split(",")) for row in rows if len(row) >= 4]

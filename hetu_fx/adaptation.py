@@ -84,7 +84,7 @@ class Adaptation:
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
         self.listeners: list[Callable[[], None]] = []  # to plans that the policy is given
-        self.replanning = Replanning(runtime.table, planner, runtime.deduced)
+        self.replanning = Replanning(runtime.table, planner, runtime.deduced, runtime.layouts)
         self._run_before: set[str] = set()
         self._ran = ""
         runtime.observers.append(self.observe)

@@ -79,6 +79,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
         adaptation.book.plans[Situation()] = plans[0]
+    if cluster is not None:
+        adaptation.replanning.begin()
     return runtime, adaptation
 
 

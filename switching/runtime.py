@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -98,9 +98,16 @@ class Runtime:
         self.current = self.current or name
         return self.variants[name]
 
-    def deduced(self, plan: Plan) -> bytes | None:
-        """Return what a variant of the plan has to find out before it runs; None where there is nothing, or a twin."""
-        return None if self._twin(plan) else self.execution.deduced(plan, self.table.topology)
+    def deduced(self, plan: Plan, layouts: Collection[Plan]) -> bytes | None:
+        """Return what a variant of the plan has to find out before it runs; None where there is nothing to find out.
+
+        Nor is there for a plan of one of the compute `layouts` that are given.
+        """
+        return None if compute_layout(plan) in layouts else self.execution.deduced(plan, self.table.topology)
+
+    def layouts(self) -> frozenset[Plan]:
+        """Return the compute layouts of the variants there are."""
+        return frozenset(compute_layout(variant.plan) for variant in self.variants.values())
 
     def _twin(self, plan: Plan) -> Variant | None:
         """Return a variant of the same compute layout."""

@@ -178,6 +178,7 @@ def check_training_goes_on_until_the_plan_for_a_slow_device_is_made(rank: int, w
     hetu, go = twins.model.hetu, folder / "go"
     planning = hetu._adaptation.replanning
     planner = planning.planner
+    planning.end()  # its process has the planner as it was
     planning.planner = lambda cluster, name: planner(cluster, name) if is_there(go) else None
     seconds, rate = [0.0], 1.0
 

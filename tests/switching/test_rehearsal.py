@@ -132,10 +132,11 @@ def test_what_another_process_has_deduced_is_not_deduced_again(monkeypatch: pyte
     model: Any = hetu_fx.auto_parallelize(Noisy(normed=False).eval(), batch(), plan=Plan.single())
     model.train(False)
     runtime = model.hetu._runtime
-    told = runtime.deduced(TWO)
-    assert runtime.deduced(replace(Plan.single(), name="other")) is None, "a variant of the same layout has graphs"
+    told = runtime.deduced(TWO, runtime.layouts())
+    other = replace(Plan.single(), name="other")
+    assert runtime.deduced(other, runtime.layouts()) is None, "a variant of the same layout has graphs"
     runtime.add_variant(TWO, "two", None, told)
-    assert runtime.deduced(TWO) is None
+    assert runtime.deduced(TWO, runtime.layouts()) is None
     monkeypatch.setattr(graph_compute, "deduce_program", lambda *_, **__: pytest.fail("deduced again"))
     model.train()
     model.hetu.switch("two")

@@ -12,8 +12,8 @@ reported when, for `patience` steps,
     a slow device's rate differs from the reported one by a factor of at least 1 + threshold       (3)
 
 so noise below the threshold never triggers, and a device at the edge does not flap. A shift is known after few steps,
-and so not well. The rate of a slow device is refined by every `lasting` steps that follow, and reported again when
-these say that
+and so not well. The rate of a slow device is refined by every `lasting` steps that follow: it is the mean of what the
+last `REMEMBERED` of them said since the shift, and reported again when
 
     it differs from the reported one by a factor of at least 1 + gap                               (4)
 """
@@ -29,13 +29,16 @@ from hetu_fx.errors import StateError
 
 HEALTHY = 1.0
 
+REMEMBERED = 4
+"""A rate is refined by so many times `lasting` steps at most: by more it would lag behind one that drifts."""
+
 
 @dataclass(slots=True)
 class _Device:
     """One rank's slowness in recent steps and since a rate was reported, its normal, and what is known of its rate.
 
-    `first` are the costs that tell its normal where it is not given. `rate` is as reported, `refined` as known now;
-    `waiting` is the age of a shift.
+    `first` are the costs that tell its normal where it is not given. `rate` is as reported, `refined` as known now, the
+    mean of `refinements`; `waiting` is the age of a shift.
     """
 
     recent: deque[float]
@@ -44,6 +47,7 @@ class _Device:
     first: list[float] = field(default_factory=list)
     rate: float = HEALTHY
     refined: float = HEALTHY
+    refinements: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     waiting: int = 0
 
     def forget(self) -> None:
@@ -152,7 +156,7 @@ class HealthTracker:
             medians = [median(device.lasting) for device in devices]
             for device, rate in zip(devices, self._rates(devices, medians, healthy), strict=True):
                 device.lasting.clear()
-                self._refine(device, round(rate, 3))
+                self._refine(device, rate)
 
     def _rates(self, devices: Sequence[_Device], medians: Sequence[float], healthy: float | None) -> list[float]:
         base = self._base(devices, medians) if healthy is None else healthy
@@ -211,14 +215,16 @@ class HealthTracker:
         target = self._target(device.rate, rate)
         device.waiting = 0 if target == device.rate else device.waiting + 1
         if device.waiting >= self.patience:
+            device.refinements.clear()
             self._report(device, target)
 
     def _refine(self, device: _Device, rate: float) -> None:
         """Take what many steps say of a slow device for its rate, unless that shifts; report it by (4)."""
         if device.rate > HEALTHY and not device.waiting:
-            device.refined = rate
-            if _factor(rate, device.rate) >= 1 + self.gap:
-                self._report(device, rate)
+            device.refinements.append(rate)
+            device.refined = round(fmean(device.refinements), 3)
+            if _factor(device.refined, device.rate) >= 1 + self.gap:
+                self._report(device, device.refined)
 
     def _report(self, device: _Device, rate: float) -> None:
         device.rate, device.refined, device.waiting, self._is_new = rate, rate, 0, True

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.errors import StateError
-from hetu_fx.switching.health import HealthTracker
+from hetu_fx.switching.health import REMEMBERED, HealthTracker
 
 
 def feed(tracker: HealthTracker, costs: Iterable[float], rank: int = 0) -> list[dict[int, float]]:
@@ -97,7 +97,16 @@ def test_a_rate_that_few_steps_have_told_is_refined_by_those_that_follow() -> No
     assert tracker.rates == {0: 3.3}
     assert feed(tracker, [3.0]) == [{0: 3.0}], "by a tenth: it is worth another plan"
     assert feed(tracker, [3.1] * 20) == [], "by less than a tenth: it is not"
+    assert tracker.rates == {0: 3.067}, "the mean of three times nine steps"
+    feed(tracker, [3.1] * 9 * (REMEMBERED - 1))
     assert tracker.rates == {0: 3.1}
+
+
+def test_what_a_rate_was_before_a_shift_does_not_count_for_the_one_after() -> None:
+    tracker = HealthTracker(window=3, lasting=9, patience=1)
+    feed(tracker, [1.0] * 4 + [2.0] * 40)
+    assert feed(tracker, [4.0] * 20) == [{0: 4.0}]
+    assert tracker.rates == {0: 4.0}
 
 
 def test_a_rate_is_refined_anew_where_work_is_shared_out_otherwise() -> None:

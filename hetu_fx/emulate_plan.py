@@ -35,6 +35,13 @@ from hetu_fx.errors import EnvironmentProblem
 SPEEDS_VARIABLE = "HETU_FX_EMULATED_SPEEDS"
 MEMORY_VARIABLE = "HETU_FX_EMULATED_MEMORY"
 DEFAULT_PORT = 29500
+KEPT_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": 1 << 40,
+    "MALLOC_MMAP_THRESHOLD_": 1 << 25,  # the most that glibc takes
+    "MALLOC_TOP_PAD_": 1 << 26,
+}
+"""A device keeps memory that it has had, as an accelerator's allocator does: by glibc's own thresholds ranks give it
+back and fault it in again as the sizes of their batches have it, and a fault in a virtual machine takes 7 us."""
 CANNOT_START_STATUS = 125
 
 _serials = itertools.count()
@@ -170,12 +177,12 @@ def _rank_plans(limiter: Limiter, name: str, spec: EmulateSpec, port: int) -> tu
 
 
 def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
-    """Make the variables of a launcher. Threads beyond a rank's cores would only fight for its quota."""
+    """Make the variables of a launcher and of a device. Threads beyond its cores would only fight for its quota."""
     node = spec.node_of(rank)
     peers = spec.ranks_of(node)
     threads = str(max(1, math.floor(spec.speeds[rank])))
     several = spec.num_nodes > 1
-    variables = {
+    variables: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": peers.index(rank),
         "WORLD_SIZE": spec.world_size,
@@ -193,6 +200,7 @@ def _environment(spec: EmulateSpec, rank: int, port: int) -> dict[str, str]:
         variables[MEMORY_VARIABLE] = ",".join("-" if size is None else str(size) for size in spec.memory)
     for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
         variables[f"{library}_NUM_THREADS"] = threads
+    variables |= KEPT_MEMORY
     return {key: str(value) for key, value in variables.items()}
 
 

@@ -207,6 +207,7 @@ def test_a_rank_gets_a_launchers_environment() -> None:
     }.items() <= environment.items()
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["HETU_FX_EMULATED_SPEEDS"] == "0.5,0.25"
+    assert int(environment["MALLOC_TRIM_THRESHOLD_"]) > 1 << 32
 
 
 def test_the_dry_run_lists_every_step_and_touches_nothing() -> None:

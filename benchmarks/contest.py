@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -31,16 +32,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def run_rounds(steps: Mapping[str, Step], *, rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
     """Time the steps in turns; collective when there are ranks.
 
-    Returns the seconds of each round until the last rank is done. The order is turned round by round, so that
-    nobody always runs after the same other.
+    Returns the seconds of each round until the last rank is done. Every round has an order of its own, the same on all
+    ranks, so that nobody always runs after the same other.
     """
     for step in steps.values():
         for _ in range(warm_up):
             step()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(steps), len(steps)):
             seconds[name].append(slowest(timed(steps[name])))
     return seconds
 

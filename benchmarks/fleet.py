@@ -75,6 +75,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def of_all(value: float) -> list[float]:
+    """Return the values of all ranks; collective."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def set_speeds(speeds: Sequence[float]) -> None:
     """Give every device its speed; collective. Those that become slower go first, so that all fit the cores."""
     barrier()
@@ -114,8 +121,7 @@ class OwnSpeeds:
         rank, rows = dist.get_rank(), len(next(iter(self._small.values())))
         (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], self._costs, cluster)
         factor = stage_cost.slowest_compute(rows) / statistics.median(seconds)
-        factors: list[float] = [1.0] * dist.get_world_size()
-        dist.all_gather_object(factors, factor)
+        factors = of_all(factor)
         return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})
 
 
@@ -148,11 +154,11 @@ class Alone:
             compute_gradients(self._model, self._small)
             elapsed, count = perf_counter() - start, count + 1
         self._seconds.append(elapsed / count)
+        barrier()  # or what follows waits for the slowest
 
     def taken(self) -> list[float]:
         """Return what each device took in the median of the runs since the last call; collective."""
-        seconds = [0.0] * dist.get_world_size()
-        dist.all_gather_object(seconds, statistics.median(self._seconds))
+        seconds = of_all(statistics.median(self._seconds))
         self._seconds.clear()
         return seconds
 

@@ -3,10 +3,11 @@
 Three equal emulated devices; CPU quotas slow one, two, one of them more, and give all back. Three contestants train in
 turns on them: a model that adapts by itself, told nothing; one that keeps the plan and the homes of the start; one from
 which slow devices are dropped, homes and all, the moment they become slow. The optimum of a phase is total work over
-total speed: the adapting model's step of the first phase, over the share of the devices' speeds that is left. How slow
-a device really is, and so what its rate is judged by, is told by a plain model that every device trains for itself
-between the steps, all at once: a quota gives time and not speed, cores that share a processor are faster when
-neighbours are throttled, and the machine itself is not always equally fast.
+total speed: the adapting model's step of the first phase, over the share of the devices' speeds that is left. How fast
+a device really is, is told by a plain model that every device trains for itself between the steps, all at once: a quota
+gives time and not speed, cores that share a processor are faster when neighbours are throttled, and the machine itself
+is not always equally fast. A rate is judged by what was injected: by the share of time that was withheld from a device
+in the very stretches of compute that the runtime timed, which no contestant is told.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.contest import Step, adamw, run_rounds, train_step
-from benchmarks.fleet import Alone, in_fleet, run_workers, say, set_speeds, worker_parser, write_result
+from benchmarks.fleet import Alone, in_fleet, of_all, run_workers, say, set_speeds, worker_parser, write_result
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish
+from benchmarks.throttle import ThrottleClock
 from hetu_fx.emulate import EmulateSpec
 from hetu_fx.switching.health import HealthTracker
 
 SPEED = 0.5  # any two devices fit one core, so that none is slow for standing beside another
 WORLD = 3
-SIZE = Size(width=192, layers=2, rows=72, tokens=64)
+SIZE = Size(width=384, layers=2, rows=72, tokens=32)  # products: other ops' time per row grows with the rows
 TRACE: Mapping[str, Mapping[int, float]] = {
     "normal": {},
     "one slow": {2: 2.0},
@@ -60,6 +62,7 @@ class Watched:
         planned_beside: the seconds of steps during which a plan was being made.
         rates: as they were found.
         variant: what runs.
+        throttled: each device's seconds of compute over those on a core, in the steps that refine rates.
         homes: why parameters' homes have changed, and the seconds that it took.
     """
 
@@ -71,6 +74,7 @@ class Watched:
     planned_beside: list[float] = field(default_factory=list)
     rates: dict[int, float] = field(default_factory=dict)
     variant: str = ""
+    throttled: list[float] = field(default_factory=list)
     homes: list[tuple[str, float]] = field(default_factory=list)
 
 
@@ -88,7 +92,7 @@ def judge(result: Mapping[str, Any]) -> int:
     rows = [phase_row(name, result["phases"]) for name in TRACE]
     slow = [row for row in rows if TRACE[str(row["phase"])]]
     watched = {name: phase["watched"] for name, phase in result["phases"].items()}
-    errors = [error for name in TRACE for error in rate_errors(name, result["phases"][name])]
+    errors = [error for name in TRACE for error in rate_errors(name, result["phases"])]
     changes = [watched[name] for name in TRACE if name != "normal"]
     bars = [
         *(Bar(f"{row['phase']}: of the optimum", row["of optimum"], OPTIMUM_BAR, at_least=True) for row in rows[1:]),
@@ -117,7 +121,8 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "switched after": watched["switched"],
         "planning s": watched["planning_seconds"],
         "longest step beside it s": max(watched["planned_beside"], default=0.0),
-        "injected": rates_text(dict(enumerate(relative(name, injected)))),
+        "by a plain model": rates_text(dict(enumerate(relative(name, injected)))),
+        "injected": rates_text(dict(enumerate(throttled_rates(name, phases)))),
         "found": rates_text(watched["rates"]),
         "variant": watched["variant"],
         "homes moved in s": " ".join(f"{seconds:.2g}" for _, seconds in watched["homes"]),
@@ -134,10 +139,16 @@ def quota_speeds(name: str) -> list[float]:
     return [1 / TRACE[name].get(rank, 1.0) for rank in range(WORLD)]
 
 
-def rate_errors(name: str, phase: Mapping[str, Any]) -> list[float]:
+def rate_errors(name: str, phases: Mapping[str, Any]) -> list[float]:
     """Return by how much each slow device's rate was missed."""
-    found, injected = phase["watched"]["rates"], relative(name, phase["injected"])
+    found, injected = phases[name]["watched"]["rates"], throttled_rates(name, phases)
     return [abs(found.get(str(rank), 1.0) / injected[rank] - 1) for rank in TRACE[name]]
+
+
+def throttled_rates(name: str, phases: Mapping[str, Any]) -> list[float]:
+    """Return how much slower devices were made than in the first phase."""
+    pairs = zip(phases[name]["watched"]["throttled"], phases["normal"]["watched"]["throttled"], strict=True)
+    return relative(name, [now / first for now, first in pairs])
 
 
 def relative(name: str, rates: Sequence[float]) -> list[float]:
@@ -168,6 +179,7 @@ class Contest:
     def __init__(self) -> None:
         self.whole = batch(SIZE.rows, SIZE.tokens)
         self.adapting, step = self._model("auto")
+        self.clock = self.adapting.hetu._runtime.clock = ThrottleClock()
         self.alone = Alone(llama(SIZE), batch(ALONE_ROWS, SIZE.tokens), ALONE_SECONDS)
         self.steps: dict[str, Step] = {ADAPTING: step, ALONE: self.alone.run}
         self.dropping: nn.Module | None = None
@@ -225,7 +237,7 @@ class Contest:
         """Train the adapting model until it has noticed the change, and steadily runs what it planned; collective."""
         hetu, watched, steps, steady = self.adapting.hetu, Watched(), 0, 0
         before, asked, asked_at, begun = len(hetu.stats["replanned"]), None, 0.0, list[float]()
-        moved = len(hetu.stats["homes"])
+        moved, throttles = len(hetu.stats["homes"]), list[float]()
         while steady < (STEADY_STEPS if changes else FIRST_STEPS) and (steps < MOST_STEPS or hetu.is_planning):
             plans = hetu.is_planning
             start = perf_counter()
@@ -234,15 +246,19 @@ class Contest:
             watched.seconds.append(perf_counter() - start)
             steps += 1
             if plans:
-                watched.planned_beside.append(watched.seconds[-1])
                 begun.append(start - asked_at)
             if hetu._adaptation.replanning.asked not in (None, asked):
                 asked, asked_at, begun = hetu._adaptation.replanning.asked, start, []
+                plans = True  # it has begun in this step
+            if plans:
+                watched.planned_beside.append(watched.seconds[-1])
             if not watched.detected and self._noticed():
                 watched.detected = steps
+            throttles.append(self.clock.taken())
             steady = steady + 1 if self._noticed() and not hetu.is_planning else 0
             if steady:
                 self.alone.run()
+        watched.throttled = of_all(statistics.median(throttles[-STEADY_STEPS:]))
         watched.rates, watched.variant = dict(hetu.health), hetu.current
         for change in hetu.stats["replanned"][before:]:
             watched.planning_seconds = change.planning_seconds

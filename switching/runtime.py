@@ -79,7 +79,7 @@ class Runtime:
         self.tellers: list[Teller] = []
         self.stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
-        self._clock = clock_of(next(model.parameters()).device)
+        self.clock = clock_of(next(model.parameters()).device)
 
     def add_variant(
         self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None, deduced: bytes | None = None
@@ -285,7 +285,7 @@ class Runtime:
         self._settle()
         self._count_step()
         losses: list[torch.Tensor] = []
-        timer = ComputeTimer(self._clock)
+        timer = ComputeTimer(self.clock)
         for part in division.parts:
             self._become(part.variant)
             inputs = replace(self._inputs(division.counts, part.rows), outputs="loss", timer=timer, stand_by=_rest)
@@ -316,7 +316,7 @@ class Runtime:
             outputs=self.settings.outputs,
             syncs_gradients=self.syncs_gradients,
             guess=self.guess,
-            timer=ComputeTimer(self._clock),
+            timer=ComputeTimer(self.clock),
             stand_by=self.stand_by,
         )
 

@@ -1,3 +1,4 @@
+import random
 from collections.abc import Iterable
 
 import pytest
@@ -151,6 +152,16 @@ def test_an_injected_rate_is_found_within_the_noise(rate: float, noise: list[flo
     costs = [n * (rate if step >= 20 else 1.0) for step, n in enumerate(noise)]
     (report,) = feed(tracker, costs)
     assert report[0] == pytest.approx(rate, rel=0.07)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_injected_rate_is_known_within_three_percent_in_the_end(seed: int) -> None:
+    tracker, noise, work = HealthTracker(), random.Random(seed), {0: 41.0, 1: 13.0, 2: 18.0}
+    injected = {0: 1.0, 1: noise.uniform(1.5, 8.0), 2: noise.uniform(1.5, 8.0)}
+    for step in range(40 + REMEMBERED * tracker.lasting):
+        rates = injected if step >= 30 else dict.fromkeys(work, 1.0)
+        tracker.observe({rank: work[rank] * rate * noise.gauss(1.0, 0.03) for rank, rate in rates.items()}, work)
+    assert tracker.rates == pytest.approx(injected, rel=0.03)
 
 
 def test_what_slows_everybody_is_no_straggler() -> None:

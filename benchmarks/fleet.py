@@ -27,6 +27,7 @@ from hetu_fx.emulate import EmulateSpec, change_speed, current_speeds, run
 from hetu_fx.planner.cost import stage_costs
 from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.plans import Plan
+from hetu_fx.switching.agreement import of_all
 from hetu_fx.topology import Cluster
 
 MakeModel = Callable[[], nn.Module]
@@ -75,13 +76,6 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def of_all(value: float) -> list[float]:
-    """Return the values of all ranks; collective."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def set_speeds(speeds: Sequence[float]) -> None:
     """Give every device its speed; collective. Those that become slower go first, so that all fit the cores."""
     barrier()
@@ -121,7 +115,7 @@ class OwnSpeeds:
         rank, rows = dist.get_rank(), len(next(iter(self._small.values())))
         (stage_cost,) = stage_costs(Plan.single(rank).pipelines[0], self._costs, cluster)
         factor = stage_cost.slowest_compute(rows) / statistics.median(seconds)
-        factors = of_all(factor)
+        factors = of_all(GroupTable(), factor)
         return cluster.with_speeds({d.rank: d.flops_per_second * factors[d.rank] for d in cluster.devices})
 
 
@@ -158,7 +152,7 @@ class Alone:
 
     def taken(self) -> list[float]:
         """Return what each device took in the median of the runs since the last call; collective."""
-        seconds = of_all(statistics.median(self._seconds))
+        seconds = of_all(GroupTable(), statistics.median(self._seconds))
         self._seconds.clear()
         return seconds
 

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.contest import Step, adamw, run_rounds, train_step
-from benchmarks.fleet import Alone, in_fleet, of_all, run_workers, say, set_speeds, worker_parser, write_result
+from benchmarks.fleet import Alone, in_fleet, run_workers, say, set_speeds, worker_parser, write_result
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish
 from benchmarks.throttle import ThrottleClock
 from hetu_fx.emulate import EmulateSpec
+from hetu_fx.switching.agreement import of_all
 from hetu_fx.switching.health import HealthTracker
 
 SPEED = 0.5  # any two devices fit one core, so that none is slow for standing beside another
@@ -109,11 +110,11 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
     """Make a line of the table."""
     seconds = {who: statistics.median(phases[name]["seconds"][who]) for who in (ADAPTING, FIXED, DROPPING)}
     healthy = statistics.median(phases["normal"]["seconds"][ADAPTING])
-    watched, injected = phases[name]["watched"], phases[name]["injected"]
+    watched, slowness = phases[name]["watched"], phases[name]["slowness"]
     return {
         "phase": name,
         **{f"{who} steps/s": 1 / value for who, value in seconds.items()},
-        "of optimum": healthy * WORLD / sum(1 / rate for rate in injected) / seconds[ADAPTING],
+        "of optimum": healthy * WORLD / sum(1 / factor for factor in slowness) / seconds[ADAPTING],
         "of optimum by quotas": healthy * WORLD / sum(quota_speeds(name)) / seconds[ADAPTING],
         "over fixed": seconds[FIXED] / seconds[ADAPTING],
         "over dropping": seconds[DROPPING] / seconds[ADAPTING],
@@ -121,7 +122,7 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "switched after": watched["switched"],
         "planning s": watched["planning_seconds"],
         "longest step beside it s": max(watched["planned_beside"], default=0.0),
-        "by a plain model": rates_text(dict(enumerate(relative(name, injected)))),
+        "by a plain model": rates_text(dict(enumerate(relative(name, slowness)))),
         "injected": rates_text(dict(enumerate(throttled_rates(name, phases)))),
         "found": rates_text(watched["rates"]),
         "variant": watched["variant"],
@@ -208,9 +209,9 @@ class Contest:
         times = run_rounds(self.steps, rounds=rounds, warm_up=1)
         seconds = self.alone.taken()
         self.first = self.first or seconds
-        injected = [now / first for now, first in zip(seconds, self.first, strict=True)]
-        say(f"{name}: {injected}")
-        return {"watched": asdict(watched), "seconds": times, "injected": injected}
+        slowness = [now / first for now, first in zip(seconds, self.first, strict=True)]
+        say(f"{name}: {slowness}")
+        return {"watched": asdict(watched), "seconds": times, "slowness": slowness}
 
     def _start_others(self) -> None:
         from hetu_fx.plans import Plan
@@ -258,7 +259,7 @@ class Contest:
             steady = steady + 1 if self._noticed() and not hetu.is_planning else 0
             if steady:
                 self.alone.run()
-        watched.throttled = of_all(statistics.median(throttles[-STEADY_STEPS:]))
+        watched.throttled = of_all(hetu._runtime.table, statistics.median(throttles[-STEADY_STEPS:]))
         watched.rates, watched.variant = dict(hetu.health), hetu.current
         for change in hetu.stats["replanned"][before:]:
             watched.planning_seconds = change.planning_seconds

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_OF_V2 = ""  # the one hierarchy's line names no controller
+
 
 def quota_of(folder: Path) -> float | None:
     """Return the cores that a cgroup's quota is worth; None where it has none."""
@@ -22,13 +24,13 @@ def quota_within(mounts: str, own: str) -> float | None:
 
     mounts: the text of /proc/self/mounts; own: the text of /proc/self/cgroup.
     """
-    folder, root = v1_folder(mounts, own, "cpu"), v1_root(mounts, "cpu")
-    if folder is None or root is None:
-        folder, root = v2_folder(mounts, own), v2_root(mounts)
-    if folder is None or root is None:
+    root, controller = v1_root(mounts, "cpu"), "cpu"
+    if root is None:
+        root, controller = v2_root(mounts), _OF_V2
+    if root is None:
         return None
-    around = [folder, *(above for above in folder.parents if above.is_relative_to(root))]
-    return min((quota for quota in map(quota_of, around) if quota is not None), default=None)
+    quotas = map(quota_of, upwards(_folder(root, own, controller), root))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def own_quota() -> float | None:
@@ -45,9 +47,7 @@ def v1_root(mounts: str, controller: str) -> Path | None:
 def v1_folder(mounts: str, own: str, controller: str) -> Path | None:
     """Find the process's cgroup in the hierarchy of a controller."""
     root = v1_root(mounts, controller)
-    rows = [line.split(":", 2) for line in own.splitlines()]
-    path = next((path for _, names, path in rows if controller in names.split(",")), "/")
-    return None if root is None else _inside(root, path)
+    return None if root is None else _folder(root, own, controller)
 
 
 def v2_root(mounts: str) -> Path | None:
@@ -55,11 +55,9 @@ def v2_root(mounts: str) -> Path | None:
     return next((Path(point) for point, kind, _ in _mounts(mounts) if kind == "cgroup2"), None)
 
 
-def v2_folder(mounts: str, own: str) -> Path | None:
-    """Find the process's cgroup in the one hierarchy."""
-    root = v2_root(mounts)
-    path = next((line[len("0::") :] for line in own.splitlines() if line.startswith("0::")), "/")
-    return None if root is None else _inside(root, path)
+def upwards(folder: Path, root: Path) -> list[Path]:
+    """Return a cgroup and those around it, up to where the hierarchy is mounted."""
+    return [folder, *(above for above in folder.parents if above.is_relative_to(root))]
 
 
 def read(path: Path) -> str:
@@ -67,7 +65,9 @@ def read(path: Path) -> str:
     return path.read_text().strip() if path.is_file() else ""
 
 
-def _inside(root: Path, path: str) -> Path:
+def _folder(root: Path, own: str, controller: str) -> Path:
+    rows = [line.split(":", 2) for line in own.splitlines()]
+    path = next((path for _, names, path in rows if controller in names.split(",")), "/")
     # In a container the path is often the host's, not to be seen from inside: then the mount is ours.
     inside = root / path.lstrip("/")
     return inside if inside.is_dir() else root

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hetu_fx.cgroups import upwards
 from hetu_fx.measure_links import measure_links
 from hetu_fx.measure_meeting import measure_meetings, meeting_rounds, settled_seconds
 from hetu_fx.measure_ranks import Exchange, RankTable, exchange_of, world
@@ -120,9 +121,7 @@ def _cgroup_limits(root: Path) -> tuple[tuple[str, int], ...]:
 
 
 def _limits_above(mount: Path, path: str, file: str) -> list[tuple[str, int]]:
-    folder = mount / path.strip("/")
-    folders = [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]
-    limits = [(str(place), _limit_in(place / file)) for place in folders]
+    limits = [(str(place), _limit_in(place / file)) for place in upwards(mount / path.strip("/"), mount)]
     return [(name, limit) for name, limit in limits if limit is not None]
 
 

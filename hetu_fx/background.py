@@ -36,6 +36,7 @@ Answer = TypeVar("Answer")
 _NICENESS = 10
 _SHARE_OF_QUOTA = 1 / 3
 _LOOK_SECONDS = 0.02  # of its own time, between two looks at how much of it it has taken
+_ENDED = "the process in the background ended without a word; was it killed, for want of memory?"
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -61,12 +62,12 @@ class Background(Generic[Question, Answer]):
         try:
             self._connection.send(question)
         except OSError:
-            self._told = b""
+            self._failure = _ENDED
 
     @property
     def is_gone(self) -> bool:
         """Tell, while no question is under way, whether there is nobody to ask: none was started, or it has ended."""
-        return bool(self._failure) or self._told == b"" or self._connection.poll()
+        return bool(self._failure) or self._connection.poll()
 
     @property
     def is_done(self) -> bool:
@@ -75,15 +76,13 @@ class Background(Generic[Question, Answer]):
             try:
                 self._told = self._connection.recv_bytes()
             except (EOFError, OSError):
-                self._told = b""
+                self._failure = _ENDED
         return self._told is not None or bool(self._failure)
 
     def result(self) -> Answer:
         """Return the answer, once it is there. Raises StateError with what went wrong instead."""
-        if self._failure:
-            raise StateError(self._failure)
-        if not self._told:
-            raise StateError("the process in the background ended without a word; was it killed, for want of memory?")
+        if self._told is None:
+            raise StateError(self._failure or _ENDED)
         succeeded, value = pickle.loads(self._told)
         if not succeeded:
             raise StateError(str(value))

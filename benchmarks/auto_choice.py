@@ -34,17 +34,17 @@ from benchmarks.fleet import (
 )
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish
-from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.emulate import EmulateSpec
-from hetu_fx.planner.cost import predict
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.simulate import simulate
-from hetu_fx.planner.space import PlanOptions, Space
-from hetu_fx.plans import Plan
-from hetu_fx.switching.agreement import by_first, from_first
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.device_orders import PlanOptions, Space
+from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.programs import Programs
-from hetu_fx.topology import Cluster
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 EQUAL = (0.45,) * len(SPEEDS)

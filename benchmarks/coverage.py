@@ -21,8 +21,8 @@ from benchmarks import report
 from benchmarks.coverage_cells import LIMITS, PLANS, SIZES, exactly, in_dtype
 from benchmarks.coverage_ranks import Record, run_plans
 from benchmarks.families import FAMILIES, Family
-from hetu_fx.deduction.analyse import analyse
-from hetu_fx.deduction.steps import UnknownOpWarning
+from hetu_fx.deduction.factors.analyse import analyse
+from hetu_fx.deduction.factors.steps import UnknownOpWarning
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 

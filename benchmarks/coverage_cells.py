@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import hetu_fx
 from benchmarks.families import Family
 from benchmarks.family_batches import Batch
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 WORLD = 3
 SIZES = ((8, 11), (7, 13))  # rows and tokens of the batches; the first is the example

@@ -26,7 +26,7 @@ from benchmarks.coverage_cells import WORLD, Subject
 from benchmarks.families import Family
 from hetu_fx.errors import HetuFxError
 from hetu_fx.graph.graph import Graph
-from hetu_fx.switching import programs
+from hetu_fx.program import captures
 
 SECONDS_PER_CELL = 240
 SECONDS_PER_WAIT = 200
@@ -95,7 +95,7 @@ def _be_rank(rank: int, family: Family, graph: Graph, plans: Sequence[str], fold
     patience = timedelta(seconds=SECONDS_PER_WAIT)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=patience)
     subject = Subject(family)
-    with mock.patch.object(programs, "capture", return_value=graph):
+    with mock.patch.object(captures, "capture", return_value=graph):
         for plan in plans:
             start = time.perf_counter()
             record = _attempt(subject, plan)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hetu_fx.planner.allocate import spread
-from hetu_fx.planner.space import Space, compositions
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.search.device_orders import Space, compositions
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 KINDS = ("one device", "replicas", "group", "stages", "mixture")
 BY_SPEED = 0.7  # how often work goes by speed

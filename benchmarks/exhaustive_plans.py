@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import permutations, product
 
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.space import compositions
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.search.device_orders import compositions
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 
 def all_plans(costs: ProgramCosts, cluster: Cluster, micro_batches: tuple[int, ...]) -> Iterator[Plan]:

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from benchmarks.contest import adamw, barrier, slowest, timed, train_step
 from benchmarks.report import parser
-from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.emulate import EmulateSpec, change_speed, current_speeds, run
-from hetu_fx.planner.cost import stage_costs
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.plans import Plan
-from hetu_fx.switching.agreement import of_all
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.emulate import EmulateSpec, change_speed, current_speeds, run
+from hetu_fx.planner.price.step import stage_costs
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 
 MakeModel = Callable[[], nn.Module]
 Batch = Mapping[str, Tensor]

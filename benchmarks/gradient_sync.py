@@ -25,12 +25,12 @@ from benchmarks.contest import Step, barrier, run_rounds
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
 from benchmarks.reshard_ranks import link_bytes
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
-from hetu_fx.comm_ops.groups import GroupTable, using
-from hetu_fx.comm_ops.lowering import Lowering
-from hetu_fx.emulate import EmulateSpec, run
-from hetu_fx.switching.bridge import Bridge, BridgeEntry
-from hetu_fx.switching.home_plan import make_home_layouts
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.resolve.lowering import Lowering
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.emulate.emulate import EmulateSpec, run
+from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
+from hetu_fx.switching.home.placement import make_home_layouts
 
 WORLD, NODES, LINK_BITS_PER_SECOND = 4, 2, 100e6
 SHAPE, BUCKET_BYTES = (256, 1024), 2 << 20

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetu_fx.planner.heteroauto.problem import Edge, HeteroProblem, Kind, Layer
-from hetu_fx.topology import Link
+from hetu_fx.cluster.cluster import Link
+from hetu_fx.planner.search.heteroauto.problem import Edge, HeteroProblem, Kind, Layer
 
 LAYERS, WIDTH, INNER, KEY_WIDTH, TOKENS, VOCABULARY = 96, 8192, 36864, 1024, 4096, 92544
 LAYER_PARAMETERS = 2 * WIDTH * (WIDTH + KEY_WIDTH) + 3 * WIDTH * INNER

@@ -2,7 +2,7 @@
 
 A large model and few tokens, so that the end of a step counts: gradient sync, gather and the update by AdamW. Rows are
 shared out by the devices' speeds all the time; only the homes change, in turns. Beside what steps take stands what
-`hetu_fx.planner.home_cost` predicts for their end, from the devices as they are measured and from what updates took
+`hetu_fx.planner.price.homes` predicts for their end, from the devices as they are measured and from what updates took
 with equal homes.
 """
 
@@ -20,14 +20,14 @@ from benchmarks.contest import adamw, slowest, timed, train_step
 from benchmarks.fleet import in_fleet, run_workers, say, set_speeds, worker_parser, write_result
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, finish, median_ratio
-from hetu_fx.emulate import EmulateSpec
-from hetu_fx.homes_follow import housed
-from hetu_fx.planner.home_cost import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
-from hetu_fx.plans import Plan
-from hetu_fx.switching.agreement import of_all
-from hetu_fx.switching.timer import clock_of
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.price.homes import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.adapt.rehome_policy import housed
+from hetu_fx.switching.step.timer import clock_of
 from hetu_fx.switching.update_times import UpdateTimes
-from hetu_fx.topology import Cluster
 
 SPEEDS = (0.5, 0.25, 0.125)
 SIZE = Size(width=832, layers=4, rows=7, tokens=16)

@@ -15,10 +15,10 @@ import sys
 
 from benchmarks.planning_cases import Case, cases
 from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.planner.cost import predict
 from hetu_fx.planner.make_plan import NEGLIGIBLE, make_plan
+from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.plans import Plan
+from hetu_fx.plans.plan import Plan
 
 MEGATRON, DEEPSPEED, PUBLISHED = 10.45, 13.78, 6.05  # seconds
 TOLERANCE = 0.25

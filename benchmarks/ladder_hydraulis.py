@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.published_hydraulis import POOL, SCHEMES
 from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.planner.hydraulis.choose import choose
-from hetu_fx.planner.hydraulis.cost import Scheme, SequenceBatch
+from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch
+from hetu_fx.planner.search.hydraulis.choose import choose
 
 DEVICES = 64
 TOKENS = 200_000

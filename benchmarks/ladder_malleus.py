@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from benchmarks.published_malleus import DEVICES_PER_NODE, LLAMA_32B, LLAMA_70B, LLAMA_110B, Published
 from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.planner.malleus.search import search
+from hetu_fx.planner.search.malleus.search import search
 
 MODELS = {"32B, 32 A800": LLAMA_32B, "70B, 64 A800": LLAMA_70B, "110B, 64 A800": LLAMA_110B}
 RATES = (2.57, 5.63, 12.53)

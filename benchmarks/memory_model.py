@@ -28,12 +28,12 @@ from benchmarks.contest import train_step
 from benchmarks.fleet import in_fleet, run_workers, say, worker_parser, write_result
 from benchmarks.models import Size, batch, gpt2, llama
 from benchmarks.report import Bar, Row, finish
-from hetu_fx.emulate import EmulateSpec
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.shards import device_bytes
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.price.placement import device_bytes
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.programs import Programs
 
 RANKS = 4
 BLOCKS = 4

@@ -33,14 +33,14 @@ from benchmarks.mixed_length_plans import BOUNDS, DYNAMIC, HOMOGENEOUS, LONGEST,
 from benchmarks.mixed_length_rounds import Columns, Rounds, Train, details, gain, predicted_gain, speed
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, finish
-from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.emulate import EmulateSpec
-from hetu_fx.planner.hydraulis.assignment import Batching
-from hetu_fx.planner.hydraulis.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
-from hetu_fx.switching.agreement import from_first
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import from_first
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.dispatch.assignment import Batching
+from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
+from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.programs import Programs
-from hetu_fx.topology import Cluster
 
 SPEEDS = (0.45,) * 4
 BAR = 1.32  # the lower end of what Hydraulis' paper reports against the best static plan

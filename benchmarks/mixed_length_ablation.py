@@ -14,9 +14,9 @@ from typing import NamedTuple
 from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
 from benchmarks.mixed_length_rounds import Columns, Rounds, details, gain, predicted_gain, speed
 from benchmarks.report import Row
-from hetu_fx.planner.hydraulis.assignment import Batching
-from hetu_fx.planner.hydraulis.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.dispatch.assignment import Batching
+from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
 
 HELD_BY = 2  # devices hold the longest sequence
 PADDED_PART = 4  # every 4th sequence of a batch is trained on padded

@@ -13,12 +13,12 @@ import hetu_fx
 from benchmarks.contest import adamw
 from benchmarks.mixed_length_plans import plans_of
 from benchmarks.models import Size, llama
-from hetu_fx.demo_data import library_pieces
-from hetu_fx.nested_batches import nested_batch
-from hetu_fx.planner.hydraulis.assignment import Assignment, Candidate, Request
-from hetu_fx.planner.hydraulis.policies import Hydraulis, SequencePolicy
-from hetu_fx.sequences import Pieces, TokenBudgetSampler
-from hetu_fx.topology import Cluster
+from hetu_fx.batches.nested import nested_batch
+from hetu_fx.batches.sampler import Pieces, TokenBudgetSampler
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.demo.data import library_pieces
+from hetu_fx.planner.dispatch.assignment import Assignment, Candidate, Request
+from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 
 Texts = Sequence[torch.Tensor]
 

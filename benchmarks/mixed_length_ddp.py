@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contest import adamw
 from benchmarks.mixed_length_contest import Scale, Texts, Took
 from benchmarks.models import llama
-from hetu_fx.packed_rows import IGNORED, Filling, filled
+from hetu_fx.batches.packing import IGNORED, Filling, filled
 
 
 class Grouped:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 
 class Group(NamedTuple):

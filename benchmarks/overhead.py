@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.contest import Step, adamw, run_rounds, train_step
 from benchmarks.models import Size, batch, llama
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from hetu_fx.emulate import EmulateSpec, Output, run
+from hetu_fx.emulate.emulate import EmulateSpec, Output, run
 from hetu_fx.errors import HetuFxError
 
 ONE = Size(width=256, layers=4, rows=8, tokens=128)

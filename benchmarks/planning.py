@@ -21,14 +21,14 @@ from typing import TypeVar
 from benchmarks.exhaustive_plans import all_plans
 from benchmarks.planning_cases import Case, cases, llama
 from benchmarks.report import Bar, Row, finish, parser, table
-from hetu_fx.planner.cost import predict
+from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.table import find_search
-from hetu_fx.planner.space import PlanOptions
-from hetu_fx.plans import Plan
-from hetu_fx.topology import Cluster, Link
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 
 QUICK_DEVICES = 8
 PATIENCE_SECONDS = 30.0

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from hetu_fx.planner.part_costs import PartCosts
-from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 DEVICES_PER_NODE = 8
 LENGTH = 4096

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from benchmarks.models import batch, gpt2
 from benchmarks.report import Bar, Row, finish, parser
+from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.planner.hap.from_graph import problem_of
-from hetu_fx.planner.hap.problem import Problem
-from hetu_fx.planner.hap.search import search
-from hetu_fx.planner.hap.to_plan import translate
-from hetu_fx.topology import Cluster, Link
+from hetu_fx.planner.search.hap.from_graph import problem_of
+from hetu_fx.planner.search.hap.problem import Problem
+from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.search.hap.to_plan import translate
 
 FAST, SLOW = 2e13, 1e13
 LINK = Link(1e10, 1e-5)

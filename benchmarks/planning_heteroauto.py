@@ -17,12 +17,12 @@ from dataclasses import replace
 
 from benchmarks.heteroauto_cases import ablations, four_kinds, superlinear
 from benchmarks.report import Bar, Row, finish, parser
+from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.heteroauto.problem import Freedom, HeteroProblem, Kind, Layer
-from hetu_fx.planner.heteroauto.search import search
-from hetu_fx.planner.heteroauto.speed_up import speed_up
-from hetu_fx.topology import Link
-from tests.planner.heteroauto.exhaustive import Exhaustive
+from hetu_fx.planner.search.heteroauto.problem import Freedom, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.search import search
+from hetu_fx.planner.search.heteroauto.speed_up import speed_up
+from tests.planner.search.heteroauto.exhaustive import Exhaustive
 
 SECONDS_BAR = 60.0
 CAUSES = ("limits of memory", "the cost of recomputing")

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from benchmarks.published_malleus import DEVICES_PER_NODE, LLAMA_70B
 from benchmarks.report import Bar, Row, finish, parser
-from hetu_fx.planner.malleus.search import search
-from hetu_fx.planner.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.search import search
+from hetu_fx.planner.search.malleus.situation import Situation
 
 STAGES = 4
 RATES = (2.57, 5.63, 12.53)

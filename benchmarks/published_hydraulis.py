@@ -5,8 +5,8 @@ Seconds come in milliseconds, by (tensor parallel degree, stages), as published.
 
 from __future__ import annotations
 
-from hetu_fx.planner.hydraulis.cost import Strategy, TimeFit
-from hetu_fx.planner.hydraulis.memory import HomeLayout, MemoryModel, ModelShape, fitting_schemes
+from hetu_fx.planner.dispatch.strategy import Strategy, TimeFit
+from hetu_fx.planner.search.hydraulis.memory import HomeLayout, MemoryModel, ModelShape, fitting_schemes
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.planner.malleus.situation import LayerMemory, Situation
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
 
 DEVICES_PER_NODE = 8
 SAFE_GAP = 4096

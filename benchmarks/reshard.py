@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
 from benchmarks.reshard_cases import ACROSS, ITEMSIZE, Case, one_node
 from benchmarks.reshard_ranks import DTENSOR, FLAT, GATHERED, LEVELS, PADDED, RESOLVED, work
-from hetu_fx.emulate import EmulateSpec, run
+from hetu_fx.emulate.emulate import EmulateSpec, run
 
 LINK_BITS_PER_SECOND = 100e6
 SUM_BAR, HAND_OVER_BAR, BYTES_BAR = 1.3, 1.7, 1.0

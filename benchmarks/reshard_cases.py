@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
-from hetu_fx.comm_ops.bsr_report import bsr_report
-from hetu_fx.comm_ops.resolution import MoveStep, Resolution
-from hetu_fx.comm_ops.resolve import resolve
+from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_report import bsr_report
+from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
+from hetu_fx.comm_ops.resolve.resolve import resolve
 
 ITEMSIZE = 4
 

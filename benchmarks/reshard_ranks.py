@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from benchmarks.contest import Step, barrier, run_rounds
 from benchmarks.reshard_cases import ACROSS, Case, one_node
-from hetu_fx.comm_ops.groups import GroupTable, using
-from hetu_fx.comm_ops.lowering import Lowering
-from hetu_fx.comm_ops.resolution import Call
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.resolve.lowering import Lowering
+from hetu_fx.comm_ops.resolve.resolution import Call
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
 
 RESOLVED, FLAT, LEVELS, PADDED = "resolved", "flat", "two levels", "padded"
 GATHERED, DTENSOR = "gather then slice", "DTensor"

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split, State
-from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
-from hetu_fx.comm_ops.resolution import CommStep, Resolution, TopStep
-from hetu_fx.comm_ops.resolve import resolve, resolve_edge
+from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.resolve.resolution import CommStep, Resolution, TopStep
+from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
 
 TENSOR_PARALLEL = 8
 WIDTH, FEED_FORWARD, KEYS, SEQUENCE = 8192, 28672, 1024, 4096

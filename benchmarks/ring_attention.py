@@ -26,10 +26,10 @@ from torch import Tensor, nn
 import hetu_fx
 from benchmarks.contest import Step, barrier, run_rounds
 from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from hetu_fx.comm_ops.groups import GroupTable, using
-from hetu_fx.emulate import EmulateSpec, run
-from hetu_fx.plans import Plan
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.emulate.emulate import EmulateSpec, run
+from hetu_fx.plans.plan import Plan
 
 WORLD, LINK_BITS_PER_SECOND, SPEED = 2, 100e6, 0.4
 HEADS, WIDTH = 4, 256

@@ -31,16 +31,16 @@ from benchmarks.fleet import (
 )
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish
-from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.emulate import EmulateSpec
-from hetu_fx.planner.cost import predict
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.simulate import simulate
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.switching.agreement import from_first
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import from_first
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.programs import Programs
-from hetu_fx.topology import Cluster
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 EQUAL = (0.45,) * len(SPEEDS)

@@ -28,9 +28,9 @@ from benchmarks.fleet import Alone, in_fleet, run_workers, say, set_speeds, work
 from benchmarks.models import Size, batch, llama, num_parameters
 from benchmarks.report import Bar, Row, finish
 from benchmarks.throttle import ThrottleClock
-from hetu_fx.emulate import EmulateSpec
-from hetu_fx.switching.agreement import of_all
-from hetu_fx.switching.health import HealthTracker
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.switching.adapt.health import HealthTracker
 
 SPEED = 0.5  # any two devices fit one core, so that none is slow for standing beside another
 WORLD = 3
@@ -214,7 +214,7 @@ class Contest:
         return {"watched": asdict(watched), "seconds": times, "slowness": slowness}
 
     def _start_others(self) -> None:
-        from hetu_fx.plans import Plan
+        from hetu_fx.plans.plan import Plan
 
         start = self.adapting.hetu.plan
         _, self.steps[FIXED] = self._model(start)

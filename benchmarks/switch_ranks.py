@@ -19,11 +19,11 @@ import hetu_fx
 from benchmarks.contest import Step, adamw, barrier, slowest, timed, train_step
 from benchmarks.fleet import say
 from benchmarks.models import Size, batch, llama, num_parameters
-from hetu_fx.comm_ops.bsr_plan import Move
-from hetu_fx.comm_ops.bsr_report import least_bytes
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.switching.bridge import BridgePlan
-from hetu_fx.switching.home import HomeTensor
+from hetu_fx.comm_ops.plans.bsr_plan import Move
+from hetu_fx.comm_ops.plans.bsr_report import least_bytes
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.switching.bridge.bridge import BridgePlan
+from hetu_fx.switching.home.ops import HomeTensor
 
 WORLD = 4
 QUICK, FULL = Size(width=512, layers=4, rows=8, tokens=16), Size(width=1024, layers=9, rows=8, tokens=16)

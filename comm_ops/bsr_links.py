@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetu_fx.comm_ops.bsr_plan import BsrPlan, Move, plan_moves
-from hetu_fx.comm_ops.cost import Topology, rounds_cost
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, plan_moves
+from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost
 
 
 def plan_on_links(moves: Sequence[Move], topology: Topology | None, choice: str = "auto") -> BsrPlan:

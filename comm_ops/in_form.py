@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.form import Form
-from hetu_fx.comm_ops.groups import GroupTable
-from hetu_fx.comm_ops.two_level import gather_in_levels, reduce_in_levels, sum_in_levels
-from hetu_fx.comm_ops.wire import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
+from hetu_fx.comm_ops.plans.algorithm import Form
+from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.two_level import gather_in_levels, reduce_in_levels, sum_in_levels
 
 
 def sum_in_form(x: Tensor, ranks: Sequence[int], form: Form, table: GroupTable) -> Tensor:

@@ -6,7 +6,7 @@ from enum import Enum
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
 from hetu_fx.annotations.states import Split
-from hetu_fx.comm_ops.change import format_shape
+from hetu_fx.comm_ops.plans.transition import format_shape
 from hetu_fx.errors import AnnotationError, ResolveError
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.groups import GroupTable, guarded
-from hetu_fx.comm_ops.ring_run import Message
-from hetu_fx.comm_ops.wire import to_wire
+from hetu_fx.comm_ops.ops.ring_attention_run import Message
+from hetu_fx.comm_ops.wire.collectives import to_wire
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 
 # Keeps these messages apart from others between the same two ranks.
 _TAG = 0x5247_0000

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.handle import Handle
-from hetu_fx.homes_follow import HomesFollow
 from hetu_fx.prepare import Plans, Preparation, prepare
-from hetu_fx.rehoming import Rehoming
+from hetu_fx.switching.adapt.rehome import Rehoming
+from hetu_fx.switching.adapt.rehome_policy import HomesFollow
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
-from hetu_fx.topology import Cluster
 
 M = TypeVar("M", bound=nn.Module)
 

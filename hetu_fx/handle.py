@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from hetu_fx.adaptation import Adaptation
+from hetu_fx.checkpoint.save import load_model, save_model
+from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
-from hetu_fx.exporting import export_runtime
-from hetu_fx.plans import Plan
-from hetu_fx.rehoming import Home, Optimizers, Rehoming
-from hetu_fx.run_log import RunLog, Sink
-from hetu_fx.run_log_sinks import JsonLines, Progress, Scalars, tensorboard_writer
-from hetu_fx.saving import load_model, save_model
-from hetu_fx.snapshots import STOPPED_SECONDS, Snapshots
+from hetu_fx.export.write import export_runtime
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch
+from hetu_fx.report.run_log import RunLog, Sink
+from hetu_fx.report.sinks import JsonLines, Progress, Scalars, tensorboard_writer
+from hetu_fx.switching.adapt.adaptation import Adaptation
+from hetu_fx.switching.adapt.rehome import Home, Optimizers, Rehoming
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.policy import Policy
-from hetu_fx.switching.programs import Batch
+from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.sequence_reader import SequenceReader
-from hetu_fx.switching.switch_plan import SwitchPlan
+from hetu_fx.switching.sequences.reader import SequenceReader
+from hetu_fx.switching.step.policy import Policy
 
 
 class Handle:
@@ -273,7 +273,7 @@ class Handle:
         others may call this or not.
 
         Args:
-            path: of a file of JSON lines (`hetu_fx.run_log` lists them); `hetu-fx log` reads it.
+            path: of a file of JSON lines (`hetu_fx.report.run_log` lists them); `hetu-fx log` reads it.
             progress: say on stderr what happens.
             tensorboard: a folder for TensorBoard's scalars.
 

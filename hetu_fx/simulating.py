@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hetu_fx.planner.schedules import PaperSchedule
-from hetu_fx.planner.simulate import simulate as simulate_step
-from hetu_fx.planner.simulation import Simulation
-from hetu_fx.plans import Plan
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.simulate.result import Simulation
+from hetu_fx.planner.simulate.schedules import PaperSchedule
+from hetu_fx.planner.simulate.simulate import simulate as simulate_step
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch, Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.programs import Batch, Programs
-from hetu_fx.topology import Cluster
 
 
 def simulate(
@@ -28,15 +28,16 @@ def simulate(
 ) -> Simulation:
     """Return what a training step would be: seconds, bubbles, bytes per link, memory over time, and a timeline of it.
 
-    Nothing is run or changed. Draw it with `.timeline.write_png` or `hetu_fx.timeline_html.write_html`, or open what
-    `.timeline.write_chrome` writes in Perfetto.
+    Nothing is run or changed. Draw it with `.timeline.write_png` or
+    `hetu_fx.planner.simulate.timeline_html.write_html`, or open what `.timeline.write_chrome` writes in Perfetto.
 
     Args:
         model: any module; its parameters may be on the meta device.
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         plan: a plan, or the path of a plan file.
         cluster: the devices, with the rates at which they work now, or the path of a cluster file.
-        schedule: in place of the plan's, also one that only a simulation can run (`hetu_fx.planner.schedules`).
+        schedule: in place of the plan's, also one that only a simulation can run
+            (`hetu_fx.planner.simulate.schedules`).
         loss_fn: as for `auto_parallelize`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from hetu_fx.plans import Plan
+from hetu_fx.plans.plan import Plan
 
 NEAR = 0.05
 """Measured rates that differ by less than this are one situation: nearer than that, noise tells them apart."""

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.form import Form
-from hetu_fx.comm_ops.groups import GroupTable, active
-from hetu_fx.comm_ops.two_level import gather_in_levels, groups_in_levels, reduce_in_levels, sum_in_levels
-from hetu_fx.switching.exchange import Exchange, segments
-from hetu_fx.switching.in_turn import InTurn
+from hetu_fx.comm_ops.plans.algorithm import Form
+from hetu_fx.comm_ops.wire.async_collectives import Exchange, segments
+from hetu_fx.comm_ops.wire.groups import GroupTable, active
+from hetu_fx.comm_ops.wire.serial_threads import InTurn
+from hetu_fx.comm_ops.wire.two_level import gather_in_levels, groups_in_levels, reduce_in_levels, sum_in_levels
 
 # Each takes the buffer, the sizes of its segments, the ranks, their nodes and a table, and works in place.
 Levels = Callable[[Tensor, Sequence[int], Sequence[int], Sequence[int], GroupTable], None]

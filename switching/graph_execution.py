@@ -9,28 +9,28 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.cost import Topology
-from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.planner.captured_program import PlannedProgram
+from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.profile import program_costs
-from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import ProgramCosts
 from hetu_fx.planner.search.table import DEFAULT
-from hetu_fx.plans import Plan
-from hetu_fx.switching.batches import ReadBatch, example_size, read_batch
-from hetu_fx.switching.execution import Reading, Run, StepInputs, StepOutputs
-from hetu_fx.switching.graph_compute import GraphCompute, deduce_program, sizes_of
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch, Programs, batch_of
 from hetu_fx.switching.graph_variant import GraphVariant
-from hetu_fx.switching.mixed import sequences_of
-from hetu_fx.switching.planned_program import PlannedProgram
-from hetu_fx.switching.programs import Batch, Programs, batch_of
 from hetu_fx.switching.rehearsal import rehearse
-from hetu_fx.switching.run_step import run_step, stage_of
-from hetu_fx.switching.sequence_reader import SequenceReader
-from hetu_fx.topology import Cluster
-from hetu_fx.transforms.deduce import Deduce
-from hetu_fx.transforms.lower import check_backend
-from hetu_fx.transforms.written import written
+from hetu_fx.switching.sequences.reader import SequenceReader
+from hetu_fx.switching.step.assigned_rows import sequences_of
+from hetu_fx.switching.step.batches import ReadBatch, example_size, read_batch
+from hetu_fx.switching.step.compiled_plans import GraphCompute, deduce_program, sizes_of
+from hetu_fx.switching.step.execution import Reading, Run, StepInputs, StepOutputs
+from hetu_fx.switching.step.run_step import run_step, stage_of
+from hetu_fx.transforms.layouts.deduce import Deduce
+from hetu_fx.transforms.layouts.serialize import written
+from hetu_fx.transforms.lowering.lower import check_backend
 
 
 class GraphExecution:

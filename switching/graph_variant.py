@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetu_fx.plans import Plan
-from hetu_fx.switching.graph_compute import GraphCompute, StagePlan
-from hetu_fx.switching.program import Program
-from hetu_fx.switching.variant import Variant
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.program import Program
+from hetu_fx.switching.step.compiled_plans import GraphCompute, StagePlan
+from hetu_fx.switching.step.variant import Variant
 
 
 class GraphVariant(Variant):

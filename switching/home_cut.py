@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hetu_fx.switching.home_layout import HomeLayout
-from hetu_fx.switching.home_tensor import HomeTensor, gather_whole
+from hetu_fx.switching.home.layout import HomeLayout
+from hetu_fx.switching.home.tensor import HomeTensor, gather_whole
 
 
 def cut_like(tensor: torch.Tensor, layout: HomeLayout) -> torch.Tensor:

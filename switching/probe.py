@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hetu_fx.switching.timer import Clock, clock_of
+from hetu_fx.switching.step.timer import Clock, clock_of
 
 _WIDTHS = {"cpu": 128}
 _WIDTH = 1024  # of other devices: a product that is long beside its start

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.switching.buffers import Buffers
-from hetu_fx.switching.execution import StepInputs, StepOutputs
-from hetu_fx.switching.gradients import KeptBack
 from hetu_fx.switching.graph_variant import GraphVariant
-from hetu_fx.switching.step import Guess
+from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.step.execution import StepInputs, StepOutputs
+from hetu_fx.switching.step.gradients import KeptBack
+from hetu_fx.switching.step.loss import Guess
 
 
 class ReadOnly(Buffers):

@@ -18,25 +18,25 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.plans import Plan
-from hetu_fx.switching.agreement import LocalFacts, StepFacts, agree
-from hetu_fx.switching.buffers import Buffers
-from hetu_fx.switching.compute import compute_layout
-from hetu_fx.switching.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
-from hetu_fx.switching.idle import IdleMemory
-from hetu_fx.switching.migrate import migrate
-from hetu_fx.switching.on_the_way import OnTheWay
-from hetu_fx.switching.policy import BatchFacts, Health, Policy, choose
-from hetu_fx.switching.rows import RowPlan, plan_rows
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.bridge.compute import compute_layout
+from hetu_fx.switching.eviction import IdleMemory
+from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.migrate.in_flight import OnTheWay
+from hetu_fx.switching.migrate.migrate import migrate
+from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.settings import Settings
-from hetu_fx.switching.step import Guess
+from hetu_fx.switching.step.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
+from hetu_fx.switching.step.loss import Guess
+from hetu_fx.switching.step.policy import BatchFacts, Health, Policy, choose
+from hetu_fx.switching.step.report import StepTimes
+from hetu_fx.switching.step.rows import RowPlan, plan_rows
+from hetu_fx.switching.step.timer import ComputeTimer, clock_of
+from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.step_report import LossAndOutput, StepReport
-from hetu_fx.switching.step_times import StepTimes
-from hetu_fx.switching.switch_plan import SwitchPlan
-from hetu_fx.switching.timer import ComputeTimer, clock_of
-from hetu_fx.switching.variant import Variant
 
 _log = logging.getLogger("hetu_fx.variants")
 

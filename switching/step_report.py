@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetu_fx.switching.execution import Work
-from hetu_fx.switching.sequence_planner import Planned
-from hetu_fx.switching.timer import ComputeTimer
+from hetu_fx.switching.sequences.planner import Planned
+from hetu_fx.switching.step.execution import Work
+from hetu_fx.switching.step.timer import ComputeTimer
 
 
 @dataclass

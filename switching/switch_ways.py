@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from hetu_fx.comm_ops.bsr_plan import Move, Transfer
-from hetu_fx.switching.part_runs import in_long_runs
+from hetu_fx.comm_ops.plans.bsr_plan import Move, Transfer
+from hetu_fx.switching.migrate.byte_runs import in_long_runs
 
 ARRIVING, LEAVING, NEW = USES = "arriving", "leaving", "new"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hetu_fx.switching.timer import Clock
+from hetu_fx.switching.step.timer import Clock
 
 
 class UpdateTimes:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.launch_spec import LaunchSpec
-from hetu_fx.launch_worker import run as launch
-from hetu_fx.switching.snapshot_files import SHARED_MEMORY
-from hetu_fx.switching.snapshot_plan import read_name
+from hetu_fx.checkpoint.snapshot_files import SHARED_MEMORY
+from hetu_fx.checkpoint.snapshot_plan import read_name
+from hetu_fx.launch.spec import LaunchSpec
+from hetu_fx.launch.worker import run as launch
 from tests.chaos_network import Network
 from tests.chaos_record import ChaosError, Record
 

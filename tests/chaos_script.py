@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import hetu_fx
-from hetu_fx.comm_ops.groups import GroupTable
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError
 
 FOLDER = Path(sys.argv[1])

@@ -111,6 +111,7 @@ def work(file: str, world: int, rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests.*`, as under pytest
     try:
         work(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
     except BaseException:

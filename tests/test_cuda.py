@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from model_zoo import SAMPLES
-
 import hetu_fx
-from hetu_fx.comm_ops.attention_block import Part, attend, gradients, merge
-from hetu_fx.measure_speed import matmul_flops_per_second
-from hetu_fx.switching.timer import ComputeTimer, clock_of
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.speed import matmul_flops_per_second
+from hetu_fx.comm_ops.ops.ring_attention_block import Part, attend, gradients, merge
+from hetu_fx.switching.step.timer import ComputeTimer, clock_of
+from tests.model_zoo import SAMPLES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.ladder_hydraulis import LONGEST, SCHEMES, batch, homogeneous_seconds, packed_rows
 from benchmarks.ladder_malleus import measure, situations
 from benchmarks.published_malleus import LLAMA_32B
-from hetu_fx.planner.hydraulis.cost import SequenceBatch
+from hetu_fx.planner.dispatch.strategy import SequenceBatch
 
 
 def test_rows_hold_every_sequence_once_within_the_context() -> None:

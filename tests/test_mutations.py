@@ -26,7 +26,7 @@ def test_there_are_enough_and_their_tests_exist():
 def test_a_process_imports_the_mutant_that_its_environment_names(tmp_path):
     code = (
         "from benchmarks.mutant import install; install()\n"
-        "from hetu_fx.comm_ops.split_plan import _round_robin\n"
+        "from hetu_fx.comm_ops.plans.split_plan import _round_robin\n"
         "print(_round_robin([(0,), (1, 2)]))"
     )
     for name, expected in ((None, "[(0, 1), (0, 2)]"), ("leaves copies out of the sum", "[(0, 1)]")):

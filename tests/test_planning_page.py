@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hetu_fx.chips import CHIPS
-from hetu_fx.cli import main
+from hetu_fx.cli.main import main
+from hetu_fx.cluster.chips import CHIPS
 from hetu_fx.planner.search.table import SEARCHES
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from hetu_fx.transforms.device_graph import DeviceGraph
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 
 class Checkpointed(nn.Module):

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hetu_fx.comm_ops.lowering import Lowering
-from hetu_fx.transforms.device_graph import DeviceGraph
-from hetu_fx.transforms.traffic import comm_call, communications
+from hetu_fx.comm_ops.resolve.lowering import Lowering
+from hetu_fx.transforms.lowering.traffic import comm_call, communications
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from hetu_fx.graph.calls import callee
-from hetu_fx.transforms.shard import Shard
+from hetu_fx.transforms.specialize.shard import Shard
 
 aten = torch.ops.aten
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from hetu_fx.deduction.factors import FactorMap
+from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
-from hetu_fx.transforms.flow import Flow
+from hetu_fx.transforms.layouts.flow import Flow
 
 
 def linear_source(node: fx.Node, factors: FactorMap, flow: Flow) -> fx.Node | None:

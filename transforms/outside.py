@@ -6,7 +6,7 @@ from torch import fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
-from hetu_fx.transforms.stages import AnnotatedGraph, stage_nodes
+from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, stage_nodes
 
 
 def read_outside(annotated: AnnotatedGraph) -> frozenset[fx.Node]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from hetu_fx.transforms.localize import Size, computed
+from hetu_fx.transforms.specialize.localize import Size, computed
 
 
 @dataclass(frozen=True, slots=True)

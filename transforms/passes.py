@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.transforms.batch_statistics import BatchStatistics
-from hetu_fx.transforms.global_mean import GlobalMean
 from hetu_fx.transforms.pass_ import GraphPass
-from hetu_fx.transforms.randomness import Randomness
+from hetu_fx.transforms.rewrites.batch_norm import BatchStatistics
+from hetu_fx.transforms.rewrites.counter_rng import Randomness
+from hetu_fx.transforms.rewrites.global_mean import GlobalMean
 
 GRAPH_PASSES: tuple[GraphPass, ...] = (GlobalMean(), BatchStatistics(), Randomness())

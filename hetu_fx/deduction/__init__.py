@@ -1,1 +1,1 @@
-"""What each op does to sharding, and what follows for a whole graph."""
+"""What each op does to sharding (`rules`), and what follows for a whole graph (`factors`)."""

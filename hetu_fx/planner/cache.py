@@ -17,11 +17,11 @@ from pathlib import Path
 
 import hetu_fx.comm_ops
 import hetu_fx.planner
-from hetu_fx.documents import Fields, json_text, read_json, write_atomically
+from hetu_fx.base.documents import Fields, json_text, read_json, write_atomically
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.plans import Plan
+from hetu_fx.plans.plan import Plan
 
 FORMAT = "hetu_fx.made_plans/1"
 

@@ -17,16 +17,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetu_fx.planner.allocate import spread
-from hetu_fx.planner.builder import Builder
-from hetu_fx.planner.cost import sync_seconds
-from hetu_fx.planner.deadline import DeadlineTable, Option, Segment
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.recompute import fitted
-from hetu_fx.planner.replica import Family, Replica, Rules
-from hetu_fx.planner.space import PlanOptions, Space, alone, orders
-from hetu_fx.plans import Plan
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.recompute import fitted
+from hetu_fx.planner.price.step import sync_seconds
+from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.search.builder import Builder
+from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment
+from hetu_fx.planner.search.device_orders import PlanOptions, Space, alone, orders
+from hetu_fx.planner.search.replica import Family, Replica, Rules
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 
 _FASTER = 1e-4  # a plan counts as faster when it is by this share
 _STEP = 0.02  # how far the deadline is lowered when the plan found for it did not meet it

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.cost import memory_problems
-from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import ProgramCosts
+from hetu_fx.planner.price.step import memory_problems
+from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
 from hetu_fx.planner.search.table import DEFAULT, find_search
-from hetu_fx.planner.space import PlanOptions
-from hetu_fx.plans import Plan, Stage
-from hetu_fx.prediction import Prediction
-from hetu_fx.topology import Cluster
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.plans.prediction import Prediction
 
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from hetu_fx.documents import Fields, located
+from hetu_fx.base.documents import Fields, located
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.again import Again, Piece
-from hetu_fx.planner.amounts import Amount
-from hetu_fx.planner.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.repeated import read_repeated, repeated_json
-from hetu_fx.planner.tied import Tied
+from hetu_fx.planner.values.affine import Amount
+from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
+from hetu_fx.planner.values.recompute_memory import Again, Piece
+from hetu_fx.planner.values.tied import Tied
 
 _AMOUNT_KEYS = tuple(f.name for f in fields(Amount))
 _WAY_KEYS = tuple(f.name for f in fields(Again))

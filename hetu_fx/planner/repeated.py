@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
-from hetu_fx.documents import Fields
+from hetu_fx.base.documents import Fields
 from hetu_fx.errors import ProfileError
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.planner.part_costs import PartCosts
-from hetu_fx.plans import Stage
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.plans.plan import Stage
 
 SUM, GATHER = 2, 1
 """Turns around the ring of a sum over a group, and of a gather or a reduce-scatter."""

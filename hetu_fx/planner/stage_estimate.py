@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
-from hetu_fx.planner.cost import update_line
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.replica import Holding, StageEstimate
-from hetu_fx.planner.shards import Piece
-from hetu_fx.planner.stage_lines import Line, compute_lines, forward_lines, tensor_parallel_lines
-from hetu_fx.plans import Stage
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.placement import Piece
+from hetu_fx.planner.price.stage import Line, compute_lines, forward_lines, tensor_parallel_lines
+from hetu_fx.planner.price.step import update_line
+from hetu_fx.planner.search.replica import Holding, StageEstimate
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Stage
 
 
 def stage_estimate(

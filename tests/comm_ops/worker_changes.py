@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.annotations.annotation import DeviceGroup, cotangent
-from hetu_fx.annotations.reference import shard
-from hetu_fx.annotations.samples import random_annotation, random_cotangent, random_pair
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.bsr_plan import Move, plan_moves
-from hetu_fx.comm_ops.bsr_run import run_moves
-from hetu_fx.comm_ops.groups import active
-from hetu_fx.comm_ops.resolve import resolve_edge
+from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.groups import active
+from tests.oracles.annotation_reference import shard
+from tests.oracles.annotation_samples import random_annotation, random_cotangent, random_pair
 
 SHAPE = (24, 8)
 

@@ -9,7 +9,7 @@ from time import sleep
 import torch
 import torch.distributed as dist
 
-from hetu_fx.comm_ops.groups import active
+from hetu_fx.comm_ops.wire.groups import active
 
 MESSAGES = 100
 

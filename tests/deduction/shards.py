@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hetu_fx.deduction.call import Call, Path, make_call
-from hetu_fx.deduction.registry import rule_for
-from hetu_fx.deduction.rule import Dims, Factoring, names_in
+from hetu_fx.deduction.rules.call import Call, Path, make_call
+from hetu_fx.deduction.rules.registry import rule_for
+from hetu_fx.deduction.rules.rule import Dims, Factoring, names_in
 
 Cut = tuple[int, int]
 

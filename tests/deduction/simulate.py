@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from hetu_fx.deduction.factors import ClassDims, FactorClass, FactorMap, OpFactors
+from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors
 from hetu_fx.graph.graph import Graph
 from tests.deduction.shards import Cut
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.deduction.rules import RULES
+from hetu_fx.deduction.rules.registry import RULES
 from tests.deduction.samples import SAMPLES
 from tests.deduction.shards import check_factor, check_linear, cuts_of, trial_of
 

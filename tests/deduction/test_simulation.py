@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from hetu_fx.deduction.analyse import analyse
-from hetu_fx.deduction.factors import FactorMap
+from hetu_fx.deduction.factors.analyse import analyse
+from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.bind import leaf_values
 from hetu_fx.graph.graph import Graph

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from model_zoo import NO_DROPOUT, SAMPLES, Sample
 from torch import nn
 
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from tests.model_zoo import NO_DROPOUT, SAMPLES, Sample
 
 
 class Mlp(nn.Module):

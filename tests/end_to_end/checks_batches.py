@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import Mlp, make_model, squared_error
 from torch import Tensor, nn
-from twins import Twins, batch_of, dp, gradients_of, loss_of, one, rows_of, same_tensors, world_of
 
 import hetu_fx
 from hetu_fx.errors import StateError
-from hetu_fx.plans import Plan, Stage
-from hetu_fx.switching.bridge import Bridge
-from hetu_fx.switching.gradients import Collector
+from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.switching.bridge.bridge import Bridge
+from hetu_fx.switching.step.gradients import Collector
+from tests.end_to_end.cells import Mlp, make_model, squared_error
+from tests.end_to_end.twins import Twins, batch_of, dp, gradients_of, loss_of, one, rows_of, same_tensors, world_of
 
 UNEVEN = {
     "DP": Plan(dp(3, 1).pipelines, name="DP"),

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cells import Mlp, make_model, squared_error
-from twins import Twins, batch_of, dp, one, rows_of, world_of
 
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, HetuFxError, PlanError, StateError
-from hetu_fx.plans import Plan, Stage
+from hetu_fx.plans.plan import Plan, Stage
+from tests.end_to_end.cells import Mlp, make_model, squared_error
+from tests.end_to_end.twins import Twins, batch_of, dp, one, rows_of, world_of
 
 TP = Plan((one(Stage((0, 1), (2, 1))),), name="TP")
 

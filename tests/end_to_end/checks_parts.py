@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twins import Twins, batch_of, one, rows_of, same_tensors, world_of
-
-from hetu_fx.plans import Plan, Stage
+from hetu_fx.plans.plan import Plan, Stage
+from tests.end_to_end.twins import Twins, batch_of, one, rows_of, same_tensors, world_of
 
 COUNTS = (2, 1, 3)
 UNEQUAL = Plan((one(Stage((0, 1), (2, 1)), rows=2), one(Stage((2,)))))

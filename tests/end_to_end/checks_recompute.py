@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from checks_variants import with_dropout
 from torch import Tensor, nn
-from twins import Twins, batch_of, gradients_of, loss_of, one, rows_of, world_of
 
 import hetu_fx
-from hetu_fx.plans import Attention, Plan, Stage
+from hetu_fx.plans.plan import Attention, Plan, Stage
+from tests.end_to_end.checks_variants import with_dropout
+from tests.end_to_end.twins import Twins, batch_of, gradients_of, loss_of, one, rows_of, world_of
 
 
 def _context(attention: Attention, recompute: int, name: str | None = None) -> Plan:

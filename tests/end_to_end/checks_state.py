@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cells import LOSS_FNS, make_model
 from torch import nn
-from twins import Twins, adamw, batch_of, dp, loss_of, one, rows_of, same_tensors, wholes, world_of
 
 import hetu_fx
 from hetu_fx.errors import ExportError
-from hetu_fx.exported import load_exported
-from hetu_fx.plans import Plan, Stage
+from hetu_fx.export.load import load_exported
+from hetu_fx.plans.plan import Plan, Stage
+from tests.end_to_end.cells import LOSS_FNS, make_model
+from tests.end_to_end.twins import Twins, adamw, batch_of, dp, loss_of, one, rows_of, same_tensors, wholes, world_of
 
 TP = Plan((one(Stage((0, 1), (2, 1))),), name="TP")
 PIPES = Plan((one(Stage((0,)), Stage((1,)), rows=2, micro_batches=2), one(Stage((2,)), rows=1)), name="pipes")

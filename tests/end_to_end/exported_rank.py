@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from hetu_fx.exported import load_exported
+from hetu_fx.export.load import load_exported
 
 
 def main(folder: Path, variant: str, processes: int, rank: int) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 warnings.simplefilter("ignore")
 
-from cells import (  # noqa: E402
+import hetu_fx  # noqa: E402
+from hetu_fx.errors import HetuFxError  # noqa: E402
+from tests.end_to_end.cells import (  # noqa: E402
     DEFAULT_TOLERANCE,
     LOSS_FNS,
     PLANS,
@@ -34,9 +35,6 @@ from cells import (  # noqa: E402
     make_batch,
     make_model,
 )
-
-import hetu_fx  # noqa: E402
-from hetu_fx.errors import HetuFxError  # noqa: E402
 
 
 def own_rows(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:

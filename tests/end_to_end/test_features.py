@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-import checks_batches  # noqa: E402
-import checks_errors  # noqa: E402
-import checks_parts  # noqa: E402
-import checks_recompute  # noqa: E402
-import checks_state  # noqa: E402
-import checks_variants  # noqa: E402
-from twins import WORLD  # noqa: E402
+from tests.end_to_end import (
+    checks_batches,
+    checks_errors,
+    checks_parts,
+    checks_recompute,
+    checks_state,
+    checks_variants,
+)
+from tests.end_to_end.twins import WORLD
 
 SECONDS_IN_ALL = 600
 CHECKS = {

@@ -5,19 +5,15 @@ Gradients and parameters go in two levels too, beside the backward.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-
-from twins import Twins, batch_of, one, world_of  # noqa: E402
-
-from hetu_fx.plans import Plan, Stage  # noqa: E402
-from hetu_fx.switching.graph_variant import GraphVariant  # noqa: E402
-from hetu_fx.topology import Cluster, Link  # noqa: E402
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.switching.graph_variant import GraphVariant
+from tests.end_to_end.twins import Twins, batch_of, one, world_of
 
 NODES = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), intra=Link(1e10), inter=Link(1e6))
 

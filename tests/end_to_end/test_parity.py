@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell
+from tests.end_to_end.cells import ALL_CELLS, COVERING, MODELS, PLANS, Cell
 
 SECONDS_IN_ALL = 3000 if os.environ.get("HETU_FX_PARITY") == "full" else 900
 CELLS = ALL_CELLS if os.environ.get("HETU_FX_PARITY") == "full" else COVERING

@@ -5,17 +5,12 @@ Their messages go over gloo. Two ranks share the GPU, which NCCL refuses to do.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from cells import Cell
-from test_parity import check_outcome, outcomes_of
+from tests.end_to_end.cells import Cell
+from tests.end_to_end.test_parity import check_outcome, outcomes_of
 
 DEVICES = ("cuda:0", "cpu", "cuda:0", "cpu")
 CELLS = (

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cells import DEFAULT_TOLERANCE, LOSS_FNS, TOLERANCES, Step, in_double, make_batch, make_model
 from torch import Tensor, nn
 
 import hetu_fx
-from hetu_fx.plans import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from tests.end_to_end.cells import DEFAULT_TOLERANCE, LOSS_FNS, TOLERANCES, Step, in_double, make_batch, make_model
 
 WORLD = 4
 Batch = Mapping[str, Tensor]

@@ -1,8 +1,8 @@
 """Programs and clusters that the planner's tests share."""
 
-from hetu_fx.planner.part_costs import PartCosts
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.topology import Cluster, Link
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
 
 FAST_LINK = Link(1e10, 1e-6)
 

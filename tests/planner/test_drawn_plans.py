@@ -1,12 +1,12 @@
 import random
 
 from benchmarks.drawn_plans import KINDS, Draw, kind_of
-from hetu_fx.planner.cost import predict
-from hetu_fx.planner.part_costs import PartCosts
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.space import PlanOptions, Space
-from hetu_fx.plans import Plan
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.device_orders import PlanOptions, Space
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 from tests.planner.examples import paper, transformer
 
 CLUSTER = paper(8, 4, 2, 2)

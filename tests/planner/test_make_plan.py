@@ -3,16 +3,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.exhaustive_plans import all_plans
+from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.builder import Builder
 from hetu_fx.planner.contiguous import best_segments
-from hetu_fx.planner.cost import memory_problems, predict
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
-from hetu_fx.planner.part_costs import PartCosts
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.replica import Rules
-from hetu_fx.plans import Plan
-from hetu_fx.topology import Cluster, Link
+from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.search.builder import Builder
+from hetu_fx.planner.search.replica import Rules
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 from tests.planner.examples import FAST_LINK, paper, transformer
 
 BIG = transformer(rows=16, length=128, width=256)

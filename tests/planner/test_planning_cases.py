@@ -3,7 +3,7 @@
 from benchmarks.planning_cases import cases
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.templates import classes_of
-from hetu_fx.plans import pipeline_rows
+from hetu_fx.plans.plan import pipeline_rows
 
 
 def test_the_published_plans_fit_their_models_and_clusters() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 from torch import Tensor
 
-from hetu_fx.plans import Plan
-from hetu_fx.transforms.device_graph import DeviceGraph
+from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.model_zoo import SAMPLES, to_double
 from tests.transforms.plans import program_of, same_in_group
 

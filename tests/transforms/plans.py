@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from hetu_fx.annotations.annotation import Annotation, cotangent
-from hetu_fx.comm_ops.adjoint import adjoint_calls
-from hetu_fx.comm_ops.layout import join_parts, take_part
-from hetu_fx.comm_ops.resolution import Call
+from hetu_fx.comm_ops.plans.subdims import join_parts, take_part
+from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
+from hetu_fx.comm_ops.resolve.resolution import Call
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.show import op_name
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.switching.buffers import local_part
-from hetu_fx.switching.program import Program, make_program
-from hetu_fx.transforms.annotate import Annotate
-from hetu_fx.transforms.deduce import Deduce
-from hetu_fx.transforms.deduced import DeducedGraph
-from hetu_fx.transforms.device_graph import DeviceGraph, Slot, SlotKind
-from hetu_fx.transforms.recompute import Recompute
-from hetu_fx.transforms.specialize import Specialize
-from hetu_fx.transforms.traffic import communications
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.program import Program, make_program
+from hetu_fx.switching.home.buffers import local_part
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.deduce import Deduce
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.lowering.traffic import communications
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import captured
 
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...]

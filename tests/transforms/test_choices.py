@@ -11,8 +11,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from hetu_fx.plans import Plan
-from hetu_fx.transforms.traffic import Traffic, traffic_by_block
+from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.lowering.traffic import Traffic, traffic_by_block
 from tests.model_zoo import SAMPLES, TRANSFORMER, VOCABULARY
 from tests.transforms.plans import program_of, same_as_one_device, same_in_group, talk
 

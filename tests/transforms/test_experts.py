@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hetu_fx.errors import PlanError
-from hetu_fx.plans import Plan
-from hetu_fx.switching.program import Program
-from hetu_fx.transforms.device_graph import DeviceGraph
-from hetu_fx.transforms.traffic import Traffic, traffic_by_block
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.program import Program
+from hetu_fx.transforms.lowering.traffic import Traffic, traffic_by_block
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.model_zoo import SAMPLES, example
 from tests.transforms.plans import deduced, program_as_one_device, program_of, zoo_program
 

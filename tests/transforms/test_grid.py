@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph.graph import OutputKind
-from hetu_fx.plans import Attention, Pipeline, Plan, Stage
-from hetu_fx.transforms.deduce import prices_of
-from hetu_fx.transforms.stages import CONTEXT, TENSOR
+from hetu_fx.plans.plan import Attention, Pipeline, Plan, Stage
+from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR
+from hetu_fx.transforms.layouts.deduce import prices_of
 from tests.model_zoo import NO_DROPOUT, SAMPLES
 from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.plans import (

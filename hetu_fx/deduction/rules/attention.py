@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.build import broadcast, built, dims_of, named
-from hetu_fx.deduction.size import ONE, Size
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule
+from hetu_fx.deduction.rules.size import ONE, Size
 
 
 def scaled_dot_product(call: Call) -> Factoring:

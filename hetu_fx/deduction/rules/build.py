@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.line import parse_line
-from hetu_fx.deduction.rule import NOTHING, Builder, Dim, Dims, Factoring, LiteralSize, Rule
-from hetu_fx.deduction.size import Size
+from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.line import parse_line
+from hetu_fx.deduction.rules.rule import NOTHING, Builder, Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.size import Size
 
 Linear = str | Collection[Collection[int]]
 FIRST: tuple[frozenset[int], ...] = (frozenset({0}),)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, named, names, replaced
-from hetu_fx.deduction.size import Size, integer
+from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.size import Size, integer
 
 
 def convolved(call: Call) -> Factoring:

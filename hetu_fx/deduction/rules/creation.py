@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, literals, names
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Factoring, LiteralSize, Rule
 
 
 def constant(call: Call) -> Factoring:

@@ -8,10 +8,10 @@ rows: then the rows pass through too, see `routing`.
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.rule import NOTHING, Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, named, names, opaque, replaced
-from hetu_fx.deduction.size import Size, integer
+from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule
+from hetu_fx.deduction.rules.size import Size, integer
 
 
 def indexed(call: Call) -> Factoring:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import NOTHING, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.build import aligned, built, dims_of, names
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, Rule
 
 NONE, MEAN = 0, 1  # torch's codes of the reduction argument; 2 is the sum
 CUT_OVER_CLASSES = frozenset(f"aten.{op}.default" for op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"))

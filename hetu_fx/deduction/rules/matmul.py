@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Dims, Factoring, Rule
 from hetu_fx.deduction.rules.build import aligned, built, dims_of, lines
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Dims, Factoring, Rule
 from hetu_fx.errors import RuleError
 
 EACH = (frozenset({0}), frozenset({1}))

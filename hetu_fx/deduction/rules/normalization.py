@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, kept, names, replaced
-from hetu_fx.deduction.size import integer
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.size import integer
 
 
 def softmax(call: Call) -> Factoring:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, Rule
 from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, lines, replaced
-from hetu_fx.deduction.size import integer
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Factoring, Rule
+from hetu_fx.deduction.rules.size import integer
 
 LinearSets = tuple[frozenset[int], ...]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, kept, literals
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 
 def dropout(call: Call) -> Factoring:

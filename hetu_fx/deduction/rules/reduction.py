@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, Rule
 from hetu_fx.deduction.rules.build import FIRST, broadcast, built, dims_of, kept, names
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 
 def summed_away(call: Call) -> Factoring:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, Rule
 from hetu_fx.deduction.rules.build import built, dims_of, full_name, kept, names, opaque, replaced
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 GROUPED = frozenset({2})
 CUT_OVER_GROUPS = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.rule import Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import FIRST, built, dims_of, kept, names, replaced
-from hetu_fx.deduction.size import integer
+from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.size import integer
 
 
 def sliced(call: Call) -> Factoring:

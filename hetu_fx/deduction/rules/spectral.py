@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hetu_fx.deduction.call import Call
-from hetu_fx.deduction.rule import Factoring, Rule
 from hetu_fx.deduction.rules.build import FIRST, built, dims_of, names, replaced
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 
 def along_one(call: Call) -> Factoring:

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetu_fx.deduction.call import Call, Shape
-from hetu_fx.deduction.partition import Partition
-from hetu_fx.deduction.rule import Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.build import (
     FIRST,
     aligned,
@@ -23,7 +20,10 @@ from hetu_fx.deduction.rules.build import (
     names,
     replaced,
 )
-from hetu_fx.deduction.size import Size, integer
+from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.partition import Partition
+from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.size import Size, integer
 
 
 def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], frozenset[str]]:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.planner.heteroauto.cost import HeteroStage
-from hetu_fx.planner.heteroauto.sweep import Choice, Step, Sweep
-from hetu_fx.planner.heteroauto.tables import Tables
+from hetu_fx.planner.search.heteroauto.cost import HeteroStage
+from hetu_fx.planner.search.heteroauto.sweep import Choice, Step, Sweep
+from hetu_fx.planner.search.heteroauto.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hetu_fx.planner.heteroauto.cost import Groups, Numbers
-from hetu_fx.planner.heteroauto.sweep import Choice
-from hetu_fx.planner.heteroauto.tables import Tables
+from hetu_fx.planner.search.heteroauto.cost import Groups, Numbers
+from hetu_fx.planner.search.heteroauto.sweep import Choice
+from hetu_fx.planner.search.heteroauto.tables import Tables
 
 
 class Bounds:

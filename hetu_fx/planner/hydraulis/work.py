@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from hetu_fx.planner.cost import stage_costs
-from hetu_fx.planner.hydraulis.assignment import Assignment
-from hetu_fx.planner.lengths import costs_at
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.plans import Plan
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.dispatch.assignment import Assignment
+from hetu_fx.planner.price.step import stage_costs
+from hetu_fx.planner.values.lengths import costs_at
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
 
 
 def device_seconds(

@@ -1,1 +1,1 @@
-"""Searches: each in a file of its own, all in the one table of `table`."""
+"""Searches for plans; `table` lists them, one folder for each system that is carried over."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.templates import classes_of
-from hetu_fx.plans import Plan
-from hetu_fx.prediction import Prediction
+from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetu_fx.planner.contiguous import search
-from hetu_fx.planner.cost import predict
+from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.plans import Plan
+from hetu_fx.plans.plan import Plan
 
 MOST_DEVICES = 16
 """Runs of more devices are too many to go through."""

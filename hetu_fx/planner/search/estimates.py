@@ -13,15 +13,15 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from hetu_fx.planner.cost import sync_seconds
-from hetu_fx.planner.replica import Replica, Rules, StageEstimate
-from hetu_fx.planner.search.alike import alike_in
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.stage import Line, hand_over_line
+from hetu_fx.planner.price.step import sync_seconds
+from hetu_fx.planner.search.device_classes import alike_in
+from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.space import Groups
+from hetu_fx.planner.search.replica import Replica, Rules, StageEstimate
 from hetu_fx.planner.stage_estimate import stage_estimate
-from hetu_fx.planner.stage_lines import Line, hand_over_line
-from hetu_fx.plans import Pipeline, Stage
-from hetu_fx.topology import Cluster
+from hetu_fx.plans.plan import Pipeline, Stage
 
 
 def rules_of(problem: Problem, zero: int) -> Rules:

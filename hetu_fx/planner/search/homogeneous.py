@@ -14,13 +14,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.contiguous import replica_counts
-from hetu_fx.planner.replica import Family, Replica, Rules, Way
+from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.space import Groups
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.topology import Cluster
+from hetu_fx.planner.search.replica import Family, Replica, Rules, Way
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 FEW_DEVICES = 32
 """In clusters up to so many devices, plans that leave devices over are tried too."""

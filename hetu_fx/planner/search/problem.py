@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from hetu_fx.planner.cost import predict
-from hetu_fx.planner.hap import problem as hap
-from hetu_fx.planner.profile_file import Profile
-from hetu_fx.planner.program import ProgramCosts
-from hetu_fx.planner.recompute import fitted
-from hetu_fx.planner.space import PlanOptions
-from hetu_fx.plans import Plan
-from hetu_fx.prediction import Prediction
-from hetu_fx.topology import Cluster
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.recompute import fitted
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.device_orders import PlanOptions
+from hetu_fx.planner.search.hap import problem as hap
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.prediction import Prediction
 
 Candidates = Mapping[Plan, float]
 """Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""

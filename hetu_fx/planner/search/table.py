@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetu_fx.documents import nearest
+from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.auto import (
     Rule,
@@ -18,14 +18,14 @@ from hetu_fx.planner.search.auto import (
     up_to,
     without_blocks,
 )
-from hetu_fx.planner.search.classes import CLASSES
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap import HAP
-from hetu_fx.planner.search.heteroauto import HETEROAUTO
+from hetu_fx.planner.search.hap.adapter import HAP
+from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
-from hetu_fx.planner.search.hydraulis import HYDRAULIS
-from hetu_fx.planner.search.malleus import MALLEUS
+from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
+from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.problem import Search
+from hetu_fx.planner.search.regions import CLASSES
 
 _SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
 _LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds

@@ -8,15 +8,15 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetu_fx.planner.replica import Family
-from hetu_fx.planner.search.alike import alike_in
-from hetu_fx.planner.search.blocks import Balance
+from hetu_fx.cluster.cluster import Device
+from hetu_fx.planner.search.balance_blocks import Balance
+from hetu_fx.planner.search.device_classes import alike_in
+from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import stage_counts
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.space import Groups
-from hetu_fx.plans import Pipeline
-from hetu_fx.topology import Device
+from hetu_fx.planner.search.replica import Family
+from hetu_fx.plans.plan import Pipeline
 
 KEPT = 16
 """So many templates of a region are tried; fewer where they are combined with those of others."""

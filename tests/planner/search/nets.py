@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.planner.profile_file import Profile
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.planner.captured_program import PlannedProgram
+from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.space import PlanOptions
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.planned_program import PlannedProgram
-from hetu_fx.switching.programs import Programs
-from hetu_fx.topology import Cluster, Link
 
 
 class Convolutions(nn.Module):

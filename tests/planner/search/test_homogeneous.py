@@ -4,12 +4,12 @@ from itertools import product
 
 import pytest
 
-from hetu_fx.planner.profile_file import Profile
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS, candidates, stage_counts
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.space import PlanOptions
-from hetu_fx.plans import Pipeline, Plan, Stage
-from hetu_fx.topology import Cluster, Link
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
 
 COSTS = transformer(layers=6, rows=12, length=128, width=256)

@@ -1,0 +1,38 @@
+"""hetu::all_reduce: the sum of summands, on every rank (Megatron's g)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hetu_fx.comm_ops.in_form import sum_in_form
+from hetu_fx.comm_ops.ops.op import CommOp, call
+from hetu_fx.comm_ops.plans.algorithm import parse_form
+from hetu_fx.comm_ops.plans.choose_algorithm import form_of_sums
+from hetu_fx.comm_ops.plans.cost import all_reduce_cost
+from hetu_fx.comm_ops.wire.groups import active
+
+
+def _eager(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
+    return sum_in_form(x, ranks, parse_form(form), active())
+
+
+def _fake(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _adjoint(gradient: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
+    if cotangent == "duplicate":
+        return gradient
+    return call("all_reduce", gradient, ranks, cotangent, form)
+
+
+ALL_REDUCE = CommOp(
+    name="all_reduce",
+    summary="Sums over `ranks`. The gradient passes if it is a duplicate there, and is summed if partial.",
+    schema='(Tensor x, int[] ranks, str cotangent, str form="") -> Tensor',
+    eager=_eager,
+    fake=_fake,
+    adjoint=_adjoint,
+    cost=all_reduce_cost,
+    form=form_of_sums,
+).register()

@@ -1,0 +1,153 @@
+"""Ring attention as one position runs it: messages that are under way while the part at hand is attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hetu_fx.comm_ops.ops.ring_attention_block import Part, attend, gradients, merge, work_dtype
+from hetu_fx.comm_ops.plans.ring_plan import Ring
+
+Message = tuple[int, int, Tensor]
+"""The other position, a tag, and what is sent or filled."""
+
+_FORWARD, _BACK, _HOME = 0, 1, 2
+
+
+class Links(Protocol):
+    """How positions of a ring reach each other."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Start messages; what comes back waits until all of them are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One position's part of a ring attention: of queries, keys and values, with the mask's rows for its queries.
+
+    `query` is (..., query heads, Q, d), `key` (..., heads, K, d), `value` (..., heads, K, e), Q and K those of the
+    position; `mask` broadcasts to (..., query heads, Q, all keys).
+    """
+
+    ring: Ring
+    position: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float | None
+
+    def forward(self, links: Links) -> tuple[Tensor, Tensor]:
+        """Give the result (..., Q, e) and the log-sum-exp (..., Q), in the dtype of sums."""
+        dtype, found = work_dtype(self.query.dtype), None
+        held: Tensor | None = self._packed(self.key, self.value)
+        for step in self.ring.steps:
+            arriving, wait = self._pass_on(held, step, links)
+            if self._reads(step) and held is not None:
+                here = attend(self.query, self._part(held, step))
+                found = here if found is None else merge(found, here)
+            wait()
+            held = arriving
+        if found is not None:
+            return found
+        nothing = self.query.new_zeros(*self.query.shape[:-1], self.value.shape[-1], dtype=dtype)
+        return nothing, self.query.new_full(self.query.shape[:-1], -torch.inf, dtype=dtype)
+
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, links: Links) -> tuple[Tensor, Tensor, Tensor]:
+        """Give the gradients of the position's queries, keys and values, from that of its result."""
+        dtype, own = work_dtype(self.query.dtype), self.position
+        of_queries = torch.zeros_like(self.query, dtype=dtype)
+        of_own = self._room(own, dtype)
+        held: Tensor | None = self._packed(self.key, self.value)
+        coming, come = None, _nothing
+        for step in self.ring.steps:
+            arriving, wait = self._pass_on(held, step, links)
+            here = None
+            if self._reads(step) and held is not None:
+                added, *pair = gradients(gradient, self.query, self._part(held, step), out, lse)
+                of_queries += added
+                here = self._packed(*pair)
+            come()
+            total = _sum(here, coming) if step else here if here is not None else torch.zeros_like(of_own)
+            if step == self.ring.last_step(own) == 0 and total is not None:
+                of_own = total
+            coming, come = self._give_back(total, of_own, step, links)
+            wait()
+            held = arriving
+        come()
+        return of_queries, *self._unpacked(of_own, own)
+
+    def _reads(self, step: int) -> bool:
+        return self.ring.reads(self.position, self.ring.part_at(self.position, step))
+
+    def _pass_on(self, held: Tensor | None, step: int, links: Links) -> tuple[Tensor | None, Callable[[], None]]:
+        """Start to send on the keys and values of a step, and to receive those of the next."""
+        ring, ways, after = self.ring, len(self.ring.keys), step + 1
+        sends: list[Message] = []
+        receives: list[Message] = []
+        if held is not None and ring.is_there((self.position + 1) % ways, after):
+            sends.append(((self.position + 1) % ways, 3 * step + _FORWARD, held))
+        arriving = None
+        if ring.is_there(self.position, after):
+            arriving = self._room(ring.part_at(self.position, after), self.key.dtype)
+            receives.append(((self.position - 1) % ways, 3 * step + _FORWARD, arriving))
+        return arriving, links.start(sends, receives)
+
+    def _give_back(
+        self, total: Tensor | None, of_own: Tensor, step: int, links: Links
+    ) -> tuple[Tensor | None, Callable[[], None]]:
+        """Start to send the gradients of a step's part to its next reader, or home, and to receive others."""
+        ring, ways, part = self.ring, len(self.ring.keys), self.ring.part_at(self.position, step)
+        sends: list[Message] = []
+        receives: list[Message] = []
+        if total is not None and ring.last_step(part) > step:
+            sends.append(((self.position + 1) % ways, 3 * step + _BACK, total))
+        elif total is not None and ring.last_step(part) == step > 0:
+            sends.append((part, 3 * step + _HOME, total))
+        coming = None
+        if ring.is_there(self.position, step + 1):
+            coming = self._room(ring.part_at(self.position, step + 1), of_own.dtype)
+            receives.append(((self.position - 1) % ways, 3 * step + _BACK, coming))
+        if ring.last_step(self.position) == step > 0:
+            receives.append(((self.position + step) % ways, 3 * step + _HOME, of_own))
+        return coming, links.start(sends, receives)
+
+    def _part(self, held: Tensor, step: int) -> Part:
+        """Give what the queries attend to at a step."""
+        ring, number = self.ring, self.ring.part_at(self.position, step)
+        key, value = self._unpacked(held, number)
+        mask = self.mask
+        if mask is not None and mask.shape[-1] > 1:
+            mask = mask.narrow(-1, sum(ring.keys[:number]), ring.keys[number])
+        offset = ring.offset(self.position, number) if ring.is_causal else None
+        sees_all = offset is not None and offset >= ring.keys[number] - 1
+        return Part(key, value, mask, None if sees_all else offset, self.scale)
+
+    def _shapes(self, part: int) -> tuple[list[int], list[int]]:
+        size = self.ring.keys[part]
+        key, value = ([*x.shape[:-2], size, x.shape[-1]] for x in (self.key, self.value))
+        return key, value
+
+    def _packed(self, key: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+    def _unpacked(self, flat: Tensor, part: int) -> tuple[Tensor, Tensor]:
+        shapes = self._shapes(part)
+        key, value = flat.split([torch.Size(shape).numel() for shape in shapes])
+        return key.view(shapes[0]), value.view(shapes[1])
+
+    def _room(self, part: int, dtype: torch.dtype) -> Tensor:
+        numels = (torch.Size(shape).numel() for shape in self._shapes(part))
+        return self.key.new_empty(sum(numels), dtype=dtype)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first.add_(second)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""

@@ -1,0 +1,219 @@
+"""Batched send-receive on paper (Hetu v2 section 5.3): which slice goes from whom to whom.
+
+Every receiver gets every slice it lacks from one owner, whom `bsr_senders` chooses: by default itself, else the
+least loaded owner on its node, else the least loaded one elsewhere. Of a partial source every summand is sent to
+the receiver, which adds them in the order of their numbers. In a partial target the first summand
+takes the value and the others are zero. All moves of a plan share the load counters and travel in one message
+per ordered pair of ranks. Plans depend on nothing but their arguments.
+
+With relays a slice that several receivers would all get from afar (none of them owns it, nor anyone on their
+node: H2's slice-send then gather), or all get as summands, is cut in as many chunks as there are receivers:
+each gets and sums its own chunk, and passes it on in a second round.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hetu_fx.annotations.annotation import Annotation, Shape
+from hetu_fx.annotations.region import length, merge, select
+from hetu_fx.comm_ops.plans.bsr_senders import SENDERS, NodeOf, OwnerSet, Senders
+from hetu_fx.comm_ops.plans.slices import Dims, Slice, finest_slices
+from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.errors import AnnotationError, ResolveError
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Asks for a tensor of global `shape` and `itemsize` bytes per entry in another annotation."""
+
+    source: Annotation
+    target: Annotation
+    shape: Shape
+    itemsize: int
+
+    def stays(self, rank: int) -> bool:
+        """Tell whether a rank that holds a part before and after holds the same one."""
+        if not (self.source.holds(rank) and self.target.holds(rank)):
+            return False
+        if self.source == self.target:
+            return True
+        region = self.source.region(rank, self.shape)
+        return region.summand is None and region == self.target.region(rank, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One slice (global intervals per dim) of one move from a sender to a receiver, who may be the same.
+
+    `adds` says that the receiver adds it to what came before (the second summand and later).
+    """
+
+    move: int
+    dims: Dims
+    numel: int
+    sender: int
+    receiver: int
+    adds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BsrPlan:
+    """Holds all transfers of some moves, in the order in which receivers put them together.
+
+    Pure data, the same on every rank. `outgoing` and `incoming` list a rank's transfers; those of a pair, in
+    order, make up its one message. `relay` is the second round: it fills the results of the first in place.
+    """
+
+    moves: tuple[Move, ...]
+    transfers: tuple[Transfer, ...]
+    relay: BsrPlan | None = None
+    outgoing: Mapping[int, Mapping[int, Sequence[Transfer]]] = field(init=False, repr=False, compare=False)
+    incoming: Mapping[int, Sequence[Transfer]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        outgoing: dict[int, dict[int, list[Transfer]]] = {}
+        incoming: dict[int, list[Transfer]] = {}
+        for transfer in self.transfers:
+            incoming.setdefault(transfer.receiver, []).append(transfer)
+            if transfer.sender != transfer.receiver:
+                peers = outgoing.setdefault(transfer.sender, {})
+                peers.setdefault(transfer.receiver, []).append(transfer)
+        object.__setattr__(self, "outgoing", outgoing)
+        object.__setattr__(self, "incoming", incoming)
+
+    @property
+    def rounds(self) -> tuple[BsrPlan, ...]:
+        """The rounds, one after the other."""
+        return (self,) if self.relay is None else (self, self.relay)
+
+    @property
+    def messages(self) -> list[tuple[int, int, int]]:
+        """List (sender, receiver, bytes) of this round; symbolic dims count as one entry."""
+        return [
+            (sender, receiver, sum(t.numel * self.moves[t.move].itemsize for t in transfers))
+            for sender, peers in sorted(self.outgoing.items())
+            for receiver, transfers in sorted(peers.items())
+        ]
+
+    def bytes_sent(self, rank: int) -> int:
+        """Count the bytes that `rank` sends, in all rounds."""
+        messages = [message for plan in self.rounds for message in plan.messages]
+        return sum(num_bytes for sender, _, num_bytes in messages if sender == rank)
+
+
+def plan_moves(
+    moves: Sequence[Move],
+    *,
+    node_of: NodeOf = lambda rank: 0,
+    relays: bool = False,
+    afar: bool = True,
+    senders: str = "load",
+) -> BsrPlan:
+    """Plan moves together, so that their messages are fused and their load is shared; linear in the table.
+
+    `node_of` gives the node of a rank, `senders` names a choice of `SENDERS`; without `afar` only sums are
+    relayed. Raises ResolveError where an annotation does not fit its shape, or where there is no such choice.
+    """
+    if senders not in SENDERS:
+        raise ResolveError(f"there is no choice of senders {senders!r}; choose one of {', '.join(SENDERS)}")
+    loads = SENDERS[senders](node_of)
+    transfers: list[Transfer] = []
+    passed_on: list[Transfer] = []
+    for number, move in enumerate(moves):
+        for part in _slices(move):
+            copies = [[loads.owners(ranks) for ranks in copy] for copy in part.owners]
+            teams = relay_teams(part, node_of, afar=afar) if relays and not move.target.has_partial else []
+            for team in teams:
+                for chunk, first in zip(_chunks(part, len(team)), team, strict=False):
+                    transfers += _transfers(number, move, chunk, copies, first, loads)
+                    passed_on += _pass_on(number, move, chunk, first, team, loads)
+            relayed = {rank for team in teams for rank in team}
+            for receiver in part.receivers:
+                if receiver not in relayed:
+                    transfers += _transfers(number, move, part, copies, receiver, loads)
+    relay = BsrPlan(tuple(map(_in_place, moves)), tuple(passed_on)) if passed_on else None
+    return BsrPlan(tuple(moves), tuple(transfers), relay)
+
+
+def plan_each(
+    moves: Sequence[Move],
+    *,
+    node_of: NodeOf = lambda rank: 0,
+    relays: bool = False,
+    senders: str = "load",
+) -> tuple[BsrPlan, ...]:
+    """Plan every move alone, as `plan_moves` does: nothing fused and no load shared, for comparison."""
+    return tuple(plan_moves([move], node_of=node_of, relays=relays, senders=senders) for move in moves)
+
+
+def relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tuple[int, ...]]:
+    """List the receivers of a slice that had better share what they get, team by team."""
+    summands, receivers = min(map(len, part.owners)), len(part.receivers)
+    if summands > 1:
+        # Per receiver: all other summands whole, against a share of them and the shares of the others.
+        saves = (summands - 1) * receivers > summands - 1 + receivers - 1
+        return [part.receivers] if saves and receivers > 1 else []
+    if not afar:
+        return []
+    near = {node_of(owner) for copy in part.owners for ranks in copy for owner in ranks}
+    teams: dict[int, list[int]] = {}
+    for receiver in part.receivers:
+        if node_of(receiver) not in near:
+            teams.setdefault(node_of(receiver), []).append(receiver)
+    return [tuple(team) for team in teams.values() if len(team) > 1]
+
+
+def _chunks(part: Slice, count: int) -> list[Slice]:
+    """Cut a slice in at most `count` chunks of about equal size."""
+    return [replace(part, dims=dims) for dims in cut_evenly(part.dims, count)]
+
+
+def cut_evenly(dims: Dims, count: int) -> list[Dims]:
+    """Cut a part of index space in at most `count` chunks of about equal size, along its longest dim."""
+    if not dims:
+        return [dims]
+    dim = max(range(len(dims)), key=lambda d: length(dims[d]))
+    size = length(dims[dim])
+    bounds = [size * index // count for index in range(count + 1)]
+    return [
+        (*dims[:dim], merge(select(dims[dim], a, b)), *dims[dim + 1 :]) for a, b in itertools.pairwise(bounds) if a < b
+    ]
+
+
+def _pass_on(number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: Senders) -> list[Transfer]:
+    others = [rank for rank in team if rank != first]
+    for rank in others:
+        loads.add(first, rank, chunk.numel * move.itemsize)
+    return [Transfer(number, chunk.dims, chunk.numel, first, rank, adds=False) for rank in others]
+
+
+def _in_place(move: Move) -> Move:
+    return replace(move, source=move.target)
+
+
+def _slices(move: Move) -> tuple[Slice, ...]:
+    if move.source == move.target:
+        return ()
+    change = Change(move.source, move.target, move.shape)
+    try:
+        return finest_slices(change)
+    except AnnotationError as error:
+        raise ResolveError(f"cannot move {change}: {error}") from error
+
+
+def _transfers(
+    number: int, move: Move, part: Slice, copies: Sequence[Sequence[OwnerSet]], receiver: int, loads: Senders
+) -> list[Transfer]:
+    choices = [[loads.sender(owners, receiver) for owners in copy] for copy in copies]
+    if len(choices) > 1:
+        choices.sort(key=lambda senders: sorted((loads.price(s, receiver) for s in senders), reverse=True))
+    senders = choices[0]
+    for sender in senders:
+        loads.add(sender, receiver, part.numel * move.itemsize)
+    return [
+        Transfer(number, part.dims, part.numel, sender, receiver, adds=index > 0)
+        for index, sender in enumerate(senders)
+    ]

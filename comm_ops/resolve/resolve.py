@@ -1,0 +1,210 @@
+"""One annotation into another: the only place that knows how (Hetu v2 section 5).
+
+A way proposes steps that make a change, or nothing where it does not apply. The ways are tried in the paper's order:
+bottom tier, top tier, both, batched send-receive; then those that go beyond it. The cheapest proposal is taken, unless
+an earlier one cannot be beaten (`Prices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
+from hetu_fx.annotations.sharding import Sharding
+from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.refusal import check_fits, check_gradient
+from hetu_fx.comm_ops.resolve.edge import Edge, Steps, dual, flatten
+from hetu_fx.comm_ops.resolve.intermediates import cut_copies, partial_on_top, reduced, scattered
+from hetu_fx.comm_ops.resolve.price import Prices
+from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
+from hetu_fx.comm_ops.resolve.tiers import across_groups, along_axes, same_top
+from hetu_fx.errors import AnnotationError
+
+__all__ = ["flatten", "resolve", "resolve_edge"]
+
+
+def resolve(
+    source: Annotation,
+    target: Annotation,
+    shape: Sequence[int | None],
+    *,
+    topology: Topology | None = None,
+    itemsize: int = 4,
+) -> Resolution:
+    """Find the steps from `source` to `target` for a tensor of global `shape` (None: symbolic, never split).
+
+    The gradient of the result is taken to be `cotangent(target)`. Among several ways the fastest on the links of
+    `topology` (hashable) is taken, for entries of `itemsize` bytes; without one, the way that moves fewest bytes.
+    Raises RefusedError, a ResolveError with one of the reasons of `Refusal`.
+    """
+    return resolve_edge(source, target, cotangent(target), shape, topology=topology, itemsize=itemsize)
+
+
+def resolve_edge(
+    source: Annotation,
+    target: Annotation,
+    target_cotangent: Annotation,
+    shape: Sequence[int | None],
+    *,
+    topology: Topology | None = None,
+    itemsize: int = 4,
+) -> Resolution:
+    """Find the steps as `resolve` does, with adjoints from `target_cotangent` back to cotangent(source).
+
+    `target_cotangent` is cotangent(target), but for duplicates that may be partial there.
+    """
+    return _resolve(source, target, target_cotangent, tuple(shape), Prices(topology, itemsize))
+
+
+@lru_cache(maxsize=16384)
+def _resolve(source: Annotation, target: Annotation, gradient: Annotation, shape: Shape, prices: Prices) -> Resolution:
+    check_gradient(target, gradient)
+    for annotation in (source, target):
+        check_fits(annotation, shape, f"{source} -> {target}")
+    return Resolution(source, target, shape, _best(Edge(source, target, gradient, shape), prices))
+
+
+def _best(edge: Edge, prices: Prices) -> Steps:
+    """Take the cheapest steps found; on links also what moves fewest bytes is priced.
+
+    Groups are resolved one by one, so that the fastest way of each need not be the fastest of all together.
+    """
+    if prices.topology is None:
+        return _cheapest(edge, prices)
+    fewest_bytes = _cheapest(edge, replace(prices, topology=None))
+    return min(_cheapest(edge, prices), fewest_bytes, key=prices.of)
+
+
+def _cheapest(edge: Edge, prices: Prices) -> Steps:
+    if edge.is_idle:
+        return ()
+    edge = edge.flat
+    proposals: list[Steps] = []
+    for way in _WAYS:
+        for steps in way(edge, prices):
+            if prices.settles(edge, steps):
+                return steps
+            proposals.append(steps)
+    return min(proposals, key=prices.of) if len(proposals) > 1 else proposals[0]
+
+
+def _by_axes(edge: Edge, prices: Prices) -> Iterator[Steps]:
+    """Change one group by collectives along its axes."""
+    steps = along_axes(edge)
+    if steps is not None:
+        yield steps
+
+
+def _by_group(edge: Edge, prices: Prices) -> Iterator[Steps]:
+    """Resolve every group alone, each in its own way, where groups pair up under the same top.
+
+    Where every group would be moved, one move of all does it in fewer messages.
+    """
+    if same_top(edge):
+        steps = _inside(edge, prices)
+        if not all(isinstance(step, MoveStep) for step in steps) or edge.source.has_partial:
+            yield steps
+
+
+def _by_summand(edge: Edge, prices: Prices) -> Iterator[Steps]:
+    """Move every summand to its counterpart, where as many are asked for as there are."""
+    source, target = partial_on_top(edge.source), partial_on_top(edge.target)
+    if edge.is_plain and source and target and (source, target) != (edge.source, edge.target):
+        yield from _by_group(Edge.plain(source, target, edge.shape), prices)
+
+
+def _by_both_tiers(edge: Edge, prices: Prices) -> Iterator[Steps]:
+    """Change the top by a split collective, and the groups before it, after it or both.
+
+    The paper gives every group its target sharding first. Also tried: last; and cutting copies up in between, so
+    that no entry crosses groups once per copy.
+    """
+    source, target = edge.source, edge.target
+    if source.groups != target.groups or source.top == target.top:
+        return
+    middles = [target.shardings, source.shardings, *(cut_copies(side, edge.shape) for side in (source, target))]
+    for shardings in dict.fromkeys(middles):
+        steps = _through(edge, shardings, prices)
+        if steps is not None:
+            yield steps
+
+
+def _through(edge: Edge, shardings: tuple[Sharding, ...], prices: Prices) -> Steps | None:
+    """Go bottom, top, bottom, with `shardings` in the middle, or give None where that does not fit."""
+    source, target, shape = edge.source, edge.target, edge.shape
+    before, after = (Annotation(source.groups, shardings, top) for top in (source.top, target.top))
+    if not (_fits(before, shape) and _fits(after, shape)):
+        return None
+    back = cotangent(after)
+    top = across_groups(Edge(before, after, Annotation(back.groups, back.shardings, edge.gradient.top), shape))
+    if top is None:
+        return None
+    # Inside the groups the gradient's state across them does not matter.
+    last = Annotation(target.groups, edge.gradient.shardings, dual(target.top))
+    sides = Edge.plain(source, before, shape), Edge(after, target, last, shape)
+    first, second = (_inside(side, prices) for side in sides)
+    return (*first, *top, *second)
+
+
+def _inside(edge: Edge, prices: Prices) -> Steps:
+    """Resolve every group alone."""
+    groups = range(len(edge.source.groups))
+    return tuple(step for index in groups for step in _cheapest(edge.of_group(index), prices))
+
+
+def _by_moving(edge: Edge, prices: Prices) -> Iterator[Steps]:
+    """Move all there is in one batched send-receive; fits every change."""
+    yield (edge.move,)
+
+
+def _by_reducing_and_gathering(edge: Edge, prices: Prices) -> Iterator[Steps]:
+    """Sum where the summands are before a move, gather where the copies shall be after it, or both."""
+    befores = reduced(edge.source, edge.shape)
+    afters = scattered(edge.target, edge.shape)
+    for before in (edge.source, *befores):
+        for after in (edge.target, *afters):
+            steps = _by_way_of(edge, before, after, prices)
+            if steps is not None:
+                yield steps
+
+
+def _by_way_of(edge: Edge, before: Annotation, after: Annotation, prices: Prices) -> Steps | None:
+    first = _collectives(Edge.plain(edge.source, before, edge.shape), prices)
+    last = _collectives(Edge(after, edge.target, edge.gradient, edge.shape), prices) if after != edge.target else ()
+    gradient = edge.gradient if after == edge.target else cotangent(after)
+    middle = Edge(before, after, gradient, edge.shape)
+    if first is None or last is None or not (first or last):
+        return None
+    return (*first, *(() if middle.is_idle else (middle.move,)), *last)
+
+
+def _collectives(edge: Edge, prices: Prices) -> Steps | None:
+    """Give steps that move nothing beside collectives, or None."""
+    if edge.is_idle:
+        return ()
+    edge = edge.flat
+    for way in (_by_axes, _by_group, _by_both_tiers):
+        for steps in way(edge, prices):
+            if not any(isinstance(step, MoveStep) for step in steps):
+                return steps
+    return None
+
+
+def _fits(annotation: Annotation, shape: Shape) -> bool:
+    try:
+        annotation.check_shape(shape)
+    except AnnotationError:  # a middle annotation is our own guess, so not fitting only rules it out
+        return False
+    return True
+
+
+_WAYS: tuple[Callable[[Edge, Prices], Iterator[Steps]], ...] = (
+    _by_axes,
+    _by_group,
+    _by_both_tiers,
+    _by_moving,
+    _by_summand,
+    _by_reducing_and_gathering,
+)

@@ -1,0 +1,102 @@
+"""The messages of a batched send-receive as flat bytes: room for them, and their way from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+
+# Keeps these messages apart from a pipeline's own between the same two ranks.
+_TAG = 0x4253
+
+
+class Room:
+    """Memory for messages that is used again: what a system gives anew it clears first, which takes as long as a copy.
+
+    It is as large as the most that has been asked for, or the memory that it is given, if that is enough.
+    """
+
+    def __init__(self, memory: Tensor | None = None) -> None:
+        self._memory = memory
+
+    def take(self, sizes: Mapping[int, int], device: torch.device) -> dict[int, Tensor]:
+        """Give so many bytes for each peer; what was given before must be needed no longer."""
+        total = sum(sizes.values())
+        if self._memory is None or self._memory.numel() < total or self._memory.device != device:
+            self._memory = None  # gone before the new one is there
+            self._memory = torch.empty(total, dtype=torch.uint8, device=device)
+        parts = self._memory.narrow(0, 0, total).split(list(sizes.values()))
+        return dict(zip(sizes, parts, strict=True))
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Room for one round's messages."""
+
+    arriving: Room = field(default_factory=Room)
+    leaving: Room = field(default_factory=Room)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """One rank's messages of one round, flat bytes by peer: ready to be sent, and room for what arrives.
+
+    Tensors are on `device`; the messages may be in host memory. `here` are those that need not be sent: this rank
+    reads them where the sender has packed them.
+    """
+
+    arriving: Mapping[int, Tensor]
+    leaving: Mapping[int, Tensor]
+    device: torch.device
+    here: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that messages go to or come from."""
+        return sorted({*self.arriving, *self.leaving})
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Messages under way."""
+
+    messages: Messages
+    works: Sequence[dist.Work]
+    table: GroupTable
+
+    def wait(self) -> dict[int, Tensor]:
+        """Wait until all have left and arrived; gives all that is for this rank, by sender. Raises CommError as `post`.
+
+        They stand in the room that was made for them.
+        """
+        if self.works:
+            with guarded("batched send-receive", [self.table.rank, *self.messages.peers]):
+                for work in self.works:
+                    work.wait()
+        arrived = {**self.messages.arriving, **self.messages.here}
+        return {sender: message.to(self.messages.device) for sender, message in arrived.items()}
+
+
+def post(messages: Messages, table: GroupTable) -> Sending:
+    """Start to send messages and to receive those that arrive. Raises CommError where a peer is dead."""
+    if not messages.peers:
+        return Sending(messages, (), table)
+    with guarded("batched send-receive", [table.rank, *messages.peers]):
+        return Sending(messages, _posted(table, messages.arriving, messages.leaving), table)
+
+
+def _posted(table: GroupTable, arriving: Mapping[int, Tensor], leaving: Mapping[int, Tensor]) -> list[dist.Work]:
+    """Post every receive before any send: gloo's send ends only once its receive is posted."""
+    receives = [(dist.irecv, message, table.to_global(peer)) for peer, message in sorted(arriving.items())]
+    sends = [(dist.isend, message, table.to_global(peer)) for peer, message in sorted(leaving.items())]
+    if any(message.device.type != "cpu" for message in (*arriving.values(), *leaving.values())):
+        # NCCL needs one group call, or sends and receives of a pair wait for each other.
+        batch = [dist.P2POp(op, message, peer, table.base, _TAG) for op, message, peer in receives + sends]
+        return list(dist.batch_isend_irecv(batch))
+    works = [op(message, peer, group=table.base, tag=_TAG) for op, message, peer in receives + sends]
+    return [work for work in works if work is not None]

@@ -1,0 +1,292 @@
+"""What all ranks must know of each other before a step, exchanged in one small message.
+
+Every rank sends its row count, the sizes of its batch, its local counts, its last compute time, and whether a plan is
+ready that it was to make. An error on one rank travels too, so that all ranks raise instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from hetu_fx import errors
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
+from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
+
+T = TypeVar("T")
+
+_MAX_SIZES = 24
+_MAX_COUNTS = 16
+_MAX_VALUES = 8
+_HEAD = 10
+_FIRST_COUNT = _HEAD + _MAX_SIZES
+_FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
+_WIDTH = _FIRST_VALUE + _MAX_VALUES
+
+
+@dataclass(frozen=True)
+class LocalFacts:
+    """One rank's side of a step.
+
+    Attributes:
+        rows: rows of the batch that this rank brings.
+        signature: text that must be the same on all ranks (keys, dtypes, static values, the graph).
+        sizes: sizes that must be the same on all ranks (every dim but the rows), in the order of `size_names`.
+        size_names: what the sizes are, for messages.
+        longest: longest sequence in the batch.
+        counts: local counts, in the order of the program's count leaves.
+        compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
+        is_leaving: this rank asks to be drained before the step.
+        has_plan: this rank has made the plan that it was to make in the background, or has failed to.
+        probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
+        is_joined: this rank knows of a process that is ready to join.
+        values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
+        value_names: what the values are, for messages.
+        update_seconds: of this rank's optimizers since the last facts; 0 if unknown.
+    """
+
+    rows: int
+    signature: str
+    sizes: tuple[int, ...] = ()
+    size_names: tuple[str, ...] = ()
+    longest: int = 0
+    counts: tuple[float, ...] = ()
+    compute_seconds: float = 0.0
+    is_leaving: bool = False
+    has_plan: bool = False
+    probe_seconds: float = 0.0
+    is_joined: bool = False
+    values: tuple[float, ...] = ()
+    value_names: tuple[str, ...] = ()
+    update_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What all ranks agree on for one step, the same on every rank.
+
+    `leaving` are the ranks that are to be drained; `has_plan` says that a rank has made a plan, `is_joined` that one
+    knows of a process that is ready to join.
+    """
+
+    rows: tuple[int, ...]
+    longest: int
+    counts: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
+    leaving: tuple[int, ...] = ()
+    has_plan: bool = False
+    probe_seconds: tuple[float, ...] = ()
+    is_joined: bool = False
+    update_seconds: tuple[float, ...] = ()
+
+
+def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
+    """Exchange facts between all ranks of the table; collective.
+
+    Raises:
+        BatchError: on every rank, if the ranks' batches do not fit together.
+        Exception: on every rank, if some rank came with an error: there its own, on the others a BatchError.
+    """
+    if table.size == 1:
+        if isinstance(facts, Exception):
+            raise facts
+        leaving = (0,) if facts.is_leaving else ()
+        seconds = (facts.compute_seconds,)
+        asks = facts.has_plan, (facts.probe_seconds,), facts.is_joined, (facts.update_seconds,)
+        return StepFacts((facts.rows,), facts.longest, facts.counts, seconds, leaving, *asks)
+    facts = _fitting(facts)
+    gathered = _exchange(table, _encode(facts))
+    if any(row[0] for row in gathered):
+        _raise_everywhere(table, facts)
+    assert isinstance(facts, LocalFacts)
+    _check_equal(table, gathered, facts)
+    counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
+    return StepFacts(
+        rows=tuple(int(row[1]) for row in gathered),
+        longest=int(max(row[3] for row in gathered)),
+        counts=counts,
+        compute_seconds=tuple(row[4] for row in gathered),
+        leaving=tuple(rank for rank, row in enumerate(gathered) if row[5]),
+        has_plan=any(row[6] for row in gathered),
+        probe_seconds=tuple(row[7] for row in gathered),
+        is_joined=any(row[8] for row in gathered),
+        update_seconds=tuple(row[9] for row in gathered),
+    )
+
+
+def together(table: GroupTable, act: Callable[[], T]) -> T:
+    """Do something local on every rank, and raise on all ranks if it failed on one; collective.
+
+    Raises:
+        Exception: the rank's own error; where another rank failed, one of the same kind if it is a HetuFxError, else an
+            OtherRankError.
+    """
+    outcome: T | Exception
+    try:
+        outcome = act()
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        outcome = error
+    failed = any_of(table, [isinstance(outcome, Exception)])[0]
+    told = _errors_of_all(table, outcome) if failed and table.size > 1 else []
+    if isinstance(outcome, Exception):
+        raise outcome
+    if told:
+        raise told[0].as_raised(f"another rank failed: {_joined(told)}")
+    return outcome
+
+
+def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
+    """Tell which flags are set on any rank; collective."""
+    if table.size == 1:
+        return tuple(flags)
+    counts = torch.tensor(flags, dtype=torch.int32, device=_device(table))
+    with using(table), guarded("agreement on flags", range(table.size)):
+        dist.all_reduce(counts, group=table.base)
+    return tuple(count > 0 for count in counts.tolist())
+
+
+def alike(table: GroupTable, digest: int) -> bool:
+    """Tell whether all ranks, several, have the same number of 48 bits; collective."""
+    bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=_device(table))
+    with using(table), guarded("agreement on what is alike", range(table.size)):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=table.base)
+    return bool(bounds.sum() == 0)
+
+
+def digest_of(text: str) -> int:
+    """Hash a text to 48 bits, which a float64 carries exactly; the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+
+def from_first(table: GroupTable, value: T) -> T:
+    """Return rank 0's value on every rank; collective."""
+    values = [value]
+    if table.size > 1:
+        with using(table), guarded("word from rank 0", range(table.size)):
+            dist.broadcast_object_list(values, src=table.to_global(0), group=table.base)
+    return values[0]
+
+
+def of_all(table: GroupTable, value: T) -> list[T]:
+    """Return the values of all ranks, in their order; collective."""
+    if table.size == 1:
+        return [value]
+    values = [value] * table.size
+    with using(table), guarded("agreement", range(table.size)):
+        dist.all_gather_object(values, value, group=table.base)
+    return values
+
+
+def by_first(table: GroupTable, act: Callable[[], T]) -> T:
+    """Do something on rank 0 alone, and return its result, or raise its error, on every rank; collective."""
+    outcome: T | Exception | None = None
+    if table.rank == 0:
+        try:
+            outcome = act()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            outcome = error
+    told = from_first(table, outcome)
+    if isinstance(told, Exception):
+        raise told
+    return cast(T, told)
+
+
+def _fitting(facts: LocalFacts | Exception) -> LocalFacts | Exception:
+    """Return the facts, or an error to exchange in their place if they are more than a message holds."""
+    if isinstance(facts, Exception):
+        return facts
+    numbers = len(facts.sizes), len(facts.counts), len(facts.values)
+    if all(number <= most for number, most in zip(numbers, (_MAX_SIZES, _MAX_COUNTS, _MAX_VALUES), strict=True)):
+        return facts
+    return BatchError(
+        f"the batch has {numbers[0]} sizes, {numbers[1]} counts and {numbers[2]} numbers, more than the {_MAX_SIZES}, "
+        f"{_MAX_COUNTS} and {_MAX_VALUES} that ranks agree on; pass fewer tensors"
+    )
+
+
+def _encode(facts: LocalFacts | Exception) -> list[float]:
+    if isinstance(facts, Exception):
+        return [1.0] + [0.0] * (_WIDTH - 1)
+    same = digest_of(f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}")
+    asks = facts.is_leaving, facts.has_plan, facts.probe_seconds, facts.is_joined, facts.update_seconds
+    head = [0.0, facts.rows, same, facts.longest, facts.compute_seconds, *asks]
+    lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
+    return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
+
+
+def _padded(numbers: Sequence[float], length: int) -> list[float]:
+    return [*map(float, numbers), *[0.0] * (length - len(numbers))]
+
+
+def _exchange(table: GroupTable, row: Sequence[float]) -> list[list[float]]:
+    mine = torch.tensor(row, dtype=torch.float64, device=_device(table))
+    everyone = mine.new_empty(table.size, len(row))
+    with using(table), guarded("agreement on the step", range(table.size)):
+        dist.all_gather(list(everyone.unbind()), mine, group=table.base)
+    told: list[list[float]] = everyone.tolist()
+    return told
+
+
+def _raise_everywhere(table: GroupTable, facts: LocalFacts | Exception) -> None:
+    told = _errors_of_all(table, facts)
+    if isinstance(facts, Exception):
+        raise facts
+    raise BatchError(f"another rank could not start this step: {_joined(told)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _RankError:
+    """An error of a rank, as others are told of it: its class by name, as a class need not be there to be sent."""
+
+    rank: int
+    kind: str
+    text: str
+
+    def as_raised(self, text: str) -> HetuFxError:
+        """Return an error for the ranks that did not have it: of its class where that is one of ours."""
+        kind = getattr(errors, self.kind, None)
+        return kind(text) if isinstance(kind, type) and issubclass(kind, HetuFxError) else OtherRankError(text)
+
+
+def _errors_of_all(table: GroupTable, mine: object) -> list[_RankError]:
+    """Return the errors that ranks came with; collective."""
+    own = _RankError(table.rank, type(mine).__name__, str(mine)) if isinstance(mine, Exception) else None
+    return [error for error in of_all(table, own) if error is not None]
+
+
+def _joined(told: Sequence[_RankError]) -> str:
+    return "; ".join(f"rank {error.rank}: {error.kind}: {error.text}" for error in told)
+
+
+def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:
+    if len({row[2] for row in gathered}) > 1:
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_all(table, facts.signature)))
+        raise BatchError(
+            f"the ranks' batches differ in keys, dtypes or static values, or in the graph that these led to (told by "
+            f"its hash); make them alike, and use the same version of every package on all ranks. {told}"
+        )
+    for i, name in enumerate(facts.size_names):
+        sizes = [int(row[_HEAD + i]) for row in gathered]
+        if len({size for size, row in zip(sizes, gathered, strict=True) if row[1]}) > 1:
+            raise BatchError(
+                f"{name} has sizes {sizes} on ranks 0 to {table.size - 1}; pad all ranks' batches of a step to the "
+                f"same size (only the number of rows may differ)"
+            )
+    for i, name in enumerate(facts.value_names):
+        values = [row[_FIRST_VALUE + i] for row in gathered]
+        if len(set(map(str, values))) > 1:  # as text: nan is not equal to itself
+            raise BatchError(
+                f"{name} is {values} on ranks 0 to {table.size - 1}; what has no rows is one value of the whole batch: "
+                f"pass the same on all ranks (such as the number of items of all of them)"
+            )
+
+
+def _device(table: GroupTable) -> torch.device:
+    """Return a device that the world's backend can send from."""
+    types = {device.type for device in table.base._device_types}
+    return torch.device("cpu") if "cpu" in types else torch.device(sorted(types)[0])

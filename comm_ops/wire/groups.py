@@ -1,0 +1,278 @@
+"""Process groups by logical rank, created when first used and kept.
+
+Communication ops name ranks by value; when they run they look up the runtime's table by `active()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from time import perf_counter
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.process_group import (
+    GroupCreation,
+    create_group,
+    has_native_backend,
+    timeout_of,
+    world_group,
+)
+from hetu_fx.comm_ops.wire.shutdown import release_at_exit
+from hetu_fx.errors import CommError
+
+
+class Work(Protocol):
+    """What counts a rank's own work, and must know when it waits for others instead; pauses can be nested."""
+
+    def pause(self) -> None:
+        """Stop counting until the `resume` that belongs to this call."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+
+# A variable of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
+_working: Work | None = None
+
+
+def set_working(work: Work | None) -> None:
+    """Say what communication is to pause (None: nothing)."""
+    global _working
+    _working = work
+
+
+# How many tables each base group has seen: with the base's name it makes group names that are new and that
+# all ranks agree on. Counted per group object, so that a rank that joins a new world counts as the others.
+_tables_over: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+
+_waits: list[tuple[str, float]] = []  # communications under way, in all threads
+
+
+def oldest_wait() -> tuple[str, float] | None:
+    """Return what this process waits for, and since when (time.perf_counter); None if it does not communicate."""
+    waits = list(_waits)
+    return min(waits, key=lambda wait: wait[1], default=None)
+
+
+class GroupTable:
+    """Maps sorted tuples of logical ranks to process groups.
+
+    Logical rank i is the i-th rank of `process_group` (the whole world if None). Without torch.distributed it
+    is a world of one. All its ranks give a table the same `name`, or, if None, make their tables over it in
+    the same order. Every wait of a group that the table makes is bounded by `timeout` (that of
+    `process_group` if None). `listener` is told (what, start, end) of every communication. `topology` has the
+    links between its ranks, if they are known: set it alike on all ranks.
+
+    `creations` lists the groups created so far, also those of tables beside this one.
+    """
+
+    listener: Callable[[str, float, float], None] | None = None
+    topology: Topology | None = None
+    pauses_work = True  # its messages are waited for by the thread that computes
+
+    def __init__(
+        self,
+        process_group: ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+        name: str | None = None,
+    ) -> None:
+        base = process_group or world_group()
+        self._be(0, 1, "alone", timeout or timeout_of(base))
+        if base is not None:
+            self._bind(base, name)
+
+    @classmethod
+    def dry(cls, rank: int, size: int) -> GroupTable:
+        """Pretend to be `rank` of `size`, for tracing and export: shapes are right, messages are refused."""
+        table = cls.__new__(cls)
+        table._be(rank, size, "dry", timedelta(0))
+        return table
+
+    def _be(self, rank: int, size: int, name: str, timeout: timedelta) -> None:
+        """Be a rank without groups, and with nothing to communicate by."""
+        self.rank, self.size, self.timeout, self._name = rank, size, timeout, name
+        self._globals = tuple(range(size))
+        self._base: ProcessGroup | None = None
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        self.creations: list[GroupCreation] = []
+        self._beside: dict[str, GroupTable] = {}
+        self._staged: dict[torch.device, bool] = {}
+
+    def _bind(self, base: ProcessGroup, name: str | None) -> None:
+        self._base = base
+        self._globals = tuple(dist.get_process_group_ranks(base))
+        self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
+        if name is None:
+            name = str(_tables_over.get(base, 0))
+            _tables_over[base] = _tables_over.get(base, 0) + 1
+        self._name = f"hetu_fx/{base.group_name}/{name}"
+        release_at_exit(self)
+
+    def beside(self, name: str, *, is_whole: bool = False) -> GroupTable:
+        """Give the table of the same ranks, with groups of its own, for messages in a thread of that name.
+
+        Messages of one group must come in one order on all ranks, which those of several threads do not. Made at the
+        first call. Only a group of all ranks is shared, unless `is_whole`: then the first call is collective.
+        """
+        if name not in self._beside:
+            own = f"{self._name}/{name}"
+            base = self._connected(self._globals, f"{own}/whole", tuple(range(self.size))) if is_whole else self.base
+            self._beside[name] = GroupTable(base, timeout=self.timeout, name=own)
+            self._beside[name].creations = self.creations
+            self._beside[name].pauses_work = False
+        return self._beside[name]
+
+    def release(self) -> None:
+        """Let the groups go; the table can communicate no longer."""
+        self._groups, self._base = {}, None
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Pause what counts this rank's own work, and tell the listener if there is one."""
+        start, working = perf_counter(), _working if self.pauses_work else None
+        if working is not None:
+            working.pause()
+        _waits.append((what, start))
+        try:
+            yield
+        finally:
+            _waits.remove((what, start))
+            if working is not None:
+                working.resume()
+            self._tell(what, start, perf_counter())
+
+    def _tell(self, what: str, start: float, end: float) -> None:
+        if self.listener is not None:
+            self.listener(what, start, end)
+
+    @property
+    def base(self) -> ProcessGroup:
+        """The group of all logical ranks; raises CommError where there is none."""
+        if self._base is None:
+            raise CommError(
+                f"rank {self.rank} of {self.size} cannot communicate: torch.distributed is not initialised; "
+                "start the job with torchrun, or call init_process_group first"
+            )
+        return self._base
+
+    def to_global(self, rank: int) -> int:
+        """Give torch.distributed's rank of a logical rank."""
+        return self._globals[rank]
+
+    def position(self, ranks: Sequence[int]) -> int:
+        """Give this rank's position among `ranks`; raise CommError where it is not one of them."""
+        if self.rank not in ranks:
+            raise CommError(f"rank {self.rank} runs a communication of ranks {list(ranks)}, which leave it out")
+        return list(ranks).index(self.rank)
+
+    def group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Give the group of logical `ranks` (any order; inside, they are sorted by global rank).
+
+        Its first use is collective over `ranks`. Raises CommError for ranks that are not there.
+        """
+        key = tuple(sorted(ranks))
+        if key not in self._groups:
+            self._groups[key] = self._create(key)
+        return self._groups[key]
+
+    def order(self, ranks: Sequence[int]) -> list[int]:
+        """Give the positions in `ranks` in the order in which their process group counts them."""
+        return sorted(range(len(ranks)), key=lambda position: self._globals[ranks[position]])
+
+    def staged(self, device: torch.device) -> bool:
+        """Tell whether tensors of `device` travel through host memory (no native backend, or gloo)."""
+        if device not in self._staged:
+            self._staged[device] = device.type != "cpu" and not has_native_backend(self.base, device)
+        return self._staged[device]
+
+    def _create(self, ranks: tuple[int, ...]) -> ProcessGroup:
+        base = self.base
+        if ranks[-1] >= self.size or self.rank not in ranks:
+            raise CommError(f"rank {self.rank} of {self.size} cannot join a group of ranks {list(ranks)}")
+        if len(ranks) == self.size:
+            return base
+        members = sorted(self._globals[rank] for rank in ranks)
+        return self._connected(members, f"{self._name}/{'-'.join(map(str, ranks))}", ranks)
+
+    def _connected(self, members: Sequence[int], name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+        start = perf_counter()
+        with guarded("group creation", ranks):
+            group = create_group(list(members), name, self.timeout)
+        self.creations.append(GroupCreation(ranks, perf_counter() - start))
+        return group
+
+
+@contextmanager
+def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) -> Iterator[None]:
+    """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count as waiting of `table`.
+
+    None: of the active one.
+    """
+    table = table or active()
+    try:
+        with table.waiting(what):
+            yield
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            f"{what} of ranks {list(ranks)} failed on rank {table.rank}: {error}; "
+            "a peer is dead, stuck, or runs another plan"
+        ) from error
+
+
+_active: GroupTable | None = None
+_default: GroupTable | None = None
+_beside = threading.local()  # its `table` is active in this thread, whatever is in others
+
+
+def activate(table: GroupTable | None) -> GroupTable | None:
+    """Make `table` the one that ops use (None: the default world); give the one before."""
+    global _active
+    before, _active = _active, table
+    return before
+
+
+def active() -> GroupTable:
+    """Give the table that ops use: the activated one, else one over the whole world as it is now."""
+    global _default
+    own: GroupTable | None = getattr(_beside, "table", None)
+    if own is not None:
+        return own
+    if _active is not None:
+        return _active
+    if _default is None or _default._base is not world_group():
+        # Named, as ranks may come here at different times, or some not at all.
+        _default = GroupTable(name="default")
+    return _default
+
+
+@contextmanager
+def using(table: GroupTable) -> Iterator[GroupTable]:
+    """Activate `table` inside a with block; one made by `beside` in this thread alone."""
+    if not table.pauses_work:
+        with _using_here(table):
+            yield table
+        return
+    before = activate(table)
+    try:
+        yield table
+    finally:
+        activate(before)
+
+
+@contextmanager
+def _using_here(table: GroupTable) -> Iterator[None]:
+    before, _beside.table = getattr(_beside, "table", None), table
+    try:
+        yield
+    finally:
+        _beside.table = before

@@ -1,0 +1,98 @@
+"""Collectives of groups that span nodes, in two levels: inside every node and across, each byte crossing once.
+
+An all-reduce is a reduce-scatter inside, an all-reduce across and an all-gather inside; an all-gather goes
+across first, a reduce-scatter inside first. Across, ranks meet in lanes of one rank per node. Where nodes have
+unequal numbers of ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the
+smallest node has ranks. The first and second level of an all-gather copy bits; sums are made per node first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.states import even_sizes
+from hetu_fx.comm_ops.plans.algorithm import by_node, lanes
+from hetu_fx.comm_ops.wire.collectives import gather_parts, reduce_parts, sum_over
+from hetu_fx.comm_ops.wire.groups import GroupTable
+
+Levels = tuple[tuple[int, ...], ...]
+
+
+def sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
+    """Give the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
+    levels = by_node(tuple(ranks), tuple(nodes))
+    inside = _inside(levels, table.rank)
+    place, count = inside.index(table.rank), min(map(len, levels))
+    sizes = [*even_sizes(x.numel(), count), *([0] * (len(inside) - count))]
+    mine = reduce_parts(x.detach().reshape(-1).split(sizes), inside, table)
+    if place < count:
+        mine = sum_over(mine, lanes(levels)[place], table)
+    return torch.cat(gather_parts(mine, [[size] for size in sizes], inside, table)).view(x.shape)
+
+
+def gather_in_levels(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> list[Tensor]:
+    """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
+    levels = by_node(tuple(ranks), tuple(nodes))
+    inside = _inside(levels, table.rank)
+    numels = {rank: torch.Size(shape).numel() for rank, shape in zip(ranks, shapes, strict=True)}
+    arrived: list[Tensor] = []
+    for lane, members in _own_lanes(levels, table.rank):
+        owners = _owners(levels, lane)
+        mine = x.detach().reshape(-1) if table.rank in owners else x.new_empty(0)
+        arrived += gather_parts(mine, [[numels.get(owner, 0)] for owner in owners], members, table)
+    brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
+    sizes = [[sum(numels[owner] for owner in owners)] for owners in brought]
+    flats = gather_parts(torch.cat(arrived), sizes, inside, table)
+    found: dict[int, Tensor] = {}
+    for flat, owners in zip(flats, brought, strict=True):
+        found |= zip(owners, flat.split([numels[owner] for owner in owners]), strict=True)
+    return [found[rank].view(list(shape)) for rank, shape in zip(ranks, shapes, strict=True)]
+
+
+def reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
+    """Give the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
+    levels = by_node(tuple(ranks), tuple(nodes))
+    inside = _inside(levels, table.rank)
+    flats = {rank: part.detach().reshape(-1) for rank, part in zip(ranks, parts, strict=True)}
+    brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
+    summed = reduce_parts([torch.cat([flats[owner] for owner in owners]) for owners in brought], inside, table)
+    owners = brought[inside.index(table.rank)]
+    sums = dict(zip(owners, summed.split([flats[owner].numel() for owner in owners]), strict=True))
+    mine = summed.new_empty(0)
+    for lane, members in _own_lanes(levels, table.rank):
+        pieces = [sums.get(owner, summed.new_empty(0)) for owner in _owners(levels, lane)]
+        total = reduce_parts(pieces, members, table)
+        mine = total if table.rank in _owners(levels, lane) else mine
+    return mine.view(parts[list(ranks).index(table.rank)].shape)
+
+
+def groups_in_levels(ranks: Sequence[int], nodes: Sequence[int], rank: int) -> Iterator[tuple[int, ...]]:
+    """List the groups that `rank` may meet in, inside its node and in its lanes, in the one order of all ranks."""
+    levels = by_node(tuple(ranks), tuple(nodes))
+    members = (_inside(levels, rank), *(lane for _, lane in _own_lanes(levels, rank)))
+    return (group for group in members if len(group) > 1)
+
+
+def _inside(levels: Levels, rank: int) -> tuple[int, ...]:
+    return next(ranks for ranks in levels if rank in ranks)
+
+
+def _own_lanes(levels: Levels, rank: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """List this rank's lanes in order, the one order in which all ranks run them."""
+    return ((lane, members) for lane, members in enumerate(lanes(levels)) if rank in members)
+
+
+def _owners(levels: Levels, lane: int) -> list[int]:
+    """Give the rank of each node whose part travels in a lane; -1 where a node has no more ranks."""
+    return [ranks[lane] if lane < len(ranks) else -1 for ranks in levels]
+
+
+def _brought(levels: Levels, place: int, count: int) -> list[int]:
+    """List the ranks whose parts the lanes of position `place` of `count` in its node carry, in order."""
+    owners = (_owners(levels, lane) for lane in range(place, max(map(len, levels)), count))
+    return [owner for found in owners for owner in found if owner >= 0]

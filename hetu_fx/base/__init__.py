@@ -1,0 +1,1 @@
+"""What stands below everything: documents on disk, checks of arguments, quotas of processes."""

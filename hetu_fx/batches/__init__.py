@@ -1,0 +1,1 @@
+"""Samplers and packing for batches of unequal lengths: before the model, no graph known."""

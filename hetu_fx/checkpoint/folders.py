@@ -1,0 +1,185 @@
+"""Folders that are there whole or not at all: written beside, checked by a manifest, put in place by a rename.
+
+While a folder is replaced the old one is kept under another name until the new one stands in its place; a
+crash in between leaves one of them complete, and `settle` puts that one back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import CheckpointError, OtherRankError
+
+MANIFEST = "hetu_fx_manifest.json"
+FORMAT = "hetu_fx.folder/1"
+
+
+@contextmanager
+def replaced_folder(folder: Path, table: GroupTable) -> Iterator[Path]:
+    """Give an empty folder to write in, on all ranks, that becomes `folder` when the block ends. Collective.
+
+    Every rank may write files of its own names. Whatever fails inside, on any rank, leaves `folder` as it was.
+    The ranks must share the file system. Raises CheckpointError, on all ranks, where one cannot write.
+    """
+    folder = folder.absolute()
+    try:
+        with _replaced(folder, table) as staging:
+            yield staging
+    except (OSError, OtherRankError) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
+
+
+@contextmanager
+def _replaced(folder: Path, table: GroupTable) -> Iterator[Path]:
+    token = [secrets.token_hex(4)]
+    if table.size > 1:
+        dist.broadcast_object_list(token, src=table.to_global(0), group=table.base)
+    staging = folder.parent / f".{folder.name}.new-{token[0]}"
+    together(table, lambda: _begin(folder, staging) if table.rank == 0 else None)
+    try:
+        yield staging
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    together(table, lambda: _sync_files(staging))
+    together(table, lambda: _commit(folder, staging, token[0]) if table.rank == 0 else None)
+
+
+def _guarded(act: Callable[[], None], what: str) -> None:
+    try:
+        act()
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error}; is the disk full, or the folder not writable?") from error
+
+
+def _begin(folder: Path, staging: Path) -> None:
+    def begin() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        settle(folder)
+        for orphan in folder.parent.glob(f".{folder.name}.new-*"):
+            shutil.rmtree(orphan)
+        staging.mkdir()
+
+    _guarded(begin, f"cannot write beside {folder}")
+
+
+def _sync_files(staging: Path) -> None:
+    """Make what was written so far survive a power failure; every rank syncs, files may be on its own node."""
+
+    def sync() -> None:
+        for path in _files(staging):
+            _sync(path)
+
+    _guarded(sync, f"cannot sync {staging}")
+
+
+def _commit(folder: Path, staging: Path, token: str) -> None:
+    def commit() -> None:
+        write_manifest(staging)
+        old = folder.parent / f".{folder.name}.old-{token}"
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(staging, folder)
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    _guarded(commit, f"cannot put {folder} in place")
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the sizes and SHA-256 sums of all files of a folder into its manifest, and sync it."""
+    files = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in _files(folder)
+    }
+    path = folder / MANIFEST
+    path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
+    _sync(path)
+    for part in sorted({path.parent for path in _files(folder)}):
+        _sync(part)
+
+
+def check_folder(folder: Path, *, sums: bool = False) -> None:
+    """Raise CheckpointError unless every file that the manifest names has its size (and its SHA-256 sum)."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; use latest(parent)")
+    try:
+        files = json.loads(path.read_text())["files"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    for name, expected in sorted(files.items()):
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{file} is torn: {size} bytes instead of {expected['bytes']}")
+        if sums and _digest(file) != expected["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 sum is not that of the manifest")
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether a folder has a manifest and all its files have their sizes."""
+    try:
+        check_folder(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def settle(folder: Path) -> None:
+    """Put back what a crash in the middle of a replacement left under another name; one process alone."""
+    folder = folder.absolute()
+    if folder.exists():
+        for old in folder.parent.glob(f".{folder.name}.old-*"):
+            shutil.rmtree(old)
+        return
+    for kind in ("new", "old"):
+        for left in sorted(folder.parent.glob(f".{folder.name}.{kind}-*")):
+            if is_complete(left):
+                os.rename(left, folder)
+                return
+
+
+def latest(parent: Path) -> Path | None:
+    """Give the newest complete folder in `parent`, by the number that ends its name, or None.
+
+    Folders without a manifest, torn ones, and those that were being written are skipped.
+    """
+    if not parent.is_dir():
+        return None
+    complete = [path for path in parent.iterdir() if path.is_dir() and path.name[0] != "." and is_complete(path)]
+    return max(complete, key=_age, default=None)
+
+
+def _age(path: Path) -> tuple[int, float, str]:
+    number = re.search(r"(\d+)$", path.name)
+    return int(number[1]) if number else -1, (path / MANIFEST).stat().st_mtime, path.name
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

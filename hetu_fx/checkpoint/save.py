@@ -1,0 +1,118 @@
+"""Save and load a parallel model: whole tensors under the user's names, training state beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.checkpoint.checkpoint import MAX_SHARD_SIZE, load_consolidated, load_training_state, save_checkpoint
+from hetu_fx.comm_ops.wire.groups import using
+from hetu_fx.switching.runtime import Runtime
+
+
+@runtime_checkable
+class SavesItself(Protocol):
+    """A configuration that writes itself into a folder, as those of Hugging Face models do."""
+
+    def save_pretrained(self, folder: str | Path) -> Any:
+        """Write the configuration's file."""
+
+
+def save_model(
+    runtime: Runtime,
+    folder: Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a checkpoint, all of it or none; collective.
+
+    Args:
+        runtime: what runs the model.
+        folder: replaced as a whole once the new one is complete.
+        optimizer: its state is written too, by parameter name.
+        extra: any JSON object to keep with the optimizer's state (step, scheduler, data position).
+        max_shard_size: bytes per weight file, or text such as "5GB".
+
+    Raises:
+        CheckpointError: on every rank, if it cannot be written.
+    """
+    runtime.on_the_way.settle()
+    with using(runtime.table):
+        runtime.buffers.sync()
+        save_checkpoint(
+            folder,
+            tensors_of(runtime),
+            aliases=aliases_of(runtime.model),
+            write_config=_config_writer(runtime.model),
+            max_shard_size=max_shard_size,
+            optimizer=optimizer,
+            parameters=runtime.homes,
+            extra={"hetu_fx_step": runtime.step, **(extra or {})},
+            table=runtime.table,
+        )
+
+
+def load_model(
+    runtime: Runtime, folder: Path, *, optimizer: torch.optim.Optimizer | None = None, verify: bool = False
+) -> dict[str, Any]:
+    """Read a checkpoint that any number of ranks under any plan wrote; collective.
+
+    Args:
+        runtime: what runs the model.
+        folder: a checkpoint of `save_model`, or weights that `save_pretrained` wrote.
+        optimizer: gets its state back, if it was saved.
+        verify: compare SHA-256 sums too.
+
+    Returns the saved `extra`; empty without an optimizer.
+
+    Raises:
+        CheckpointError: on every rank; nothing has been changed then.
+    """
+    runtime.on_the_way.settle()
+    with using(runtime.table):
+        aliases = aliases_of(runtime.model)
+        with torch.no_grad():
+            load_consolidated(folder, tensors_of(runtime), aliases=aliases, verify=verify, table=runtime.table)
+        if optimizer is None:
+            return {}
+        extra = load_training_state(folder, optimizer, runtime.homes, verify=verify, table=runtime.table)
+    runtime.step = int(extra.pop("hetu_fx_step", runtime.step))
+    return extra
+
+
+def tensors_of(runtime: Runtime) -> dict[str, Tensor]:
+    """Return all that a checkpoint holds, by the user's names: home parameters and persistent buffers."""
+    kept = set(runtime.model.state_dict(keep_vars=True))
+    buffers = {name: buffer for name, buffer in runtime.model.named_buffers() if name in kept}
+    return {**runtime.homes, **buffers}
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the further names of tied parameters, and the first name that each is stored under."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in everything if first[id(p)] != name}
+
+
+def _config_writer(model: nn.Module) -> Callable[[Path], None] | None:
+    """Return what writes the model's configuration beside its weights, for a model that has one."""
+    configs = [getattr(model, name, None) for name in ("config", "generation_config")]
+    writers = [config for config in configs if isinstance(config, SavesItself)]
+    if not writers:
+        return None
+
+    def write(folder: Path) -> None:
+        for config in writers:
+            written = copy.deepcopy(config)
+            if config is configs[0]:
+                written.architectures = [type(model).__name__]  # type: ignore[attr-defined]
+            written.save_pretrained(folder)
+
+    return write

@@ -1,0 +1,158 @@
+"""Parts of snapshots in a node's memory: files in a folder of shared memory, each there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from hetu_fx.checkpoint.shard_files import Bounds, Key, Pieces, boxes_in
+from hetu_fx.checkpoint.snapshot_plan import Moment, Part, read_name
+from hetu_fx.checkpoint.weight_files import open_safetensors
+from hetu_fx.cluster.measure import node_name
+from hetu_fx.errors import CheckpointError
+
+FORMAT = "hetu_fx.snapshot/1"
+SHARED_MEMORY = Path("/dev/shm")
+
+_PREFIX = "hetu_fx_snapshots"
+_ASIDE = ".writing-"
+
+
+def launcher_folder() -> Path:
+    """Return where the processes of this job's launcher keep snapshots on this node.
+
+    It is named by the launcher (the parent process, by id and start), so that workers that it starts again find what
+    those before them left, and no other job does. Folders of this user's launchers that are gone are removed.
+    """
+    _remove_left_over()
+    parent = os.getppid()
+    return SHARED_MEMORY / f"{_PREFIX}-{os.getuid()}-{parent}-{_start_of(parent)}"
+
+
+def _remove_left_over() -> None:
+    for folder in SHARED_MEMORY.glob(f"{_PREFIX}-{os.getuid()}-*-*"):
+        *_, process, start = folder.name.split("-")
+        if str(_start_of(int(process))) != start:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_of(process: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot; None if it is not there."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a part's file says of itself: its size in bytes, its boxes, and the JSON document beside them."""
+
+    size: int
+    boxes: tuple[tuple[Key, Bounds], ...]
+    document: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The parts in one node's memory. Files are written under another name, then renamed."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: Path | None) -> Memory:
+        """Open this node's part of a folder (None: that of the launcher), made if need be. Raises CheckpointError."""
+        place = (launcher_folder() if folder is None else folder.absolute()) / node_name()
+        _guarded(lambda: place.mkdir(parents=True, exist_ok=True), place)
+        return cls(place)
+
+    def path(self, part: Part) -> Path:
+        """Return the path of a part's file."""
+        return self.folder / part.file_name
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return the parts that are there."""
+        with os.scandir(self.folder) as entries:
+            found = [read_name(entry.name) for entry in entries]
+        return tuple(sorted(part for part in found if part is not None))
+
+    def write(self, part: Part, pieces: Pieces, document: Mapping[str, Any]) -> None:
+        """Write a part. Raises CheckpointError, with nothing left behind."""
+        metadata = {"format": FORMAT, "document": json.dumps(document)}
+        self._put(part, lambda aside: pieces.write(aside, metadata))
+
+    def receive(self, part: Part, size: int, fill: Callable[[Tensor], None]) -> None:
+        """Have `fill` write a part's bytes, given as a tensor of uint8. Raises CheckpointError."""
+
+        def put(aside: Path) -> None:
+            fill(torch.from_file(str(aside), shared=True, size=size, dtype=torch.uint8))
+
+        self._put(part, put)
+
+    def _put(self, part: Part, write: Callable[[Path], None]) -> None:
+        aside = self.folder / f"{_ASIDE}{part.file_name}"
+
+        def put() -> None:
+            write(aside)
+            os.rename(aside, self.path(part))
+
+        try:
+            _guarded(put, self.folder)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+    def bytes_of(self, part: Part) -> Tensor:
+        """Return a part's file as a tensor of uint8; it is read when it is used."""
+        path = self.path(part)
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+    def header(self, part: Part) -> Header:
+        """Read what a part's file says of itself. Raises CheckpointError."""
+        path = self.path(part)
+        file = open_safetensors(path)
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {metadata.get('format')!r}, expected {FORMAT!r}")
+        return Header(path.stat().st_size, tuple(boxes_in(file).values()), json.loads(metadata["document"]))
+
+    def keep_only(self, moment: Moment, holder: int) -> None:
+        """Remove what rank `holder` keeps of other moments, and what anyone keeps of other lives."""
+        for part in self.parts():
+            if part.moment != moment and (part.holder == holder or part.moment.life != moment.life):
+                self.path(part).unlink(missing_ok=True)
+
+    def remove(self, holder: int) -> None:
+        """Remove what a rank keeps, and folders that are empty then."""
+        for part in self.parts():
+            if part.holder == holder:
+                self.path(part).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another rank still has files here
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
+
+    def remove_unfinished(self) -> None:
+        """Remove what was being written when processes ended; nobody may be writing."""
+        for path in self.folder.iterdir():
+            if read_name(path.name) is None:
+                path.unlink(missing_ok=True)
+
+
+def _guarded(act: Callable[[], object], where: Path) -> None:
+    try:
+        act()
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot write a snapshot to {where}: {error}; is the memory full? Another folder can be given"
+        ) from error

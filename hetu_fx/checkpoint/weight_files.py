@@ -1,0 +1,175 @@
+"""Consolidated weights as Hugging Face reads them: whole tensors by name in safetensors files, with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import CheckpointError
+from hetu_fx.switching.home.layout import index
+from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.tensor import mark_written
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Hugging Face's loaders refuse files without it.
+METADATA = {"format": "pt"}
+
+
+def plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Share names out over files in their order, each file up to a size; a larger tensor has its own.
+
+    The cut is that of `huggingface_hub.split_torch_state_dict_into_shards`, file names included.
+    """
+    kept: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > max_shard_bytes:
+            kept.append([name])
+            continue
+        if current and filled + size > max_shard_bytes:
+            kept.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    if current or not kept:
+        kept.append(current)
+    if len(kept) == 1:
+        return {WEIGHTS: kept[0]}
+    return {f"model-{i + 1:05d}-of-{len(kept):05d}.safetensors": names for i, names in enumerate(kept)}
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int, table: GroupTable) -> None:
+    """Write whole tensors by name, on rank 0, which holds one file's tensors at a time. Collective.
+
+    Home tensors are brought to rank 0; of plain tensors rank 0's are written. Raises CheckpointError on rank 0
+    after all ranks are through where a file cannot be written.
+    """
+    shards = plan_shards(tensors, max_shard_bytes)
+    failed: OSError | SafetensorError | None = None
+    for file, names in shards.items():
+        wholes = bring_to_first({name: tensors[name].detach() for name in names}, table)
+        if table.rank == 0 and failed is None:
+            try:
+                save_file(wholes, str(folder / file), metadata=METADATA)
+            except (OSError, SafetensorError) as error:
+                failed = error
+    if failed is not None:
+        raise CheckpointError(f"cannot write weights to {folder}: {failed}") from failed
+    if table.rank == 0 and len(shards) > 1:
+        _write_index(folder, shards, tensors)
+
+
+def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor]) -> None:
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    numbers = {"total_size": total, "total_parameters": sum(tensor.numel() for tensor in tensors.values())}
+    where = {name: file for file, names in shards.items() for name in names}
+    text = json.dumps({"metadata": numbers, "weight_map": where}, indent=2, sort_keys=True)
+    (folder / INDEX).write_text(text + "\n")
+
+
+def bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+    """Give whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
+    homes = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HomeTensor)}
+    moves = [
+        Move(home.home_layout.annotation, Annotation.on((0,)), tuple(home.shape), home.element_size())
+        for home in homes.values()
+    ]
+    pieces = [home.local if home.home_layout.annotation.holds(table.rank) else None for home in homes.values()]
+    found = run_moves(plan_moves(moves), pieces, table, like=[home.local for home in homes.values()])
+    wholes = dict(zip(homes, found, strict=True))
+    if table.rank:
+        return {}
+    return {name: _plain(wholes.get(name, tensor)) for name, tensor in tensors.items()}
+
+
+def _plain(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # rank 0 receives every move
+    plain = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
+    # safetensors refuses tensors that share memory; views of one buffer do.
+    return plain.clone() if plain.untyped_storage().nbytes() != plain.nbytes else plain
+
+
+class WeightFiles:
+    """Open consolidated weights for reading; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.where = _read_index(folder)
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def slice_of(self, name: str) -> Any:
+        """Give safetensors' lazy slice of a tensor."""
+        file = self.where[name]
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(open_safetensors(self.folder / file))
+        try:
+            return self._files[file].get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{self.folder / file} does not hold {name!r}, which the index places there: {error}"
+            ) from error
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Give the dtype of a stored tensor."""
+        stored = self.slice_of(name)
+        return read_box(stored, (slice(0, 0),) * len(stored.get_shape())).dtype
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill a tensor, home (this rank's piece only) or plain, with what is stored under `name`."""
+        stored = self.slice_of(name)
+        with torch.no_grad():
+            if not isinstance(target, HomeTensor):
+                target.copy_(read_box(stored, tuple(slice(0, size) for size in target.shape)))
+                return
+            layout = target.home_layout
+            for box, place in zip(layout.boxes, layout.region.local_boxes, strict=False):
+                target.local[index(place)].copy_(read_box(stored, index(box)))
+            mark_written([target])
+
+
+def read_box(stored: Any, where: tuple[slice, ...]) -> Tensor:
+    """Read a box of a stored tensor (a scalar for no dims)."""
+    box: Tensor = stored[where]
+    return box
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file lazily. Raises CheckpointError where it is missing or torn."""
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    if (folder / INDEX).is_file():
+        try:
+            return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / INDEX} is damaged: {error}") from error
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} holds no weights: neither {INDEX} nor {WEIGHTS} is there")
+    with open_safetensors(folder / WEIGHTS) as file:
+        return dict.fromkeys(file.keys(), WEIGHTS)

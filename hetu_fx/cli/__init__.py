@@ -1,0 +1,1 @@
+"""The command line, `hetu-fx`: each file parses one command and calls the Python function of the same name."""

@@ -1,0 +1,172 @@
+"""The command line: `hetu-fx COMMAND`. Parses, calls one function, prints, gives the exit status.
+
+Whatever needs torch is imported by the command that needs it, so that --help and emulate start quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from hetu_fx.cli.launch import add_launch, call_launch
+from hetu_fx.cli.log import add_log, call_log
+from hetu_fx.cli.measure import add_measure, call_measure
+from hetu_fx.cli.plan import add_plan, call_plan
+from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
+from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
+from hetu_fx.errors import EnvironmentProblem, HetuFxError
+
+ERROR_STATUS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: `help` in one line, `add` declares its options, `call` runs it and gives the status.
+
+    `rest` is what stands behind `--` on the command line.
+    """
+
+    help: str
+    add: Callable[[argparse.ArgumentParser], None]
+    call: Callable[[argparse.Namespace, Sequence[str]], int]
+
+
+def add_emulate(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx emulate`."""
+    parser.usage = "hetu-fx emulate --speeds 0.8,0.4,0.2,0.2 [options] -- COMMAND ..."
+    parser.add_argument("--speeds", type=parse_speeds, metavar="S,S,...", help="cores per rank")
+    parser.add_argument("--memory", type=parse_memory, default=(), metavar="M,M,...", help="like 2G,512M,-")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="spread the ranks over N nodes")
+    parser.add_argument("--link", type=parse_rate, metavar="RATE", help="rate between nodes, like 200mbit")
+    parser.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank only")
+    parser.add_argument("--no-prefix", action="store_true", help="do not name the rank in front of each line")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end everything after this time")
+    parser.add_argument(
+        "--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others when a rank fails"
+    )
+    parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
+
+
+def call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx emulate`; the status is the command's."""
+    if options.set is not None:
+        change_speed(*_rank_and_speed(options.set))
+        return 0
+    if options.speeds is None:
+        raise EnvironmentProblem("no speeds given: name one per rank, e.g. --speeds 0.8,0.4,0.2,0.2")
+    spec = EmulateSpec(
+        speeds=options.speeds,
+        memory=options.memory,
+        num_nodes=options.nodes,
+        link_bits_per_second=options.link,
+    )
+    if options.dry_run:
+        print(*plan_run(spec, limit=options.limit).lines(rest), sep="\n")
+        return 0
+    return run(
+        spec,
+        rest,
+        output=Output(prefix=not options.no_prefix, only_rank=options.only_rank),
+        timeout_seconds=options.timeout,
+        grace_seconds=options.grace,
+        limit=options.limit,
+    )
+
+
+def call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx passes`: the graph passes in their order, as their docstrings tell them."""
+    from hetu_fx.transforms.passes import GRAPH_PASSES
+
+    for graph_pass in GRAPH_PASSES:
+        print(f"{graph_pass.name}\n{textwrap.indent(inspect.getdoc(graph_pass) or '', '    ')}\n")
+    return 0
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx demo`."""
+    parser.add_argument("--quick", action="store_true", help="a smaller version of the same")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="what it writes")
+    parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
+
+
+def call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx demo`; the status is 0 when the result is that of one process."""
+    from hetu_fx.demo.demo import run_demo
+
+    return run_demo(options.output, quick=options.quick, limit=options.limit)
+
+
+def call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx env`: what a bug report should say about the machine."""
+    from hetu_fx.cluster.environment import environment_lines
+
+    print(*environment_lines(), sep="\n")
+    return 0
+
+
+def add_nothing(parser: argparse.ArgumentParser) -> None:
+    """Declare no options."""
+
+
+COMMANDS = {
+    "emulate": Command("run a command on unequal emulated devices of this machine", add_emulate, call_emulate),
+    "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
+    "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
+    "demo": Command("train a model on four unequal emulated devices, and compare", add_demo, call_demo),
+    "launch": Command("run a script in several processes; lost ones do not end the others", add_launch, call_launch),
+    "log": Command("say what the log of a run holds: variants, times, changes", add_log, call_log),
+    "passes": Command("list the graph passes in their order", add_nothing, call_passes),
+    "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands."""
+    parser = argparse.ArgumentParser("hetu-fx", description="Automatic parallelization for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"hetu-fx {metadata.version('hetu-fx')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.add(commands.add_parser(name, help=command.help, description=command.help))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; give its exit status, 2 for an error that is explained."""
+    own, rest = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = make_parser().parse_args([_with_dashes(word) for word in own])
+        return COMMANDS[options.command].call(options, rest)
+    except HetuFxError as error:
+        print(f"hetu-fx: {error}", file=sys.stderr)
+        return ERROR_STATUS
+
+
+def _split_at_dashes(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Split the command line at the first `--`: what is behind it is somebody else's."""
+    if "--" not in words:
+        return words, ()
+    at = list(words).index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _with_dashes(word: str) -> str:
+    """Spell an option with dashes: --only_rank=0 means --only-rank=0."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _rank_and_speed(text: str) -> tuple[int, float]:
+    rank, equals, speed = text.partition("=")
+    if not (equals and rank.strip().isdecimal()):
+        raise EnvironmentProblem(f"{text!r} is not a rank and its speed; write it like --set 2=0.1")
+    return int(rank), parse_speeds(speed)[0]

@@ -1,0 +1,163 @@
+"""`hetu-fx measure`: the devices at hand, their links and a model's blocks, as a cluster file and a profile file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetu_fx.cli.plan import print_table
+from hetu_fx.errors import ProfileError
+
+if TYPE_CHECKING:
+    from hetu_fx.cluster.cluster import Cluster
+    from hetu_fx.planner.values.profile_file import Profile
+
+_COLLECTIVES_HEADER = ("collective", "where", "ranks", "MB/s", "latency us")
+_HEADER = ("kind", "degree", "a s^2", "b s", "c s", "R^2", "kept KB/token", "alpha")
+
+
+def add_measure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx measure`."""
+    parser.usage = (
+        "hetu-fx measure [MODULE:FUNCTION] [options]\n"
+        "       torchrun --nproc-per-node 8 -m hetu_fx.cli measure MODULE:FUNCTION --device cuda\n"
+        "       hetu-fx emulate --speeds 0.8,0.4,0.2,0.2 -- hetu-fx measure MODULE:FUNCTION"
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODULE:FUNCTION", help="returns (model, example batch); left out: devices only"
+    )
+    parser.add_argument("--cluster", type=Path, default=Path("cluster.json"), metavar="FILE", help="what to write")
+    parser.add_argument("--profile", type=Path, default=Path("profile.json"), metavar="FILE", help="what to write")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: the one of the process's local rank")
+    parser.add_argument("--seconds", type=float, default=90.0, metavar="S", help="for blocks, about")
+
+
+def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx measure`; collective over the processes of the job, of which the first writes."""
+    import torch.distributed as dist
+
+    from hetu_fx.cluster.cluster import Cluster
+    from hetu_fx.cluster.collectives import time_collectives
+    from hetu_fx.comm_ops.wire.groups import GroupTable
+    from hetu_fx.prepare import join_world
+
+    make = None if options.model is None else function_named(options.model)
+    join_world()
+    table, device = GroupTable(), local_device(options.device)
+    cluster, rank = Cluster.measure(table, device=device), table.rank
+    cluster = replace(cluster, collectives=time_collectives(table, cluster.groups, device))
+    if rank == 0:
+        cluster.write(options.cluster)
+        print(cluster, flush=True)
+        _show_collectives(cluster)
+    if make is not None:
+        profile = _profile(make, cluster, rank, device, options.seconds)
+        if rank == 0:
+            profile.write(options.profile)
+            print_table(_HEADER, rows_of(profile))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def function_named(text: str) -> Callable[[], tuple[Any, Any]]:
+    """Return the function that MODULE:FUNCTION names; modules are also looked for in the current folder."""
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ProfileError(f"model {text!r} names no function; write it like MODULE:FUNCTION")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(import_module(module), name, None)
+    except ModuleNotFoundError as problem:
+        raise ProfileError(f"model {text!r}: {problem}; start in the folder of the module, or install it") from None
+    if not callable(found):
+        raise ProfileError(f"model {text!r}: module {module} has no function {name}; name one of (model, batch)")
+    result: Callable[[], tuple[Any, Any]] = found
+    return result
+
+
+def local_device(name: str) -> str:
+    """Return the device of this process: of several GPUs that of its local rank."""
+    import os
+
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+
+
+def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, device: str, seconds: float) -> Profile:
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from hetu_fx.planner.api import profile
+    from hetu_fx.planner.measure.blocks import Measuring, nobody
+
+    model, batch = make()
+    batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    measuring = Measuring(cluster, seconds)
+    first = next(other for other in cluster.ranks if measuring.measures(other))
+    with Progress() as progress:
+        tell = progress.tell if rank == first else nobody
+        return profile(model.to(device), batch, measured=Measuring(cluster, seconds, tell))
+
+
+def _show_collectives(cluster: Cluster) -> None:
+    rows = [
+        [c.name, c.where, str(c.num_ranks), f"{c.bytes_per_second / 1e6:.4g}", f"{c.latency_seconds * 1e6:.3g}"]
+        for c in cluster.collectives
+    ]
+    if rows:
+        print_table(_COLLECTIVES_HEADER, rows)
+
+
+def rows_of(profile: Profile) -> list[list[str]]:
+    """Return the cells of the table of times."""
+    rows = []
+    for time in profile.times:
+        alpha = profile.slowdown(time.kind).get(time.tensor_parallel, 1.0)
+        fit = "" if time.r_squared is None else f"{time.r_squared:.4f}"
+        curve = [f"{value:.3g}" for value in (time.a, time.b, time.c)]
+        kept = f"{time.bytes_per_token / 1e3:.4g}"
+        rows.append([time.kind, str(time.tensor_parallel), *curve, fit, kept, f"{alpha:.3g}"])
+    return rows
+
+
+class Progress:
+    """Shows on stderr how far measuring has come: a bar on a terminal where rich is installed, else lines."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if sys.stderr.isatty():
+            self._bar = _bar()
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tell(self, what: str, done: int, count: int) -> None:
+        """Show what is measured now."""
+        if self._bar is None:
+            print(f"{done}/{count} {what}", file=sys.stderr, flush=True)
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(what, total=count)
+        self._bar.update(self._task, description=what, completed=done)
+
+
+def _bar() -> Any:
+    """Return a progress bar; None where rich is not installed."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    return progress.Progress(console=Console(stderr=True))

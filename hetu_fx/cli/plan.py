@@ -1,0 +1,189 @@
+"""`hetu-fx plan`: show a plan file, or make a plan from a cluster file and a profile file, and explain it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetu_fx.base.documents import json_text, table_text
+from hetu_fx.cli.what_if import add_changes, changed, changes_text
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import PlanError
+from hetu_fx.plans.explain import HEADER, device_rows, diff
+from hetu_fx.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from hetu_fx.planner.search.problem import Problem
+
+_PATIENCE_SECONDS = 2.0  # a search says how far it has come when it lasts longer, and then as often
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx plan`."""
+    parser.usage = (
+        "hetu-fx plan FILE [--against OTHER]\n"
+        "       hetu-fx plan --cluster C --profile P [--search NAME] [--without R ...] [options]"
+    )
+    parser.add_argument("file", nargs="?", help="a plan file (hetu_fx.plan/1) to show, or to price on the cluster")
+    parser.add_argument("--against", metavar="OTHER", help="show what changes from another plan file")
+    parser.add_argument("--cluster", metavar="FILE", help="devices and links to plan for (hetu_fx.cluster/1)")
+    parser.add_argument("--profile", metavar="FILE", help="what the model costs (hetu_fx.profile/1)")
+    parser.add_argument("--search", metavar="NAME", help="how to search: see docs/planning.md")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of a step, instead of the profile's")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan; of several, each with its length")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
+    parser.add_argument("--no-cache", action="store_true", help="search even if the same has been asked before")
+    add_changes(parser)
+
+
+def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx plan`."""
+    is_given = options.cluster is None and options.profile is None
+    found = Found((_given(options),)) if is_given else answer(options)
+    _write(found.plans, options.out)
+    if options.json:
+        values = [plan.to_json() for plan in found.plans]
+        print(json_text(values[0] if len(values) == 1 else values))
+    elif options.against is not None:
+        other = Plan.read(options.against)
+        _print_lines([diff(other, plan) for plan in found.plans])
+    else:
+        for plan in found.plans:
+            show(plan)
+        _print_lines(found.changes)
+    return 0
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _given(options: argparse.Namespace) -> Plan:
+    """Return the plan of a file that is only shown; raises `PlanError` for what needs a cluster and a profile."""
+    asked = [name for name in ("search", "rows", "without", "rate", "link") if getattr(options, name)]
+    if options.file is None or asked:
+        what = f"--{asked[0]}" if asked else "planning"
+        raise PlanError(f"{what} needs --cluster FILE and --profile FILE; to show a plan file, name it alone")
+    return Plan.read(options.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Plans, and what is different where something was changed."""
+
+    plans: tuple[Plan, ...]
+    changes: tuple[str, ...] = ()
+
+
+def answer(options: argparse.Namespace) -> Found:
+    """Return the plans for a cluster file and a profile file, after what is asked to be different."""
+    problem = _problem(options)
+    other = replace(problem, cluster=changed(problem.cluster, options))
+    after = _plans(other, options)
+    if other == problem:
+        return Found(after)
+    return Found(after, tuple(_differences(_plans(problem, options), after, changes_text(options))))
+
+
+def _problem(options: argparse.Namespace) -> Problem:
+    if options.cluster is None or options.profile is None:
+        missing = "cluster" if options.cluster is None else "profile"
+        raise PlanError(f"a plan is made for a cluster and a profile; give --{missing} FILE too")
+    from hetu_fx.planner.measure.fit import calibrated
+    from hetu_fx.planner.search.device_orders import PlanOptions
+    from hetu_fx.planner.search.problem import Problem
+    from hetu_fx.planner.values.profile_file import Profile
+
+    profile = Profile.read(options.profile)
+    if options.rows is not None:
+        profile = profile.with_rows(options.rows)
+    plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows)
+    cluster = calibrated(Cluster.read(options.cluster), profile)
+    return Problem(profile, cluster, plan_options, tell=_Progress().tell)
+
+
+def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
+    """Search, or price the plan that was named."""
+    from hetu_fx.planner.cache import default_folder, make_or_find_plans
+    from hetu_fx.planner.make_plan import make_plans, predicted
+    from hetu_fx.planner.search.table import DEFAULT
+
+    search = options.search or DEFAULT
+    if options.file is not None:
+        plan = Plan.read(options.file)
+        plan.check(num_blocks=problem.costs.num_blocks, world_size=max(problem.cluster.ranks) + 1)
+        return (predicted(plan, problem),)
+    if options.no_cache:
+        return make_plans(problem, search)
+    return make_or_find_plans(problem, search, default_folder())
+
+
+def _differences(before: Sequence[Plan], after: Sequence[Plan], what: str) -> list[str]:
+    """Return what other devices or links change, plan by plan."""
+    lines = [f"what if {what}:"]
+    for old, new in zip(before, after, strict=False):
+        lines.append(diff(old, new))
+        if old.predicted is not None and new.predicted is not None and old.predicted.seconds:
+            was, now = old.predicted.seconds, new.predicted.seconds
+            lines.append(f"predicted step: {was * 1e3:.4g} ms -> {now * 1e3:.4g} ms ({100 * (now / was - 1):+.1f} %)")
+    return lines
+
+
+def _write(plans: Sequence[Plan], path: Path | None) -> None:
+    for plan in plans if path is not None else ():
+        assert path is not None
+        several = len(plans) > 1
+        plan.write(path.with_stem(f"{path.stem}-{plan.max_length or 'any'}") if several else path)
+
+
+def show(plan: Plan) -> None:
+    """Print a plan, what each device does, what bounds the step and the runner-up."""
+    print(plan)
+    rows = list(device_rows(plan))
+    if rows:
+        print_table(HEADER, rows)
+    print("no prediction: the plan was given, not priced" if plan.predicted is None else plan.predicted)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn with rich on a terminal where it is installed, else in plain columns."""
+    if not (sys.stdout.isatty() and _draw_table(header, rows)):
+        print(table_text(header, rows))
+
+
+def _draw_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Draw a table with rich; tell whether that could be done."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in header:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+    return True
+
+
+class _Progress:
+    """Says on stderr how far a search has come, when it lasts."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def tell(self, message: str) -> None:
+        """Take note of a message; print it if nothing was printed for a while."""
+        now = time.monotonic()
+        self._last = now if self._last is None else self._last
+        if now - self._last >= _PATIENCE_SECONDS:
+            self._last = now
+            print(message, file=sys.stderr, flush=True)

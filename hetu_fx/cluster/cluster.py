@@ -1,0 +1,254 @@
+"""Clusters: which devices there are, how fast, how large, and how fast the links between them are.
+
+A `Cluster` is a value, measured (`Cluster.measure`), read from a file (`hetu_fx.cluster/1`) or written down
+for devices that are not there. It needs no process group and no torch unless it measures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hetu_fx.base.documents import Fields, json_text, located, read_json, table_text, write_atomically
+from hetu_fx.cluster.devices import Collective, Device, Link, read_collective, read_device, read_link
+from hetu_fx.cluster.measure import Measurement, measure_here
+from hetu_fx.cluster.ranks import RankTable
+from hetu_fx.errors import ClusterError
+
+__all__ = ["FORMAT", "Cluster", "Collective", "Device", "Link"]
+
+FORMAT = "hetu_fx.cluster/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
+
+    `collectives` are those that were timed, if any; what else is communicated is priced by the links.
+    """
+
+    devices: tuple[Device, ...]
+    intra: Link
+    inter: Link
+    collectives: tuple[Collective, ...] = ()
+    _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
+    _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
+        if not self.devices:
+            raise ClusterError("a cluster has no devices; give at least one")
+        ranks = [device.rank for device in self.devices]
+        twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+        if twice:
+            raise ClusterError(f"ranks {twice} stand twice in a cluster of ranks {ranks}; give each once")
+        # Asked for every link, and for every stage, of a thousand devices.
+        object.__setattr__(self, "_by_rank", {device.rank: device for device in self.devices})
+        nodes = dict.fromkeys(device.node for device in self.devices)
+        object.__setattr__(self, "_nodes", {node: number for number, node in enumerate(nodes)})
+        by_speed = sorted(self.devices, key=lambda device: device.speed)
+        object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
+
+    @classmethod
+    def on_paper(
+        cls,
+        flops_per_second: Sequence[float],
+        *,
+        memory_bytes: int | Sequence[int] = 1 << 40,
+        nodes: Sequence[str] = (),
+        kinds: Sequence[str] = (),
+        intra: Link | None = None,
+        inter: Link | None = None,
+        meeting_seconds: Sequence[float] = (),
+    ) -> Cluster:
+        """Build a cluster of devices that need not be there, rank i with the i-th speed.
+
+        Left out, memory is ample, all devices stand on one node, links are 10 GB/s with no latency, and no time is
+        lost to meet.
+        """
+        count = len(flops_per_second)
+        memory = (memory_bytes,) * count if isinstance(memory_bytes, int) else tuple(memory_bytes)
+        lost = tuple(meeting_seconds) or (0.0,) * count
+        columns = (tuple(kinds) or ("paper",) * count, tuple(nodes) or ("0",) * count, memory, lost)
+        if any(len(column) != count for column in columns):
+            raise ClusterError(f"{count} speeds, but kinds, nodes, memory, meetings are {columns}; give one per device")
+        rows = enumerate(zip(*columns[:2], flops_per_second, memory, lost, strict=True))
+        devices = tuple(
+            Device(rank, kind, node, flops, size, meeting_seconds=meeting)
+            for rank, (kind, node, flops, size, meeting) in rows
+        )
+        link = intra or Link(1e10)
+        return cls(devices, link, inter or link)
+
+    @classmethod
+    def measure(cls, table: RankTable | None = None, *, seconds: float = 0.5, device: str = "cpu") -> Cluster:
+        """Measure the devices and links of all ranks; collective, the same value on every rank.
+
+        Args:
+            table: the ranks; None: those of torch.distributed's world, or this process alone without one.
+            seconds: how long the compute of all ranks is measured, at the same time, after a warm-up.
+            device: where this rank computes, such as "cpu" or "cuda:0".
+
+        Every rank multiplies matrices at once, so that what shares a core shows as slow. A quota shows when
+        `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
+        timed, and for up to a second what it costs devices to meet between pieces of compute.
+        """
+        return _from_measurements(*measure_here(table, seconds=seconds, device=device))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks, in order."""
+        return tuple(device.rank for device in self.devices)
+
+    def device(self, rank: int) -> Device:
+        """Return the device of a rank; raises `ClusterError` for one that is not there."""
+        if rank not in self._by_rank:
+            raise ClusterError(f"no device of rank {rank} in a cluster of ranks {list(self.ranks)}")
+        return self._by_rank[rank]
+
+    def top_speed(self, kind: str) -> float:
+        """Return the speed, as it is now, of the fastest device of a kind."""
+        return self._top_speeds[kind]
+
+    def node_of(self, rank: int) -> int:
+        """Return the number of a rank's node, counted in order of rank."""
+        return self._nodes[self.device(rank).node]
+
+    def link(self, a: int, b: int) -> Link:
+        """Return the link between two ranks, as far as both use it."""
+        one, other = self.device(a), self.device(b)
+        return (self.intra if one.node == other.node else self.inter).between(one, other)
+
+    def bytes_per_second(self, a: int, b: int) -> float:
+        """Return the bandwidth between two ranks."""
+        return self.link(a, b).bytes_per_second
+
+    def latency_seconds(self, a: int, b: int) -> float:
+        """Return the latency between two ranks."""
+        return self.link(a, b).latency_seconds
+
+    def meeting_seconds(self, ranks: Sequence[int]) -> float:
+        """Return what devices lose, besides messages, when they meet between pieces of compute; 0 for one device."""
+        return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
+
+    @property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks of the largest node ("intra") and, of several nodes, of all ("inter"); no group of one."""
+        nodes = [tuple(d.rank for d in self.devices if d.node == node) for node in self._nodes]
+        found = {"intra": max(nodes, key=len), "inter": self.ranks if len(nodes) > 1 else ()}
+        return {where: ranks for where, ranks in found.items() if len(ranks) > 1}
+
+    def with_rates(self, rates: Mapping[int, float]) -> Cluster:
+        """Return the cluster with new straggling rates for the given ranks."""
+        self._check_known("rates", rates)
+        return replace(self, devices=tuple(replace(d, rate=rates.get(d.rank, d.rate)) for d in self.devices))
+
+    def with_speeds(self, flops_per_second: Mapping[int, float]) -> Cluster:
+        """Return the cluster with new FLOP/s of healthy devices for the given ranks."""
+        self._check_known("speeds", flops_per_second)
+        speeds = [(device, flops_per_second.get(device.rank, device.flops_per_second)) for device in self.devices]
+        return replace(self, devices=tuple(replace(d, flops_per_second=speed) for d, speed in speeds))
+
+    def _check_known(self, what: str, by_rank: Mapping[int, float]) -> None:
+        strangers = sorted(set(by_rank) - set(self.ranks))
+        if strangers:
+            raise ClusterError(f"{what} for ranks {strangers}, but the cluster has ranks {list(self.ranks)}")
+
+    def without(self, ranks: Sequence[int]) -> Cluster:
+        """Return the cluster that is left when ranks are gone."""
+        return replace(self, devices=tuple(d for d in self.devices if d.rank not in ranks))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of a cluster file."""
+        links = {"intra": self.intra.to_json(), "inter": self.inter.to_json()}
+        result = {"format": FORMAT, "devices": [device.to_json() for device in self.devices], "links": links}
+        timed = [collective.to_json() for collective in self.collectives]
+        return result | {"collectives": timed} if timed else result
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:
+        """Build a cluster from the JSON object of a cluster file; `where` is shown in errors."""
+        return _read_cluster(value, where)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster file. Raises `ClusterError` naming the file, the place, the value and what to do."""
+        return _read_cluster(read_json(path, ClusterError), os.fspath(path))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a cluster file, atomically."""
+        write_atomically(path, json_text(self.to_json()) + "\n")
+
+    def __str__(self) -> str:
+        header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB", "meeting ms"]
+        rows = [_row(device) for device in self.devices]
+        for name, texts in (("step ms", map(_step, self.devices)), ("MB/s", map(_limit, self.devices))):
+            column = list(texts)
+            if any(column):
+                header.append(name)
+                rows = [[*row, text] for row, text in zip(rows, column, strict=True)]
+        pairs = (("intra", self.intra), ("inter", self.inter))
+        links = [f"{name} {_link_text(link)}" for name, link in pairs]
+        return "\n".join([table_text(header, rows), f"links: {'; '.join(links)}", *self._estimates()])
+
+    def _estimates(self) -> list[str]:
+        """Say which devices' figures nobody measured or gave."""
+        ranks = [device.rank for device in self.devices if device.source == "estimate"]
+        return [f"estimates from public figures of their kinds: devices {ranks}"] if ranks else []
+
+
+def _row(device: Device) -> list[str]:
+    speed, memory = f"{device.flops_per_second / 1e9:.4g}", f"{device.memory_bytes / 1e6:.4g}"
+    meeting = f"{device.meeting_now * 1e3:.3g}"
+    return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory, meeting]
+
+
+def _step(device: Device) -> str:
+    """Return what a step takes besides in milliseconds, nothing where nobody has measured it."""
+    return f"{device.step_now * 1e3:.3g}" if device.step_seconds else ""
+
+
+def _limit(device: Device) -> str:
+    """Return the device's own limit in MB/s, nothing where its links set it."""
+    return "" if device.bytes_per_second is None else f"{device.bytes_per_second / 1e6:.4g}"
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
+
+
+def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:
+    fields = Fields(value, where, ClusterError, ("format", "devices", "links", "collectives"))
+    fields.format("format", FORMAT)
+    links = Fields(fields.mapping("links"), f"{where}: links", ClusterError, ("intra", "inter"))
+    devices, timed = fields.objects("devices"), fields.objects("collectives", ())
+    intra = links.mapping("intra")
+    parts: dict[str, Any] = {
+        "devices": tuple(read_device(d, f"{where}: devices[{i}]") for i, d in enumerate(devices)),
+        "intra": read_link(intra, f"{where}: links.intra"),
+        "inter": read_link(links.mapping("inter", intra), f"{where}: links.inter"),
+        "collectives": tuple(read_collective(c, f"{where}: collectives[{i}]") for i, c in enumerate(timed)),
+    }
+    return located(Cluster, parts, where)
+
+
+def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]) -> Cluster:
+    devices = tuple(
+        Device(
+            rank,
+            m.kind,
+            m.node,
+            m.flops_per_second,
+            m.memory_bytes,
+            source="measured",
+            meeting_seconds=m.meeting_seconds,
+            step_seconds=m.step_seconds,
+            bytes_per_second=m.bytes_per_second,
+        )
+        for rank, m in enumerate(measurements)
+    )
+    return Cluster(devices, intra=Link(*links["intra"]), inter=Link(*links["inter"]))

@@ -1,0 +1,124 @@
+"""Measure the links between ranks, and which ranks send or receive less than a link carries.
+
+Messages may cost the processor's time, and devices of a node may have different ends of its network: then a link is as
+fast as the slower of the two. So neighbours in speed on a node send to each other. The fastest of them tell the link
+inside nodes; what the others reach is a device's own limit. Between nodes their fastest ranks send.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+
+from hetu_fx.cluster.ranks import Exchange, RankTable, message_device
+
+_LATENCY_ROUNDS = 20
+_BANDWIDTH_ROUNDS = 16  # so many that a device with a CPU quota has used up what it saved while it waited
+_BANDWIDTH_BYTES = 1 << 20
+_LONE_LINK = (1e10, 0.0)  # no link to measure: what a lone device's moves would cost in memory
+_CLEARLY = 0.8  # below so much of the link's bandwidth, a device's limit is its own
+
+Pair = tuple[int, int]
+Timed = Mapping[Pair, tuple[float, float]]
+"""(bytes per second, latency seconds) of pairs."""
+
+
+def measure_links(
+    table: RankTable, exchange: Exchange, nodes: Sequence[str], speeds: Sequence[float], device: str
+) -> tuple[dict[str, tuple[float, float]], dict[int, float]]:
+    """Return (bytes per second, latency seconds) inside a node and between nodes, and limits of ranks; collective.
+
+    Links stand under "intra" and "inter"; where no two ranks stand on one node, or all do, the other's numbers stand
+    for both. Limits are the bytes per second of those ranks that reach clearly less than the link inside nodes.
+    """
+    timed: dict[Pair, tuple[float, float]] = {}
+    for pairs in neighbours(nodes, speeds):
+        timed |= _time_pairs(table, exchange, pairs, device)
+    across: dict[Pair, tuple[float, float]] = {}
+    for pair in inter_pairs(nodes, speeds):
+        across |= _time_pairs(table, exchange, [pair], device)
+    reached = settled_limits(timed, nodes, speeds)
+    found = {name: link for name, link in (("intra", _fastest(timed, reached)), ("inter", _slowest(across))) if link}
+    known = found.get("intra") or found.get("inter") or _LONE_LINK
+    links = {"intra": found.get("intra", known), "inter": found.get("inter", known)}
+    return links, {rank: most for rank, most in reached.items() if most < _CLEARLY * links["intra"][0]}
+
+
+def neighbours(nodes: Sequence[str], speeds: Sequence[float]) -> tuple[list[Pair], list[Pair]]:
+    """Return each rank with the next slower one of its node, in two rounds in which no rank stands twice."""
+    chains = [list(itertools.pairwise(ranks)) for ranks in _fastest_first(nodes, speeds)]
+    first, second = ([pair for chain in chains for pair in chain[start::2]] for start in (0, 1))
+    return first, second
+
+
+def inter_pairs(nodes: Sequence[str], speeds: Sequence[float]) -> list[Pair]:
+    """Return the fastest ranks of neighbouring nodes."""
+    return list(itertools.pairwise(ranks[0] for ranks in _fastest_first(nodes, speeds)))
+
+
+def settled_limits(timed: Timed, nodes: Sequence[str], speeds: Sequence[float]) -> dict[int, float]:
+    """Return what each rank reaches with the next faster one of its node, the fastest with the next slower one.
+
+    Ranks of one speed on a node reach the same: their median.
+    """
+    reached: dict[int, float] = {}
+    for pair, (bandwidth, _) in timed.items():
+        reached[pair[1]] = bandwidth
+    for pair, (bandwidth, _) in timed.items():
+        reached.setdefault(pair[0], bandwidth)
+    same: dict[tuple[str, float], list[float]] = {}
+    for rank, bandwidth in reached.items():
+        same.setdefault((nodes[rank], speeds[rank]), []).append(bandwidth)
+    return {rank: float(f"{statistics.median(same[nodes[rank], speeds[rank]]):.3g}") for rank in sorted(reached)}
+
+
+def _fastest(timed: Timed, reached: Mapping[int, float]) -> tuple[float, float] | None:
+    """Return the most that a rank reaches, and the longest latency: there is one figure of that for all."""
+    return (max(reached.values()), max(wait for _, wait in timed.values())) if timed else None
+
+
+def _slowest(timed: Timed) -> tuple[float, float] | None:
+    return (min(b for b, _ in timed.values()), max(wait for _, wait in timed.values())) if timed else None
+
+
+def _fastest_first(nodes: Sequence[str], speeds: Sequence[float]) -> list[list[int]]:
+    """Return the ranks of each node, fast ones first."""
+    members = [[rank for rank, name in enumerate(nodes) if name == node] for node in dict.fromkeys(nodes)]
+    return [sorted(ranks, key=lambda rank: -speeds[rank]) for ranks in members]
+
+
+def _time_pairs(
+    table: RankTable, exchange: Exchange, pairs: Sequence[Pair], device: str
+) -> dict[Pair, tuple[float, float]]:
+    """Return (bytes per second, latency seconds) of pairs that send at the same time; the others wait. Collective."""
+    own = next((pair for pair in pairs if table.rank in pair), None)
+    values = exchange(None if own is None else _time_pair(table, own, device))
+    return {pair: values[pair[0]] for pair in pairs}
+
+
+def _time_pair(table: RankTable, pair: Pair, device: str) -> tuple[float, float]:
+    """Return (bytes per second, latency seconds) between this rank and another one."""
+    wait = statistics.median(_ping_pong(table, pair, device, 1, _LATENCY_ROUNDS))
+    whole = statistics.fmean(_ping_pong(table, pair, device, _BANDWIDTH_BYTES, _BANDWIDTH_ROUNDS))
+    return float(f"{_BANDWIDTH_BYTES / max(whole - wait, 1e-9):.3g}"), float(f"{wait:.3g}")
+
+
+def _ping_pong(table: RankTable, pair: Pair, device: str, num_bytes: int, rounds: int) -> list[float]:
+    """Return the one-way seconds of messages, after one round of warm-up."""
+    import torch
+    import torch.distributed as dist
+
+    group = table.group(tuple(range(table.size)))
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=message_device(group, device))
+    leads = table.rank == pair[0]
+    partner = table.to_global(pair[1] if leads else pair[0])
+    steps = (dist.send, dist.recv) if leads else (dist.recv, dist.send)
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for step in steps:
+            step(message, partner, group=group)
+        times.append((time.perf_counter() - start) / 2)
+    return times[1:]

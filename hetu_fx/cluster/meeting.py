@@ -1,0 +1,157 @@
+"""Measure what it costs devices to meet between pieces of compute.
+
+A message between two idle devices tells nothing of that: devices that compute do not come to a meeting at the
+same moment. A device with a CPU quota waits for its next period, kernels have to be launched, and the time that
+one device waits for the other is lost to both. So two devices do pieces of compute alone, and the same pieces with
+a meeting after each; what the second takes more than the slower device's first is what the meetings cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetu_fx.cluster.ranks import Exchange, RankTable, message_device
+from hetu_fx.cluster.speed import Products
+
+_PIECE_SECONDS = 0.01  # of compute between two meetings, on every device: as long as the usual period of a quota
+_ROUNDS = 5  # meetings of a sample
+_SECONDS = 0.4  # how long a pair is measured at most, but for the last sample
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of some rounds: of the slower device's compute alone, and of the same compute with meetings."""
+
+    alone: float
+    together: float
+    rounds: int
+
+
+def meeting_seconds(samples: Sequence[Sample], latency_seconds: float) -> float:
+    """Return what a meeting costs besides its message: the median over samples, not below 0."""
+    lost = statistics.median((sample.together - sample.alone) / sample.rounds for sample in samples)
+    return max(0.0, lost - latency_seconds)
+
+
+def meeting_rounds(nodes: Sequence[str], speeds: Sequence[float]) -> tuple[tuple[Pair, ...], ...]:
+    """Return up to two rounds of pairs that meet at the same time, so that every rank meets another.
+
+    Neighbours in speed on one node meet. The slowest of an odd number meets its neighbour in the second round, or,
+    alone on its node, a rank of another one.
+    """
+    first: list[Pair] = []
+    second: list[Pair] = []
+    lone: list[int] = []
+    for node in dict.fromkeys(nodes):
+        members = sorted((rank for rank, name in enumerate(nodes) if name == node), key=lambda rank: -speeds[rank])
+        first += zip(members[::2], members[1::2], strict=False)
+        if len(members) == 1:
+            lone += members
+        elif len(members) % 2:
+            second.append((members[-2], members[-1]))
+    first += zip(lone[::2], lone[1::2], strict=False)
+    if len(lone) % 2 and len(nodes) > 1:
+        busy = {lone[-1], *(rank for pair in second for rank in pair)}
+        second.append((next(rank for rank in range(len(nodes)) if rank not in busy), lone[-1]))
+    return tuple(tuple(pairs) for pairs in (first, second) if pairs)
+
+
+def settled_seconds(alike: Sequence[Any], measured: Mapping[int, float]) -> tuple[float, ...]:
+    """Return each rank's seconds: the median of what was measured of ranks that are alike, rounded; 0 for none."""
+    same = [[measured[r] for r in range(len(alike)) if alike[r] == kind and r in measured] for kind in alike]
+    return tuple(float(f"{statistics.median(values or [0.0]):.3g}") for values in same)
+
+
+def measure_meetings(
+    table: RankTable,
+    exchange: Exchange,
+    rounds: Sequence[Sequence[Pair]],
+    speeds: Sequence[float],
+    latencies: Mapping[Pair, float],
+    device: str,
+) -> dict[int, float]:
+    """Return what a meeting costs each rank, of its first pair; collective, the same on every rank.
+
+    Args:
+        table: the ranks.
+        exchange: tells all ranks a value of each.
+        rounds: pairs that meet at the same time, in turn.
+        speeds: FLOPs per second of every rank: pieces take equally long on all.
+        latencies: seconds of a message between the two of a pair.
+        device: where this rank computes.
+    """
+    found: dict[int, float] = {}
+    products = Products(device)
+    count = max(1, round(_PIECE_SECONDS * speeds[table.rank] / products.flops))
+    for pairs in rounds:
+        own = next((pair for pair in pairs if table.rank in pair), None)
+        exchange(None)
+        samples = [] if own is None else _Meeting(table, own, products, count, device).samples()
+        values = exchange(meeting_seconds(samples, latencies[own]) if own else None)
+        found = {rank: values[rank] for pair in pairs for rank in pair} | found
+    return found
+
+
+class _Meeting:
+    """This rank's side of a pair that measures."""
+
+    def __init__(self, table: RankTable, pair: Pair, products: Products, count: int, device: str) -> None:
+        import torch
+
+        self._products, self._count = products, count
+        self._group = table.group(tuple(range(table.size)))
+        self._partner = table.to_global(pair[0] if table.rank == pair[1] else pair[1])
+        place = message_device(self._group, device)
+        self._sent = torch.zeros(2, dtype=torch.float64, device=place)  # float64: both ranks take the same decisions
+        self._received = torch.zeros_like(self._sent)
+
+    def samples(self) -> list[Sample]:
+        """Return samples until the time is up; both ranks return the same ones."""
+        self._meet()  # the first message opens the connection
+        samples, elapsed = [], 0.0
+        while elapsed < _SECONDS:
+            sample = self._sample()
+            samples.append(sample)
+            elapsed += sample.alone + sample.together
+        return samples
+
+    def _sample(self) -> Sample:
+        alone = self._seconds(meets=False)
+        together = self._seconds(meets=True)
+        theirs = self._told(alone, together)
+        return Sample(max(alone, theirs[0]), max(together, theirs[1]), _ROUNDS)
+
+    def _seconds(self, *, meets: bool) -> float:
+        """Return the seconds of the rounds, started by both at the same time."""
+        self._told(0.0, 0.0)
+        start = time.perf_counter()
+        for _ in range(_ROUNDS):
+            self._products.start(self._count)
+            if meets:
+                self._meet()
+        self._products.finish()
+        return time.perf_counter() - start
+
+    def _told(self, *values: float) -> list[float]:
+        """Tell the partner two numbers; return the partner's."""
+        self._sent.copy_(self._sent.new_tensor(values))
+        self._meet()
+        told: list[float] = self._received.tolist()
+        return told
+
+    def _meet(self) -> None:
+        """Exchange a small message with the partner. One in host memory waits for the device, as a sum would."""
+        import torch.distributed as dist
+
+        if self._sent.device.type == "cpu":
+            self._products.finish()
+        ends = ((dist.isend, self._sent), (dist.irecv, self._received))
+        operations = [dist.P2POp(end, tensor, self._partner, self._group) for end, tensor in ends]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()

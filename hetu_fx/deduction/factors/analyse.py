@@ -1,0 +1,251 @@
+"""Work out the factor classes of a graph: the model's own list of parallel dimensions.
+
+Every dim of every tensor consists of factors. Each op's rule relates factors of its operands and results;
+all of them are unified over the graph, and a factor is refined into sub-factors wherever a dim meets a
+product (a reshape, grouped heads, a fused projection that is cut later). Near-linear in the number of
+nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from hetu_fx.deduction.factors.dual_roles import taken_apart
+from hetu_fx.deduction.factors.factors import (
+    ClassDim,
+    ClassDims,
+    FactorClass,
+    FactorMap,
+    OperandFactors,
+    OpFactors,
+    SizeArg,
+)
+from hetu_fx.deduction.factors.steps import Ops, Step, factor_ops
+from hetu_fx.deduction.rules.partition import Partition
+from hetu_fx.deduction.rules.rule import Factoring, names_in
+from hetu_fx.deduction.rules.size import Size, size_of
+from hetu_fx.deduction.rules.zeros import NONE, VANISHING
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+
+FactorDims = tuple[tuple[int, ...], ...]
+
+
+def analyse(graph: Graph) -> FactorMap:
+    """Return the factor classes of a graph and what each op does to them.
+
+    An op without a rule keeps everything whole, with an UnknownOpWarning that names it and the user's line.
+    """
+    ops = factor_ops(graph)
+    analysis = _Analysis(graph)
+    for node in graph.graph.nodes:
+        analysis.visit(node, ops.steps.get(node))
+    return _Extraction(graph, analysis, ops).factor_map()
+
+
+@dataclass(slots=True)
+class _Bound:
+    """The factors of the graph that a step's names stand for, and those that could not be unified."""
+
+    factors: dict[str, int]
+    misfits: list[int]
+
+
+class _Analysis:
+    """The state of one analysis: the partition, and the factors of each node's dims."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.partition = Partition()
+        self.dims: dict[fx.Node, tuple[FactorDims, ...]] = {}
+        self.bound: dict[fx.Node, _Bound] = {}
+        self._graph = graph
+        self._inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
+        self._rows = None if graph.batch_symbol is None else Size(1, ((str(graph.batch_symbol), 1),))
+        self._batch: int | None = None
+
+    def visit(self, node: fx.Node, step: Step | None) -> None:
+        """Take one node into account; its inputs have been visited."""
+        if step is not None:
+            self._bind(node, step)
+        elif node.target is operator.getitem and node.args[0] in self.dims:
+            self.dims[node] = (self._item(node),)
+        elif node.op in ("placeholder", "get_attr") and meta.is_tensor(node):
+            self.dims[node] = (tuple(self._fresh(node, size_of(size)) for size in meta.shape(node)),)
+
+    def _fresh(self, node: fx.Node, size: Size) -> tuple[int, ...]:
+        if size.number == 1:
+            return ()
+        if node not in self._inputs or size != self._rows:
+            return (self.partition.new(size),)
+        if self._batch is None:
+            self._batch = self.partition.new(size)
+        return (self._batch,)
+
+    def _item(self, node: fx.Node) -> FactorDims:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        items = meta.value(source)
+        before = [item for item in items[: index % len(items)] if isinstance(item, torch.Tensor)]
+        return self.dims[source][len(before)]
+
+    def _bind(self, node: fx.Node, step: Step) -> None:
+        sizes = _sizes(step)
+        factors = {name: self.partition.new(size) for name, size in sizes.items()}
+        bound = _Bound(factors, [])
+        for position, (operand, dims) in enumerate(zip(step.call.operands, step.factoring.operands, strict=True)):
+            if position not in step.factoring.unread:
+                self._relate(operand.source, dims, bound)
+        self.dims[node] = tuple(
+            tuple(tuple(factors[name] for name in dim) for dim in dims) for dims in step.factoring.results
+        )
+        self.bound[node] = bound
+
+    def _relate(self, source: fx.Node, dims: tuple[tuple[str, ...], ...], bound: _Bound) -> None:
+        for given, dim in zip(self.dims[source][0], dims, strict=True):
+            conflict = self.partition.unify(given, [bound.factors[name] for name in dim])
+            if conflict is not None:
+                bound.misfits.extend((*conflict.left, *conflict.right))
+
+
+def _sizes(step: Step) -> dict[str, Size]:
+    sizes: dict[str, Size] = {}
+    call, factoring = step.call, step.factoring
+    shapes = [*(operand.shape for operand in call.operands), *call.results]
+    for shape, dims in zip(shapes, (*factoring.operands, *factoring.results), strict=True):
+        for size, dim in zip(shape, dims, strict=True):
+            for name in dim:
+                sizes.setdefault(name, factoring.sizes.get(name, size))
+    return sizes
+
+
+class _Extraction:
+    """Turns the finished partition into classes: numbers them, and reads off what each op does to them."""
+
+    def __init__(self, graph: Graph, analysis: _Analysis, ops: Ops) -> None:
+        self._graph, self._analysis, self._ops = graph, analysis, ops
+        self._classes: dict[int, FactorClass] = {}
+
+    def factor_map(self) -> FactorMap:
+        """Return the analysis as values."""
+        dims = {
+            node: tuple(tuple(self._classes_of(dim) for dim in tensor) for tensor in tensors)
+            for node, tensors in self._analysis.dims.items()
+        }
+        ops = {node: self._op(node, step, dims) for node, step in self._ops.steps.items()}
+        ops.update({node: _item_op(node, dims) for node in dims if node.target is operator.getitem})
+        return FactorMap(
+            classes=tuple(self._classes.values()),
+            repeated=frozenset(cls for tensors in dims.values() for tensor in tensors for cls in _twice(tensor)),
+            pinned=frozenset(cls for node, step in self._ops.steps.items() for cls in self._pinned(node, step)),
+            shard_ordered=self._ops.routing.shard_ordered,
+            leaves=self._graph.leaves,
+            _dims=dims,
+            _ops=ops,
+        )
+
+    def _classes_of(self, factors: Iterable[int]) -> ClassDim:
+        return tuple(self._class(atom) for atom in self._analysis.partition.atoms(factors))
+
+    def _class(self, atom: int) -> FactorClass:
+        if atom not in self._classes:
+            size = self._analysis.partition.size(atom)
+            is_batch = atom in self._batch_atoms() or size == self._analysis._rows
+            self._classes[atom] = FactorClass(len(self._classes), size.number, is_batch, str(size), size.hint)
+        return self._classes[atom]
+
+    def _batch_atoms(self) -> tuple[int, ...]:
+        batch = self._analysis._batch
+        return () if batch is None else self._analysis.partition.atoms((batch,))
+
+    def _named(self, node: fx.Node, names: Iterable[str]) -> frozenset[FactorClass]:
+        factors = self._analysis.bound[node].factors
+        return frozenset(cls for name in names for cls in self._classes_of((factors[name],)))
+
+    def _pinned(self, node: fx.Node, step: Step) -> frozenset[FactorClass]:
+        return self._named(node, step.factoring.pinned) if step.factoring.pinned else frozenset()
+
+    def _op(self, node: fx.Node, step: Step, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
+        factoring = step.factoring
+        whole = self._whole(node, step)
+        results = frozenset(cls for tensor in dims[node] for dim in tensor for cls in dim)
+        reduced = self._named(node, factoring.reduced) - whole - results
+        op = OpFactors(
+            operands=tuple(OperandFactors(op.source, op.path, dims[op.source][0]) for op in step.call.operands),
+            results=dims[node],
+            reduced=reduced,
+            whole=whole,
+            linear=factoring.linear,
+            additive=factoring.additive,
+            averaged=self._named(node, factoring.averaged) & reduced,
+            counted=factoring.counted,
+            unread=factoring.unread,
+            size_args=tuple(SizeArg(lit.path, self._in_order(node, lit.names)) for lit in factoring.literals),
+            random=factoring.random,
+            known=step.known,
+            sharded=self._named(node, factoring.sharded) - whole,
+            vanishing=VANISHING.get(step.call.op, NONE),
+            travelling=self._travelling(node, factoring),
+        )
+        return replace(op, apart=self._apart(node, op, factoring)) if whole & results else op
+
+    def _apart(self, node: fx.Node, op: OpFactors, factoring: Factoring) -> Mapping[FactorClass, OpFactors]:
+        bound = self._analysis.bound[node]
+        parts = {name: self._in_order(node, (name,)) for name in bound.factors}
+        return taken_apart(op, factoring, parts, frozenset(self._classes_of(bound.misfits)))
+
+    def _travelling(self, node: fx.Node, factoring: Factoring) -> Mapping[int, FactorClass]:
+        """Return the class of each operand that may travel, where its factor is not refined."""
+        given = {position: self._in_order(node, (name,)) for position, name in factoring.travelling.items()}
+        return {position: classes[0] for position, classes in given.items() if len(classes) == 1}
+
+    def _in_order(self, node: fx.Node, names: Iterable[str]) -> ClassDim:
+        factors = self._analysis.bound[node].factors
+        return self._classes_of(factors[name] for name in names)
+
+    def _whole(self, node: fx.Node, step: Step) -> frozenset[FactorClass]:
+        """Return the classes that the rule keeps whole, that misfit, or that play two parts in the op.
+
+        So do those of a sharded factor that the graph refines: a part of one is no range of indices.
+        """
+        factoring, bound = step.factoring, self._analysis.bound[node]
+        read = [dims for i, dims in enumerate(factoring.operands) if i not in factoring.unread]
+        used = names_in((*read, *factoring.results))
+        parts = Counter(cls for name in used for cls in self._classes_of((bound.factors[name],)))
+        doubled = frozenset(cls for cls, count in parts.items() if count > 1)
+        refined = (name for name in factoring.sharded if len(self._in_order(node, (name,))) > 1)
+        stay = self._named(node, (*factoring.whole, *factoring.placed, *refined))
+        return stay | frozenset(self._classes_of(bound.misfits)) | doubled
+
+
+def _twice(tensor: ClassDims) -> frozenset[FactorClass]:
+    counts = Counter(cls for dim in tensor for cls in dim)
+    return frozenset(cls for cls, count in counts.items() if count > 1)
+
+
+def _item_op(node: fx.Node, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
+    """Return the factors of taking one result of an op: it passes everything on."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    nothing: frozenset[FactorClass] = frozenset()
+    none: frozenset[int] = frozenset()
+    return OpFactors(
+        operands=(OperandFactors(source, (0,), dims[node][0]),),
+        results=dims[node],
+        reduced=nothing,
+        whole=nothing,
+        linear=(frozenset({0}),),
+        additive=none,
+        averaged=nothing,
+        counted=none,
+        unread=none,
+        size_args=(),
+        random=False,
+        known=True,
+    )

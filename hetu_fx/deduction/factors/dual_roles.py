@@ -1,0 +1,98 @@
+"""Ops in which a class plays several parts, cut in one of them: queries and keys of one sequence.
+
+A class that stands in several dims of an op cannot be cut in all of them at once: every query needs every key. But
+each query needs only itself, so that the class may be cut in the dim of the queries alone, with all keys in reach.
+Where a tensor has such a class twice (scores, masks), it is the first of its dims that is cut, in every op alike.
+
+    scores = matmul(q, k^T): "h s c, h c s -> h s s" is seen as "h s c, h c s' -> h s s'", s' whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from hetu_fx.deduction.factors.factors import ClassDim, ClassDims, FactorClass, OperandFactors, OpFactors, SizeArg
+from hetu_fx.deduction.rules.rule import Dims, Factoring
+
+
+def elsewhere(factor: FactorClass) -> FactorClass:
+    """Return a class that stands for `factor` where it is not the first; no class of a graph equals it."""
+    return replace(factor, id=-1 - factor.id)
+
+
+def original(factor: FactorClass) -> FactorClass:
+    """Return the class of the graph that a class is, or stands for."""
+    return elsewhere(factor) if factor.id < 0 else factor
+
+
+def taken_apart(
+    op: OpFactors, factoring: Factoring, parts: Mapping[str, ClassDim], misfits: frozenset[FactorClass]
+) -> Mapping[FactorClass, OpFactors]:
+    """Return, by class that the op keeps whole but could cut where it comes first in its result, the op seen so.
+
+    Args:
+        op: the op as it is for classes that are cut wherever they stand.
+        factoring: what its rule says, in names.
+        parts: the classes that each name stands for.
+        misfits: classes that the op's operands disagree on.
+    """
+    found: dict[FactorClass, OpFactors] = {}
+    for factor in op.whole - misfits:
+        name = _leading_name(factor, op, factoring, parts)
+        if name is not None:
+            found[factor] = _Seen(factor, name, parts).of(op, factoring)
+    return found
+
+
+def _leading_name(
+    factor: FactorClass, op: OpFactors, factoring: Factoring, parts: Mapping[str, ClassDim]
+) -> str | None:
+    """Return the name under which the class comes first in results and, if at all, in operands; None if it cannot."""
+    having = [name for name, classes in parts.items() if factor in classes]
+    firsts = {next((n for n in _names(dims) if n in having), None) for dims in factoring.results}
+    name = firsts.pop() if len(firsts) == 1 else None
+    if name is None or name in factoring.whole | factoring.sharded | factoring.pinned:
+        return None
+    for position, dims in enumerate(factoring.operands):
+        if position in factoring.unread:
+            continue
+        names = [n for n in _names(dims) if n in having]
+        if name in names[1:] or _classes(dims, parts) != op.operands[position].dims:
+            return None
+    return name
+
+
+def _names(dims: Dims) -> Iterator[str]:
+    return (name for dim in dims for name in dim)
+
+
+def _classes(dims: Dims, parts: Mapping[str, ClassDim]) -> ClassDims:
+    return tuple(tuple(cls for name in dim for cls in parts[name]) for dim in dims)
+
+
+class _Seen:
+    """Writes ops with `factor` where `name` stands, and its stand-in where other names do."""
+
+    def __init__(self, factor: FactorClass, name: str, parts: Mapping[str, ClassDim]) -> None:
+        self.factor, self.other, self.name = factor, elsewhere(factor), name
+        put = {factor: self.other}
+        self.parts = {n: c if n == name else tuple(put.get(cls, cls) for cls in c) for n, c in parts.items()}
+
+    def of(self, op: OpFactors, factoring: Factoring) -> OpFactors:
+        """Return the op as it is where the class is cut under the name alone."""
+        pairs = enumerate(zip(op.operands, factoring.operands, strict=True))
+        return replace(
+            op,
+            operands=tuple(o if i in op.unread else self._operand(o, dims) for i, (o, dims) in pairs),
+            results=tuple(_classes(dims, self.parts) for dims in factoring.results),
+            whole=op.whole - {self.factor} | {self.other},
+            size_args=tuple(SizeArg(lit.path, self._size(lit.names)) for lit in factoring.literals),
+            placed=frozenset({self.factor} if self.name in factoring.placed else ()),
+        )
+
+    def _operand(self, operand: OperandFactors, dims: Dims) -> OperandFactors:
+        return replace(operand, dims=_classes(dims, self.parts))
+
+    def _size(self, names: tuple[str, ...]) -> ClassDim:
+        return tuple(cls for name in names for cls in self.parts[name])

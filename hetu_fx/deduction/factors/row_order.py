@@ -1,0 +1,257 @@
+"""Prove, use by use, that a shard may order, index and count its own rows (see `rules.routing`).
+
+Followed through the graph, per tensor: in which order the rows of each dim stand (natural, or made by one
+sort), whether the values are positions of rows and in which order those rows stand, and whether the values
+are a sort's keys or counts of them. A value that is used in any other way (as a number, across rows, as an
+output) spoils the sorts and the counting sequences it comes from: their ops keep the general rule. What is
+left may be done shard by shard, because positions made in a shard are used to index rows of that shard
+only, and every row that is moved is put back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from hetu_fx.deduction.factors.rows import NATURAL, PLAIN, SELF, Misuse, OpStep, Rows
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.routing import ROLES, Role
+from hetu_fx.deduction.rules.rule import Factoring
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What was proved: calls that may be made shard by shard, and nodes in an order of the shard's own."""
+
+    calls: Mapping[fx.Node, Call]
+    shard_ordered: frozenset[fx.Node]
+
+
+def find_routing(graph: fx.Graph, steps: Mapping[fx.Node, tuple[Call, Factoring]]) -> Routing:
+    """Return what may be done shard by shard, given each op node's call and its general factors."""
+    tracker = _Tracker()
+    for node in graph.nodes:
+        if node in steps:
+            tracker.visit(node, *steps[node])
+        elif node.target is operator.getitem:
+            tracker.take_item(node)
+        elif node.op == "output":
+            tracker.spoil_all(node.all_input_nodes)
+    return tracker.routing()
+
+
+def _keeps_order(step: OpStep) -> bool:
+    """Tell whether an index takes rows in natural order from where they stand, by positions that count up."""
+    data, *indices = step.given
+    natural = all(order == NATURAL for rows in step.given for order in rows.orders.values())
+    return natural and data.keys is None and all(rows.points in (SELF, None) for rows in indices)
+
+
+class _Tracker:
+    def __init__(self) -> None:
+        self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
+        self._calls: dict[fx.Node, Call] = {}
+        self._origins: dict[fx.Node, frozenset[int]] = {}
+        self._plain: dict[fx.Node, dict[int, frozenset[int]]] = {}
+        self._spoiled: set[int] = set()
+        self._count = 0
+        self._sorted: dict[int, fx.Node] = {}
+        self._links: list[frozenset[int]] = []
+
+    def routing(self) -> Routing:
+        """Return what is not spoiled, origins that met in one op being spoiled together."""
+        self._spread()
+        sound = [node for node, origins in self._origins.items() if origins and not origins & self._spoiled]
+        ordered = [n for n in sound if any(rows.is_local for rows in self._rows.get(n, ()))]
+        calls = {n: self._calls[n] for n in sound if n in self._calls and n not in self._plain}
+        return Routing(calls | self._plain_indices(), frozenset(ordered))
+
+    def _plain_indices(self) -> dict[fx.Node, Call]:
+        """Return the plain indices, each with those of its pointers that are sound."""
+        found = {}
+        for node, pointing in self._plain.items():
+            sound = frozenset(position for position, origins in pointing.items() if not origins & self._spoiled)
+            if sound:
+                found[node] = replace(self._calls[node], pointers=sound)
+        return found
+
+    def _spread(self) -> None:
+        before = -1
+        while before != len(self._spoiled):
+            before = len(self._spoiled)
+            for link in self._links:
+                if link & self._spoiled:
+                    self._spoiled |= link
+
+    def spoil_all(self, nodes: Collection[fx.Node]) -> None:
+        """Spoil what the values come from, where they differ by shard."""
+        for node in nodes:
+            for rows in self._rows.get(node, ()):
+                self._spoiled |= rows.origins if rows.is_local else frozenset()
+
+    def take_item(self, node: fx.Node) -> None:
+        """Take over what is known of one result of an op."""
+        source, index = node.args
+        known = self._rows.get(source) if isinstance(source, fx.Node) else None
+        if known is not None and isinstance(index, int) and index < len(known):
+            self._rows[node] = (known[index],)
+            self._origins[node] = known[index].origins
+
+    def visit(self, node: fx.Node, call: Call, factoring: Factoring) -> None:
+        """Follow one op, or spoil what its operands come from."""
+        given = [self._rows.get(operand.source, (PLAIN,))[0] for operand in call.operands]
+        origins = frozenset().union(*(rows.origins for rows in given))
+        role = ROLES.get(call.op)
+        if not origins and role not in (Role.SORT, Role.COUNT_UP):
+            return
+        step = OpStep(node, call, factoring, tuple(given))
+        try:
+            results = self._follow(step, role)
+        except Misuse:
+            self._spoiled |= origins
+            return
+        if role is Role.INDEX and _keeps_order(step):
+            self._note_plain_index(step, results)
+            return
+        origins = origins.union(*(rows.origins for rows in results))
+        self._links.append(origins)
+        self._origins[node] = origins
+        known = (replace(rows, origins=origins) if rows.is_known else PLAIN for rows in results)
+        self._rows[node] = tuple(known)
+
+    def _note_plain_index(self, step: OpStep, results: Sequence[Rows]) -> None:
+        """Note rows taken from the positions where they stand (an arange): what they are is not what points at them.
+
+        Each index must be positions of the shard's own, or is none of the pointers; one that is used as a number
+        elsewhere does the others no harm. The values taken may come from anywhere, and be used in any way.
+        """
+        pointers = self._calls[step.node].pointers if step.node in self._calls else ()
+        self._plain[step.node] = {position: step.given[position].origins for position in pointers}
+        data = step.given[0].origins
+        if data:
+            self._origins[step.node] = data
+        self._rows[step.node] = tuple(replace(rows, origins=data) if data else PLAIN for rows in results)
+
+    def _follow(self, step: OpStep, role: Role | None) -> Sequence[Rows]:
+        match role:
+            case Role.SORT:
+                return self._sort(step)
+            case Role.COUNT_UP:
+                return self._count_up(step)
+            case Role.INDEX:
+                return self._index(step)
+            case Role.PUT:
+                return self._put(step)
+            case Role.ADD_ROWS:
+                return self._add_rows(step)
+            case Role.GROUPED:
+                return self._grouped(step)
+            case Role.MAKE_LIKE:
+                return [PLAIN]
+            case Role.COUNT:
+                return step.counted()
+            case Role.DIVIDE if step.given[0].points is not None:
+                return step.divided()
+            case Role.ADD_UP:
+                return [replace(rows, counts=step.given[0].counts) for rows in step.moved()]
+            case Role.CARRY:
+                return step.carried()
+            case Role.ADD if len(step.call.operands) == 1 and step.call.arguments.get("other") == 0:
+                return step.carried()
+            case _:
+                return step.moved()
+
+    def _new_origin(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _sort(self, step: OpStep) -> Sequence[Rows]:
+        rows, shape = step.given[0], step.call.operands[0].shape
+        if len(shape) != 1 or rows.counts is not None:
+            return step.moved()
+        self._calls[step.node] = replace(step.call, routed=True)
+        if rows.points is not None:
+            return self._sort_positions(step, rows)
+        if rows.is_local:
+            raise Misuse
+        origin = self._new_origin()
+        self._sorted[origin] = step.call.operands[0].source
+        known = Rows(orders={0: origin}, origins=frozenset({origin}))
+        positions = replace(known, points=NATURAL, size=shape[0])
+        return [replace(known, keys=origin), positions] if len(step.call.results) == 2 else [positions]
+
+    def _sort_positions(self, step: OpStep, rows: Rows) -> Sequence[Rows]:
+        """Sorting the positions that a sort took rows from gives the positions they went to."""
+        size = step.call.operands[0].shape[0]
+        if rows.points != NATURAL or not rows.orders or rows.size != size:
+            raise Misuse
+        back = Rows(points=rows.orders[0], size=size)
+        return [Rows(points=SELF, size=size), back] if len(step.call.results) == 2 else [back]
+
+    def _count_up(self, step: OpStep) -> Sequence[Rows]:
+        arguments, size = step.call.arguments, step.call.results[0][0]
+        from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
+        if not from_zero or size.number == 1:
+            return [PLAIN]
+        self._calls[step.node] = replace(step.call, routed=True)
+        return [Rows(points=SELF, size=size, origins=frozenset({self._new_origin()}))]
+
+    def _index(self, step: OpStep) -> Sequence[Rows]:
+        source = step.call.operands[0]
+        dims = [i for i, index in enumerate(step.call.arguments["indices"]) if index is not None]
+        pointers = {}
+        for position, dim in enumerate(dims, start=1):
+            if step.given[position].points is not None:
+                target = step.target(position)
+                if source.shape[dim] != step.given[position].size or step.order(0, dim) != target:
+                    raise Misuse
+                pointers[position] = dim
+        if not pointers:
+            return step.carried()
+        call = replace(step.call, pointers=frozenset(pointers))
+        self._calls[step.node] = call
+        consumed = frozenset((0, dim) for dim in pointers.values())
+        found = step.with_call(call).moved(consumed, pointers)
+        first, keys = step.given[0], self._keys(step)
+        return [replace(rows, points=first.points, size=first.size, keys=keys) for rows in found]
+
+    def _keys(self, step: OpStep) -> int | None:
+        """Return the order whose keys these are: what it sorted, taken from where it took them."""
+        index = step.given[1]
+        order = index.orders.get(0) if index.points == NATURAL and len(step.given) == 2 else None
+        return order if order and self._sorted[order] is step.call.operands[0].source else None
+
+    def _put(self, step: OpStep) -> Sequence[Rows]:
+        if len(step.given) != 3 or step.call.arguments.get("accumulate"):
+            raise Misuse
+        _, index, values = step.given
+        target, shapes = step.call.operands[0].shape, {operand.shape for operand in step.call.operands}
+        if len(target) != 1 or len(shapes) != 1 or index.points != NATURAL or index.size != target[0]:
+            raise Misuse
+        self._calls[step.node] = replace(step.call, pointers=frozenset({1}))
+        if values.points == SELF and not values.orders:
+            return [Rows(points=step.order(1, 0), size=target[0])]
+        if values.points is not None or step.order(2, 0) != step.order(1, 0):
+            raise Misuse
+        return [PLAIN]
+
+    def _add_rows(self, step: OpStep) -> Sequence[Rows]:
+        target, index, added = step.given
+        shape = step.call.operands[0].shape
+        dim = step.call.dim("dim", len(shape))
+        elsewhere = [order for place, order in added.orders.items() if place != dim]
+        misfit = index.points != NATURAL or index.size != shape[dim] or step.order(2, dim) != step.order(1, 0)
+        if misfit or target.is_local or added.points is not None or elsewhere:
+            raise Misuse
+        self._calls[step.node] = replace(step.call, pointers=frozenset({1}))
+        return [PLAIN]
+
+    def _grouped(self, step: OpStep) -> Sequence[Rows]:
+        order = step.order(0, 0)
+        if order == NATURAL or step.given[-1].counts != order or step.given[1].is_local:
+            raise Misuse
+        self._calls[step.node] = replace(step.call, routed=True)
+        return [Rows(orders={0: order})]

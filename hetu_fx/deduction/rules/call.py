@@ -1,0 +1,194 @@
+"""One call of an op as a rule sees it: shapes of its tensors, and its other arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetu_fx.deduction.rules.size import Size, size_of
+from hetu_fx.graph import meta
+
+Shape = tuple[Size, ...]
+Path = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor operand of a call.
+
+    Fields:
+        argument: name of the op's argument it is passed for.
+        path: where it stands in the call: (2,), (0, 1) inside a list, ("weight",) or ("tensors", 1) by
+            keyword.
+        shape: its sizes.
+        source: what was passed: the fx node in a graph.
+        is_bool: whether its elements are booleans.
+        is_float: whether its elements are real or complex numbers with gradients.
+    """
+
+    argument: str
+    path: Path
+    shape: Shape
+    source: Any
+    is_bool: bool = False
+    is_float: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of an op: operands in the order of the op's arguments, lists flattened, absent ones left out.
+
+    Fields:
+        op: the op's full name, "aten.linear.default".
+        operands: the tensor operands.
+        results: the shapes of the tensor results.
+        arguments: every argument by name, defaults filled in; tensors are whatever was passed for them.
+        paths: where each given argument stands.
+        tensor_names: the arguments that take tensors, in order.
+        where: the user's source line, for messages.
+        routed: whether the row analysis found that rows are permuted, or counted, inside a shard (see
+            `row_order`).
+        pointers: operands whose values are positions of rows inside the shard.
+        result_float: whether the (first) result is a float tensor.
+    """
+
+    op: str
+    operands: tuple[Operand, ...]
+    results: tuple[Shape, ...]
+    arguments: Mapping[str, Any]
+    paths: Mapping[str, Path]
+    tensor_names: tuple[str, ...]
+    where: str = "unknown line"
+    routed: bool = False
+    pointers: frozenset[int] = frozenset()
+    result_float: bool = True
+
+    def shape(self, argument: str) -> Shape | None:
+        """Return the shape of the operand passed for a tensor argument, or None if it is absent."""
+        position = self.position(argument)
+        return None if position is None else self.operands[position].shape
+
+    def position(self, argument: str) -> int | None:
+        """Return the position of the operand passed for a tensor argument, or None if it is absent."""
+        for position, operand in enumerate(self.operands):
+            if operand.argument == argument:
+                return position
+        return None
+
+    def integer(self, argument: str, default: int = 0) -> int:
+        """Return a fixed integer argument, `default` if it is absent or None."""
+        value = self.arguments.get(argument)
+        return default if value is None else int(value)
+
+    def dim(self, argument: str, rank: int, default: int = 0) -> int:
+        """Return a dim argument counted from the front."""
+        return self.integer(argument, default) % max(rank, 1)
+
+    def dims(self, argument: str, rank: int) -> tuple[int, ...]:
+        """Return a list-of-dims argument counted from the front; all dims if it is absent, None or empty."""
+        value = self.arguments.get(argument)
+        given = [value] if isinstance(value, int) else value
+        return tuple(dim % max(rank, 1) for dim in given) if given else tuple(range(rank))
+
+    def at(self, argument: str, element: int | None = None) -> Path:
+        """Return the path of an argument, or of an element of a list argument."""
+        path = self.paths.get(argument, (argument,))
+        return path if element is None else (*path, element)
+
+
+def call_of(node: fx.Node) -> Call:
+    """Return the call that a call_function node makes."""
+    example = meta.value(node)
+    return make_call(
+        node.target,
+        node.args,
+        dict(node.kwargs),
+        example,
+        _example_of,
+        where=meta.source_line(node),
+    )
+
+
+def make_call(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    tensor_of: Callable[[Any], torch.Tensor | None],
+    where: str = "unknown line",
+) -> Call:
+    """Return the call of `target`; `tensor_of` gives the tensor that was passed, None for others."""
+    arguments, paths = _bind(target, args, kwargs)
+    operands: list[Operand] = []
+    for name, passed in arguments.items():
+        path = paths.get(name, (name,))
+        for place, item in _tensors_in(passed, path, tensor_of):
+            tensor = tensor_of(item)
+            assert tensor is not None
+            operands.append(_operand(name, place, tensor, item))
+    results = tuple(tensor for tensor in _flat(result) if isinstance(tensor, torch.Tensor))
+    return Call(
+        op=str(target),
+        operands=tuple(operands),
+        results=tuple(_shape(tensor) for tensor in results),
+        arguments=arguments,
+        paths=paths,
+        tensor_names=_tensor_names(target, arguments),
+        where=where,
+        result_float=all(tensor.is_floating_point() for tensor in results),
+    )
+
+
+def _operand(name: str, path: Path, tensor: torch.Tensor, source: Any) -> Operand:
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return Operand(name, path, _shape(tensor), source, tensor.dtype is torch.bool, is_float)
+
+
+def _shape(tensor: torch.Tensor) -> Shape:
+    return tuple(size_of(size) for size in tensor.shape)
+
+
+def _example_of(passed: Any) -> torch.Tensor | None:
+    example = meta.value(passed) if isinstance(passed, fx.Node) and meta.has_value(passed) else None
+    return example if isinstance(example, torch.Tensor) else None
+
+
+def _flat(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _tensors_in(passed: Any, path: Path, tensor_of: Callable[[Any], torch.Tensor | None]) -> list[tuple[Path, Any]]:
+    if isinstance(passed, tuple | list):
+        return [pair for i, item in enumerate(passed) for pair in _tensors_in(item, (*path, i), tensor_of)]
+    return [] if tensor_of(passed) is None else [(path, passed)]
+
+
+@cache
+def _signature(target: Any) -> tuple[tuple[str, Any, bool], ...] | None:
+    """Return (name, default, takes tensors) of each argument, or None for a target without a schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    return tuple((arg.name, arg.default_value, "Tensor" in str(arg.type)) for arg in schema.arguments)
+
+
+def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return arguments and paths by name; without a schema, positional ones are "0", "1", ..."""
+    signature = _signature(target) or tuple((str(i), None, True) for i in range(len(args)))
+    arguments: dict[str, Any] = {name: default for name, default, _ in signature}
+    paths: dict[str, Path] = {}
+    for index, ((name, *_), value) in enumerate(zip(signature, args, strict=False)):
+        arguments[name], paths[name] = value, (index,)
+    for name, value in kwargs.items():
+        arguments[name], paths[name] = value, (name,)
+    return arguments, paths
+
+
+def _tensor_names(target: Any, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    signature = _signature(target)
+    return tuple(arguments) if signature is None else tuple(name for name, _, tensor in signature if tensor)

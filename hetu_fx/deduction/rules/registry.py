@@ -1,0 +1,103 @@
+"""The registry of op rules: the table of the rule files, and what users add with `register_rule`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from hetu_fx.deduction.rules import (
+    attention,
+    convolution,
+    creation,
+    embedding,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    random,
+    recurrent,
+    reduction,
+    routing,
+    slicing,
+    spectral,
+    view,
+)
+from hetu_fx.deduction.rules.build import from_line
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.pointwise import TAG_RULE
+from hetu_fx.deduction.rules.rule import Builder, Factoring, Rule
+
+FAMILIES = (
+    pointwise,
+    matmul,
+    reduction,
+    view,
+    slicing,
+    normalization,
+    attention,
+    embedding,
+    loss,
+    convolution,
+    spectral,
+    random,
+    recurrent,
+    routing,
+    creation,
+)
+RULES: Mapping[str, Rule] = {rule.op: rule for family in FAMILIES for rule in family.RULES}
+
+_registered: dict[str, Rule] = {}
+_found: dict[str, Rule | None] = {}
+
+
+def register_rule(op: str | Any, rule: str | Builder, *, linear: str | Collection[Collection[int]] = "none") -> Rule:
+    """Register how an op's dims relate, over any rule there is for it; return the record.
+
+    Args:
+        op: the op, e.g. `torch.ops.mylib.myop.default`, or its name "mylib.myop.default" (`*` allowed).
+        rule: a rule line such as "... k, o k -> ... o" (see `hetu_fx.deduction.rules.line`), or a function from
+            `Call` to `Factoring`.
+        linear: for a line: in which operands the op is linear: "none", "each" (one at a time), "all"
+            (jointly), or sets of operand positions.
+
+    Raises:
+        RuleError: the line or the op's name is malformed.
+    """
+    name = op if isinstance(op, str) else str(op)
+    record = from_line(name, rule, linear) if isinstance(rule, str) else Rule(name, rule, _title(rule))
+    _registered[name] = record
+    _found.clear()
+    return record
+
+
+def unregister_rule(op: str | Any) -> None:
+    """Drop what `register_rule` registered for an op; KeyError if there is nothing."""
+    del _registered[op if isinstance(op, str) else str(op)]
+    _found.clear()
+
+
+def rule_for(target: Any) -> Rule | None:
+    """Return the rule of an op, or None if nothing is known of it."""
+    name = str(target)
+    if name not in _found:
+        _found[name] = _look_up(name, target)
+    return _found[name]
+
+
+def _look_up(name: str, target: Any) -> Rule | None:
+    for table in (_registered, RULES):
+        if name in table:
+            return table[name]
+        for pattern, record in table.items():
+            if "*" in pattern and fnmatchcase(name, pattern):
+                return record
+    tags = getattr(target, "tags", ())
+    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return TAG_RULE if is_pointwise else None
+
+
+def _title(build: Callable[[Call], Factoring]) -> str:
+    return (build.__doc__ or build.__name__).strip().splitlines()[0]

@@ -1,0 +1,103 @@
+"""The main job: train an unmodified transformers model on unequal emulated devices, and compare.
+
+`hetu-fx demo` starts the ranks under the emulator (`demo_rank`), then trains the same model on one process,
+reads the checkpoint back, and says and draws what came out. Nothing that it prints is decided beforehand.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from hetu_fx.demo.settings import DemoSettings, settings_for
+from hetu_fx.emulate.emulate import EmulateSpec, Output, plan_run, run
+from hetu_fx.emulate.limits import Affinity, Limiter, num_cores
+from hetu_fx.emulate.plan import LimitChoice
+from hetu_fx.errors import EnvironmentProblem
+
+DEFAULT_FOLDER = Path("runs/demo")
+TIMEOUT_SECONDS = 900.0
+NEEDED = ("transformers", "matplotlib")
+MARK = "demo.json"
+"""Stands in every folder that the demo wrote, so that a second run may replace it."""
+
+
+def run_demo(folder: Path = DEFAULT_FOLDER, *, quick: bool = False, limit: LimitChoice = "auto") -> int:
+    """Run the demo and write what comes out to `folder`; give 0 when losses and weights are as they must be.
+
+    Raises EnvironmentProblem when something that it needs is not there.
+    """
+    start = time.monotonic()
+    check_needed()
+    make_room(folder)
+    settings = settings_for(quick=quick)
+    status = _run_ranks(folder, settings, quick=quick, limit=limit)
+    if status != 0:
+        return status
+    status = _conclude(folder, settings)
+    print(f"\n{time.monotonic() - start:.0f} s in all; everything is in {folder}", flush=True)
+    return status
+
+
+def check_needed() -> None:
+    """Raise EnvironmentProblem unless the packages of the demo are installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise EnvironmentProblem(f"the demo needs {', '.join(missing)}; pip install 'hetu-fx[hf,ui]'")
+
+
+def make_room(folder: Path) -> None:
+    """Make the folder, empty; only one that the demo wrote before is replaced."""
+    if folder.exists():
+        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / MARK).exists()):
+            raise EnvironmentProblem(f"{folder} exists and is not a demo's; choose another with --output")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARK).write_text("{}\n")
+
+
+def _run_ranks(folder: Path, settings: DemoSettings, *, quick: bool, limit: LimitChoice) -> int:
+    limiter = plan_run(EmulateSpec(speeds=settings.speeds), limit=limit).limiter
+    quotas = not isinstance(limiter, Affinity)
+    # With quotas they start at equal speeds: a device of 0.2 cores takes half a minute to import torch.
+    spec = EmulateSpec(speeds=settings.equal_speeds(num_cores(limiter)) if quotas else settings.speeds)
+    print(f"hetu-fx demo: {settings.world_size} processes of {_speeds_text(settings, limiter)}", flush=True)
+    flags = ["--quick"] * quick + ["--quotas"] * quotas
+    return run(
+        spec,
+        [sys.executable, "-m", "hetu_fx.demo.rank", str(folder), *flags],
+        output=Output(prefix=False, only_rank=0),
+        timeout_seconds=TIMEOUT_SECONDS,
+        limit=limit,
+    )
+
+
+def _speeds_text(settings: DemoSettings, limiter: Limiter) -> str:
+    shown = ", ".join(f"{speed:g}" for speed in settings.speeds)
+    if isinstance(limiter, Affinity):
+        return f"about {shown} cores: slow ones share a core, as there are no CPU quotas ({limiter.reason})"
+    return f"{shown} cores, once all have started"
+
+
+def _conclude(folder: Path, settings: DemoSettings) -> int:
+    """Train on one process, read the checkpoint, compare, and write the rest."""
+    from hetu_fx.demo.check import load_checkpoint, train_alone
+    from hetu_fx.demo.record import RunRecord
+    from hetu_fx.demo.report import compare, comparison_text, draw_run, write_files
+    from hetu_fx.demo.screen import make_screen
+
+    screen = make_screen()
+    record = RunRecord.read(folder / "run.json")
+    screen.head("The same training on one process")
+    reference = train_alone(settings, screen)
+    loaded = load_checkpoint(folder / "checkpoint", record.weights, settings)
+    found = compare(record, reference, settings)
+    write_files(folder, record, settings)
+    draw_run(folder / "demo.png", record, reference, found, settings)
+    screen.head("Side by side")
+    screen.say(comparison_text(record, reference, loaded, found))
+    screen.end()
+    return 0 if found.is_exact and loaded.same_weights else 1

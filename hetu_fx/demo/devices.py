@@ -1,0 +1,132 @@
+"""The demo's unequal devices, from inside one of them: made unequal, one slowed down, made equal again.
+
+All calls are collective. With CPU quotas a device's speed is set; without (an ordinary user) slow devices share
+a core from the start, and a device is slowed down by another process that competes for its core.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+
+from hetu_fx.demo.settings import DemoSettings
+from hetu_fx.emulate.emulate import change_speed, current_cores, current_speeds
+
+# Ends with its parent, or after its time, whatever happens.
+_COMPETITOR = """
+import os, sys, time
+parent, end = os.getppid(), time.monotonic() + float(sys.argv[1])
+while os.getppid() == parent and time.monotonic() < end:
+    sum(range(100_000))
+"""
+_COMPETES_SECONDS = 600
+
+
+class Devices(Protocol):
+    """What the demo does to the devices that it runs on."""
+
+    slowed_rank: int
+
+    def make_unequal(self) -> None:
+        """Give every device its own speed."""
+        ...
+
+    def slow(self) -> str:
+        """Slow one device down; say what was done."""
+        ...
+
+    def heal(self) -> None:
+        """Undo `slow`."""
+        ...
+
+    def make_equal(self) -> None:
+        """Share the same cores equally, where that can be done."""
+        ...
+
+    def favour_first(self) -> None:
+        """Give rank 0, which works while the others wait, nearly all cores, where that can be done."""
+        ...
+
+
+class Quotas:
+    """Devices whose speeds are CPU quotas."""
+
+    def __init__(self, settings: DemoSettings) -> None:
+        self.settings, self.slowed_rank = settings, settings.slowed_rank
+
+    def make_unequal(self) -> None:
+        """Give every device its own speed."""
+        _set_speeds(self.settings.speeds)
+
+    def slow(self) -> str:
+        """Slow one device down; say what was done."""
+        rank, speed, before = self.slowed_rank, self.settings.slowed_speed, self.settings.speeds
+        _set_speeds([speed if other == rank else before[other] for other in range(len(before))])
+        return f"device {rank} slowed from {before[rank]:g} to {speed:g} cores"
+
+    def heal(self) -> None:
+        """Undo `slow`."""
+        _set_speeds(self.settings.speeds)
+
+    def make_equal(self) -> None:
+        """Share the same cores equally."""
+        _set_speeds(self.settings.equal_speeds(current_cores()))
+
+    def favour_first(self) -> None:
+        """Give rank 0 nearly all cores."""
+        _set_speeds(self.settings.speeds_for_one(current_cores()))
+
+
+class SharedCores:
+    """Devices pinned to cores, slow ones to a core they share; the fastest one can be slowed down."""
+
+    def __init__(self, settings: DemoSettings) -> None:
+        self.slowed_rank = settings.speeds.index(max(settings.speeds))
+        self._competitor: subprocess.Popen[bytes] | None = None
+
+    def make_unequal(self) -> None:
+        """Do nothing: they are from the start."""
+
+    def slow(self) -> str:
+        """Start a process on the slowed device's core; say so."""
+        if dist.get_rank() == self.slowed_rank:
+            command = (sys.executable, "-I", "-c", _COMPETITOR, str(_COMPETES_SECONDS))
+            self._competitor = subprocess.Popen(command)
+        return f"device {self.slowed_rank} shares its core with another process"
+
+    def heal(self) -> None:
+        """End that process."""
+        if self._competitor is not None:
+            self._competitor.kill()
+            self._competitor.wait()
+            self._competitor = None
+        dist.barrier()
+
+    def make_equal(self) -> None:
+        """Do nothing: cores stay as they are."""
+
+    def favour_first(self) -> None:
+        """Do nothing: cores stay as they are."""
+
+
+def devices_for(settings: DemoSettings, *, quotas: bool) -> Devices:
+    """Return the devices of this emulation, for this rank."""
+    return Quotas(settings) if quotas else SharedCores(settings)
+
+
+def _set_speeds(speeds: Sequence[float]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for rank in changes(current_speeds(), speeds):
+            change_speed(rank, speeds[rank])
+    dist.barrier()
+
+
+def changes(before: Sequence[float], after: Sequence[float]) -> list[int]:
+    """Return the ranks whose speed changes, those that become slower first: the sum must fit at every moment."""
+    changed = [rank for rank in range(len(after)) if after[rank] != before[rank]]
+    return sorted(changed, key=lambda rank: after[rank] - before[rank])

@@ -1,0 +1,1 @@
+"""Write what runs to a folder (`write`), and run it elsewhere (`load`)."""

@@ -1,0 +1,251 @@
+"""Export what runs: one `.pt2` per rank and variant, readable code beside it, and the single-device program.
+
+    folder/manifest.json              what is there: variants, plans, slots, results, hashes
+    folder/plans/NAME.json            the plans
+    folder/variants/NAME/rank0.pt2    the device graph of rank 0 (torch.export), weights left out
+    folder/variants/NAME/rank0.txt    the same, to read
+    folder/variants/NAME/rank0.safetensors    what it needs and no checkpoint has: constants, unsaved buffers
+    folder/single.pt2                 the model's own graph, for one device; single.safetensors as above
+
+A device graph takes its slots (inputs, parameters, values of earlier stages) as arguments, in order; the manifest
+says where each parameter's part lies, so that it can be cut out of a checkpoint; see `hetu_fx.export.load`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, fx
+
+from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.errors import ExportError
+from hetu_fx.export.load import FORMAT, digest
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.program.program import Program
+from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.switching.graph_variant import GraphVariant
+from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.step.compiled_plans import StagePlan
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
+
+_TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
+
+
+def export_runtime(runtime: Runtime, folder: Path) -> None:
+    """Export all variants of the training program; collective. The folder must not exist, or be an export.
+
+    Raises:
+        ExportError: the folder is something else, a graph cannot be exported, or there are no graphs; on every rank.
+    """
+    if not isinstance(runtime.execution, GraphExecution):
+        raise ExportError(
+            "the model runs as it is (capture='eager'), so there are no graphs to export; save its weights by "
+            "model.hetu.save(folder), or make it capturable and use capture='graph'"
+        )
+    program = runtime.execution.programs.training
+    aside = folder.with_name(f"{folder.name}.partial")
+    rank = runtime.table.rank
+    together(runtime.table, lambda: _make_room(folder, aside) if rank == 0 else None)
+    with using(runtime.table):
+        for variant in _graph_variants(runtime).values():
+            variant.stage(program, False)  # makes its graph; collective
+        entries = together(runtime.table, lambda: _export_variants(runtime, program, aside))
+    gathered = _gathered(runtime.table, entries)
+    together(runtime.table, lambda: _finish(runtime, program, aside, folder, gathered) if rank == 0 else None)
+
+
+def _make_room(folder: Path, aside: Path) -> None:
+    if folder.exists() and not (folder / "manifest.json").exists():
+        raise ExportError(f"{folder} exists and is not an export; choose another folder")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _export_variants(runtime: Runtime, program: Program, folder: Path) -> dict[str, Any]:
+    return {
+        name: _export_variant(runtime, variant, program, folder / "variants" / name)
+        for name, variant in _graph_variants(runtime).items()
+    }
+
+
+def _graph_variants(runtime: Runtime) -> dict[str, GraphVariant]:
+    return {name: variant for name, variant in runtime.variants.items() if isinstance(variant, GraphVariant)}
+
+
+def _export_variant(runtime: Runtime, variant: GraphVariant, program: Program, folder: Path) -> dict[str, Any] | None:
+    stage = variant.stage(program, False)
+    if stage.device is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{stage.device.rank}.pt2"
+    exported = export_device(stage.deduced, stage.device)
+    torch.export.save(exported, path)
+    path.with_suffix(".txt").write_text(str(stage.device.graph) + "\n")
+    save_file(_unsaved_values(stage, runtime.buffers), path.with_suffix(".safetensors"))
+    return {
+        **_file_entry(path),
+        "values": _file_entry(path.with_suffix(".safetensors")),
+        "pipeline": stage.device.layout.pipeline,
+        "stage": stage.device.layout.index,
+        "slots": [_slot_entry(stage, slot) for slot in stage.device.slots],
+        "results": [{"kind": r.kind.value, "name": r.name} for r in stage.device.results],
+    }
+
+
+def _file_entry(path: Path) -> dict[str, str]:
+    """Name a file of a variant inside the export's folder, with its hash."""
+    return {
+        "file": path.relative_to(path.parents[2]).as_posix(),
+        "sha256": digest(path),
+    }
+
+
+def _unsaved_values(stage: StagePlan, buffers: Buffers) -> dict[str, Tensor]:
+    """Return this rank's parts of what no checkpoint holds."""
+    leaves = _unsaved_buffers(stage.deduced.annotated.graph)
+    parts = {name: buffers.read(name, stage.buffers[name]) for name in leaves if name in stage.buffers}
+    return _by_key(stage.constants, parts)
+
+
+def _unsaved_buffers(graph: Graph) -> list[str]:
+    return [leaf.name for leaf in graph.leaves_of(LeafKind.BUFFER) if not leaf.persistent]
+
+
+def _by_key(constants: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under "kind/name", each with memory of its own."""
+    values = {f"{SlotKind.CONSTANT}/{name}": value for name, value in constants.items()}
+    values |= {f"{SlotKind.BUFFER}/{name}": value for name, value in buffers.items()}
+    return {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in values.items()}
+
+
+def _slot_entry(stage: StagePlan, slot: Slot) -> dict[str, Any]:
+    entry: dict[str, Any] = {"kind": slot.kind.value, "name": slot.name}
+    assert stage.device is not None
+    if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
+        node = _slot_node(stage.deduced.annotated.graph, slot)
+        entry["lies"] = str(stage.deduced.value_annotation(node, stage.device.layout))
+        entry["shape"] = list(meta.hints(node))
+    return entry
+
+
+def export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.ExportedProgram:
+    """Export one rank's graph; open sizes stay open."""
+    graph = deduced.annotated.graph
+    examples, dims = [], []
+    for slot in device.slots:
+        node = _slot_node(graph, slot)
+        shape = _local_hints(deduced, device, node)
+        examples.append(torch.zeros(shape, dtype=meta.dtype(node)))
+        dims.append(_open_dims(node))
+    module = fx.GraphModule(torch.nn.Module(), device.graph)
+    return _exported(module, tuple(examples), tuple(dims), device.rank)
+
+
+def export_single(graph: Graph) -> torch.export.ExportedProgram:
+    """Export the captured program as it is, leaves as arguments."""
+    nodes = [leaf.node for leaf in graph.leaves]
+    examples = tuple(torch.zeros(meta.hints(node), dtype=meta.dtype(node)) for node in nodes)
+    return _exported(graph.module(), examples, tuple(map(_open_dims, nodes)), 0)
+
+
+def _exported(
+    module: fx.GraphModule, examples: tuple[Tensor, ...], dims: tuple[Any, ...], rank: int
+) -> torch.export.ExportedProgram:
+    try:
+        with using(GroupTable.dry(rank, rank + 1)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(module, examples, dynamic_shapes=dims, strict=False)
+    except Exception as error:
+        raise ExportError(f"the graph of rank {rank} cannot be exported: {error}") from error
+    for node in exported.graph.nodes:
+        for key in _TRACES:  # they carry paths of the author's machine
+            node.meta.pop(key, None)
+    exported.example_inputs = None  # they are as large as the weights, which the file leaves out
+    return exported
+
+
+def _open_dims(node: fx.Node) -> dict[int, Any]:
+    return {i: torch.export.Dim.AUTO for i, size in enumerate(meta.shape(node)) if meta.is_symbolic(size)}
+
+
+def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node) -> tuple[int, ...]:
+    annotation = deduced.value_annotation(node, device.layout)
+    local = annotation.local_shape(device.rank, deduced.shape(node))
+    return tuple(hint if size is None else size for size, hint in zip(local, meta.hints(node), strict=True))
+
+
+def _slot_node(graph: Graph, slot: Slot) -> fx.Node:
+    if slot.kind is SlotKind.RECEIVED:
+        nodes: Iterable[fx.Node] = graph.graph.nodes
+        return next(node for node in nodes if node.name == slot.name)
+    return next(leaf.node for leaf in graph.leaves if (leaf.kind.value, leaf.name) == (slot.kind.value, slot.name))
+
+
+def _gathered(table: GroupTable, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    if table.size == 1:
+        return [mine]
+    everyone: list[Any] = [None] * table.size
+    dist.all_gather_object(everyone, mine, group=table.base)
+    return everyone
+
+
+def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
+    graph = program.graph
+    torch.export.save(export_single(graph), aside / "single.pt2")
+    unsaved = {name: runtime.model.get_buffer(name) for name in _unsaved_buffers(graph)}
+    save_file(_by_key(graph.constants, unsaved), aside / "single.safetensors")
+    (aside / "plans").mkdir(exist_ok=True)
+    for name, variant in runtime.variants.items():
+        variant.plan.write(aside / "plans" / f"{name}.json")
+    manifest = {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "model": type(runtime.model).__qualname__,
+        "imports": ["hetu_fx.comm_ops.ops.table", "hetu_fx.transforms.rewrites.random_ops"],
+        "world": runtime.table.size,
+        "single": {
+            "file": "single.pt2",
+            "values": "single.safetensors",
+            "slots": [{"kind": x.kind.value, "name": x.name} for x in graph.leaves],
+        },
+        "variants": {
+            name: {
+                "plan": f"plans/{name}.json",
+                "ranks": {str(rank): entry[name] for rank, entry in enumerate(entries) if entry[name]},
+            }
+            for name in runtime.variants
+        },
+    }
+    (aside / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    _replace(aside, folder)
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    """Put the new folder in the place of the old one; the old one goes only once the new one is there."""
+    _sync(aside)
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(aside, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

@@ -1,0 +1,95 @@
+"""What a launcher is to run and to bear, and its workers as it sees them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.launch.channel import Channel
+from hetu_fx.launch_life import LifeSign
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """What is to be run, and what is borne.
+
+    Attributes:
+        command: the script and its arguments.
+        nproc: processes to begin with.
+        min_nproc: as few are enough to go on; below, others are started first.
+        max_losses: workers that may be lost before the launcher gives up.
+        stopped_seconds: after so long without a sign of life a worker is taken for stopped, and ended.
+        stuck_seconds: after so long in one communication those that are not in it are ended (all, if all are).
+        grace_seconds: for the others to leave their groups when one is lost, then they are ended too.
+        rejoin_seconds: after so long a lost one is started again and joins those that went on; None: never.
+        events: a file for what happens, a line of JSON each.
+    """
+
+    command: tuple[str, ...]
+    nproc: int
+    min_nproc: int
+    max_losses: int = 100
+    stopped_seconds: float = 10.0
+    stuck_seconds: float = 600.0
+    grace_seconds: float = 30.0
+    rejoin_seconds: float | None = None
+    events: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise EnvironmentProblem("no script given; write hetu-fx launch --nproc 2 -- SCRIPT ARGUMENTS")
+        if not 1 <= self.min_nproc <= self.nproc:
+            raise EnvironmentProblem(f"--min-nproc {self.min_nproc} must be between 1 and --nproc {self.nproc}")
+        if min(self.stopped_seconds, self.stuck_seconds, self.grace_seconds) <= 0:
+            raise EnvironmentProblem("--stopped-after, --stuck-after and --grace must be above 0 seconds")
+        if self.rejoin_seconds is not None and self.rejoin_seconds < 0:
+            raise EnvironmentProblem(f"--rejoin-after {self.rejoin_seconds:g} must be 0 seconds or more")
+
+    @property
+    def beat_seconds(self) -> float:
+        """Seconds between signs of life."""
+        return min(self.stopped_seconds / 10, 0.5)
+
+
+@dataclass(slots=True)
+class Worker:
+    """A process as the launcher sees it: `state` is starting, idle, running, done or gone.
+
+    `end` is a file descriptor that can be read once the process has ended, also where children of it hold its channel.
+    """
+
+    process: int
+    end: int
+    channel: Channel
+    life: LifeSign
+    last_sign: float
+    state: str = "starting"
+    rank: int = -1
+    wait: tuple[str, float] | None = None
+    has_said_so: bool = False  # that it ends
+    gone_at: float | None = None  # when it was noticed, before its end
+    verdict: str = ""  # why the launcher has ended it
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process})" if self.rank >= 0 else f"process {self.process}"
+
+    def signal(self, number: int) -> None:
+        """Send a signal; it has been waited for by nobody else, so that the process is there, or its remains."""
+        os.kill(self.process, number)
+
+
+def spelled(wait: tuple[str, float] | None) -> str:
+    """Say what is waited for, and since when."""
+    return "" if wait is None else f", waiting for {wait[0]} since {wait[1]:.1f} s"
+
+
+def signal_name(number: int) -> str:
+    """Name a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

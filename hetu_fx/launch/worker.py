@@ -1,0 +1,154 @@
+"""A worker of `hetu-fx launch`: runs the script, and runs it again in the same process when another worker is lost.
+
+What has been imported stays; process groups, the script's objects and its place in the world are made anew. The
+script goes on from what `model.hetu.snapshots` keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import runpy
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hetu_fx.checkpoint import joining
+from hetu_fx.comm_ops.severing import sever
+from hetu_fx.comm_ops.wire.groups import oldest_wait
+from hetu_fx.comm_ops.wire.shutdown import leave_world
+from hetu_fx.errors import CommError
+from hetu_fx.launch.channel import Channel, Message
+from hetu_fx.launch.launcher import Launcher
+from hetu_fx.launch.spec import LaunchSpec
+
+# Time for the launcher to tell that a worker is lost, after an error that may come of it.
+NEWS_SECONDS = 2.0
+SEVER_SECONDS = 0.01
+LOST_STATUS = 75  # EX_TEMPFAIL: the launcher is gone
+
+
+@dataclass(slots=True)
+class Order:
+    """One run of the script: whether a worker has been lost in it, and whether it is over here."""
+
+    message: Message
+    lost: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def end_communication(self) -> None:
+        """Cut connections until the run is over: it may be opening some."""
+        self.lost.set()
+        while not self.over.wait(SEVER_SECONDS):
+            sever()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of the script ended: with the work done, left as a process joins, or stopped for a reason."""
+
+    kind: Literal["done", "left", "stopped"]
+    reason: str = ""
+    status: int = 0  # of the process, if what stopped it is its own error
+
+
+class Worker:
+    """One process. The main thread runs the script, others listen to the launcher and give signs of life."""
+
+    def __init__(self, channel: Channel, script: str, arguments: Sequence[str], beat_seconds: float) -> None:
+        self.channel, self.script, self.arguments, self.beat_seconds = channel, script, arguments, beat_seconds
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+
+    def work(self) -> int:
+        """Run the script as often as the launcher says; returns the exit status."""
+        for act in (self._listen, self._beat):
+            threading.Thread(target=act, daemon=True).start()
+        self.channel.send("ready")
+        while (order := self._orders.get()) is not None:
+            status = self._run(order)
+            if status:
+                return status
+        return 0
+
+    def _listen(self) -> None:
+        order: Order | None = None
+        for message in self.channel.messages():
+            if message["kind"] == "lost" and order is not None:
+                threading.Thread(target=order.end_communication, daemon=True).start()
+            elif message["kind"] == "join":
+                joining.asked.set()
+            else:
+                joining.asked.clear()
+                order = Order(message) if message["kind"] == "start" else None
+                self._orders.put(order)
+        os._exit(LOST_STATUS)  # nobody would start this process again
+
+    def _beat(self) -> None:
+        while True:
+            wait = oldest_wait()
+            waits = {} if wait is None else {"waits_for": wait[0], "seconds": time.perf_counter() - wait[1]}
+            self.channel.send("beat", **waits)
+            time.sleep(self.beat_seconds)
+
+    def _run(self, order: Order) -> int:
+        """Run the script once; returns a status other than 0 for an error that is its own."""
+        os.environ.update(order.message["environment"])
+        sys.argv[:] = [self.script, *self.arguments]
+        made = _outcome(self.script)
+        if made.status and not (order.lost.wait(NEWS_SECONDS) or made.reason.startswith(CommError.__name__)):
+            return made.status
+        _clean_up()
+        order.over.set()
+        self.channel.send(made.kind, reason=made.reason)
+        return 0
+
+
+def _outcome(script: str) -> Outcome:
+    """Run a script.
+
+    Nothing of it is held afterwards: what an error's traceback holds would keep connections open.
+    """
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except joining.Joining as joined:
+        return Outcome("left", str(joined))
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        return Outcome("stopped", f"exit status {status}", status) if status else Outcome("done")
+    except Exception as error:  # whatever it is, it may come of a worker that is lost
+        told = "".join(traceback.format_exception(error))
+        error.__traceback__ = None
+        print(told, file=sys.stderr, end="", flush=True)
+        return Outcome("stopped", f"{type(error).__name__}: {error}", 1)
+    return Outcome("done")
+
+
+def _clean_up() -> None:
+    """Leave the world, and free what the script has left."""
+    sever()
+    gc.collect()
+    with suppress(RuntimeError):  # a group whose peers are gone already
+        leave_world()
+
+
+def run(spec: LaunchSpec) -> int:
+    """Run a job to its end; returns its exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import hetu_fx.api as _warm  # noqa: F401  (what workers would each import)
+
+    gc.collect()
+    gc.freeze()  # what is imported stays: going through it takes a second each time
+    return Launcher(spec, work).run()
+
+
+def work(spec: LaunchSpec, channel: Channel) -> int:
+    """Be one worker of a job; returns its exit status."""
+    script, *arguments = spec.command
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    return Worker(channel, script, arguments, spec.beat_seconds).work()

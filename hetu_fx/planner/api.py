@@ -1,0 +1,116 @@
+"""Plan without running: what `auto_parallelize(plan="auto")` would choose, on devices that need not be there.
+
+`profile` writes down what planning needs to know of a model, so that the rest can be done elsewhere, without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.ranks import exchange_of
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first, together
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
+from hetu_fx.planner.search.table import DEFAULT
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch, Programs
+from hetu_fx.switching.graph_execution import GraphExecution
+
+
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    cluster: Cluster | str | Path | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    name: str = "auto",
+    search: str = DEFAULT,
+) -> Plan:
+    """Return the fastest plan that fits for training `model` on a cluster; nothing is run or changed.
+
+    Write it with `Plan.write`, edit it, give it to `auto_parallelize(plan=...)`, or read it by `print(plan.explain())`.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        batch: an example of the whole batch of a step, of all devices together; its values are not read.
+        cluster: the devices, or the path of a cluster file; None measures the processes of this job (collective).
+        loss_fn: as for `auto_parallelize`.
+        name: the plan's name.
+        search: how to search, one of docs/planning.md; those that answer with one plan.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        PlanError: no plan fits the memory of the devices, or the search lacks something.
+        ClusterError: a malformed cluster file.
+    """
+    execution = GraphExecution(Programs(model, loss_fn), batch, None)
+    costs = execution.costs(execution.example_rows)
+    if cluster is None:
+        table = GroupTable()
+        costs, measured = from_first(table, costs), Cluster.measure(table)
+        return by_first(table, lambda: execution.plan(costs, measured, name, search))
+    return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name, search)
+
+
+def profile(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    more: Sequence[Batch] = (),
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    measured: Measuring | None = None,
+) -> Profile:
+    """Return what a training step of `model` costs, counted from its captured graph; nothing is changed.
+
+    Write it with `Profile.write` and plan from the file: `hetu-fx plan --profile p.json --cluster c.json`.
+
+    Args:
+        model: any module; its parameters may be on the meta device.
+        batch: an example of the whole batch of a step, of all devices together; its values are not read.
+        more: batches with rows of other lengths, for searches that plan by length; each is captured.
+        loss_fn: as for `auto_parallelize`.
+        measured: also run the model's blocks on the devices of `measured.cluster`, which are those of this job's
+            processes (collective): the model is where this process computes. Left out, nothing is run.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        ProfileError: two batches have rows of one length, or blocks cannot be measured.
+    """
+    if measured is None:
+        return _counted(model, (batch, *more), loss_fn)[0]
+    table, asked = GroupTable(), measured
+    own = together(table, lambda: _measured(model, (batch, *more), loss_fn, asked, table.rank))
+    found = exchange_of(table)(own)
+    return joined([profile for profile in found if profile is not None])
+
+
+def _counted(
+    model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., torch.Tensor] | None
+) -> tuple[Profile, GraphExecution]:
+    """Return the profile from the graphs of all batches, and the first of these."""
+    executions = [GraphExecution(Programs(model, loss_fn), one, None) for one in batches]
+    whole, *others = (execution.profile() for execution in executions)
+    lengths = tuple((other.tokens_per_row, other.costs) for other in others)
+    return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows), executions[0]
+
+
+def _measured(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    measuring: Measuring,
+    rank: int,
+) -> Profile | None:
+    """Return the profile with the times of this rank's kind of device; None where another rank measures it."""
+    if not measuring.measures(rank):
+        return None
+    counted, execution = _counted(model, batches, loss_fn)
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return with_times(counted, execution.program, rank, measuring, place)

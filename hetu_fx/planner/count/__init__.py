@@ -1,0 +1,1 @@
+"""Count in a captured graph: FLOPs, bytes, what is alive when."""

@@ -1,0 +1,241 @@
+"""What a captured program costs, from its graph: FLOPs, memory traffic, parameters, activations, boundaries.
+
+FLOPs are counted by torch's own formulas, by running each distinct op on meta tensors of the example's
+sizes or of given ones. Activations are what products read and make (and views of it share it), which is what min-cut
+rematerialisation keeps, near enough. A value that batch and parameters reach belongs to one part; masks and
+tables that only one of them reaches are computed wherever they are read, and cross no boundary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.planner.count.flops import FlopCounter
+from hetu_fx.planner.count.liveness import owners, program_memory
+from hetu_fx.planner.values.footprint import ProgramMemory
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.row_sums import RowSums
+from hetu_fx.planner.values.tied import Tied
+from hetu_fx.transforms.layouts.work_shares import Cut, NoCut
+
+SizeOf = Callable[[meta.Size], int]
+
+
+def program_costs(
+    graph: Graph,
+    *,
+    rows: int | None = None,
+    cut: Cut | None = None,
+    memory: bool = True,
+    summed_over_rows: Iterable[fx.Node] = (),
+    sizes: Mapping[sympy.Symbol, int] | None = None,
+) -> ProgramCosts:
+    """Return the costs of a step of a captured program.
+
+    Args:
+        graph: its example batch gives the sequence length that the costs are for, where `sizes` says no other.
+        rows: rows of a step over all replicas; None: as many as the example has.
+        cut: what a tensor parallel group would cut; None: nothing, so that no plan makes such groups.
+        memory: find out what parts hold by running them without data, which takes a while; only planning needs it.
+        summed_over_rows: the values that replicas sum in the middle of a step, or whose cotangents they sum.
+        sizes: what the graph's symbols stand for, instead of the example's sizes; what parts hold is told for those
+            alone.
+    """
+    assert not (memory and sizes), "what parts hold is known at the example's sizes"
+    profile = _Profile(graph, cut or NoCut(), partial(meta.size_at, sizes or {}))
+    summed = [profile.bytes_of(node) for node in summed_over_rows]
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            profile.add_op(node)
+    for leaf in graph.leaves_of(LeafKind.PARAMETER):
+        profile.add_parameter(leaf.node)
+    count = graph.num_blocks
+    parts = [part.costs() for part in profile.parts]
+    return ProgramCosts(
+        rows=rows or profile.example_rows,
+        before=parts[0],
+        blocks=tuple(parts[1 : count + 1]),
+        after=parts[-1],
+        boundary_bytes=tuple(profile.boundary_bytes(block) for block in range(count - 1)),
+        units=profile.cut.units,
+        memory=profile.memory() if memory else None,
+        tied=tuple(profile.tied),
+        row_sums=RowSums(len(summed), float(sum(summed))),
+    )
+
+
+def example_rows(graph: Graph, size_of: SizeOf = meta.hint) -> int:
+    """Return the number of rows of the example batch, or of the batch whose sizes are given."""
+    sizes = [size for leaf in graph.leaves_of(LeafKind.INPUT) for size in _sizes(leaf.node)]
+    of_batch = [size for size in sizes if meta.depends_on_batch(size, graph)]
+    return size_of((of_batch or sizes or [1])[0])
+
+
+def _sizes(node: fx.Node) -> list[meta.Size]:
+    return list(meta.shape(node)) if meta.is_tensor(node) else []
+
+
+@dataclass(slots=True)
+class _Part:
+    """Running totals of one part, under the names of `PartCosts`."""
+
+    totals: dict[str, float] = field(default_factory=lambda: {f.name: 0.0 for f in fields(PartCosts)})
+
+    def add(self, name: str, amount: float, is_cut: bool = False, in_sequence: bool = False) -> None:
+        """Add to a total, and to its share that is cut, always or where the sequence is shared."""
+        self.totals[name] += amount
+        if is_cut:
+            self.totals[f"split_{name}"] += amount
+        elif in_sequence:
+            self.totals[f"sequence_{name}"] += amount
+
+    def costs(self) -> PartCosts:
+        """Return the totals as costs."""
+        names = ("num_reductions", "num_returns", "num_gathers", "num_ops")
+        counts = {name: int(self.totals[name]) for name in names}
+        return PartCosts(**{**self.totals, **counts})  # type: ignore[arg-type]
+
+
+class _Profile:
+    """The totals of all parts while the graph is walked: before, each block, after."""
+
+    def __init__(self, graph: Graph, cut: Cut, size_of: SizeOf) -> None:
+        self.cut, self._size_of, self.example_rows = cut, size_of, example_rows(graph, size_of)
+        self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
+        self._graph, self._counter = graph, FlopCounter(size_of)
+        inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
+        self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+        by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
+        self._of_batch, self._mixed = by_batch, by_batch & by_weights
+        self.tied: list[Tied] = []
+        self._kept: set[fx.Node] = set()
+        self._gathered: set[fx.Node] = set()
+
+    def part_of(self, node: fx.Node) -> int:
+        """Return the index of a node's part: 0 before the blocks, k + 1 in block k, the last after them."""
+        position, count = self._graph.position(node), self._graph.num_blocks
+        is_after = position == count - 1 and self._graph.block_of(node) is None
+        return count + 1 if is_after and count else position + 1
+
+    def add_op(self, node: fx.Node) -> None:
+        """Count an op."""
+        if not meta.has_tensor(node) or not isinstance(node.target, torch._ops.OpOverload):
+            return  # getitem and arithmetic of sizes
+        part = self.parts[self.part_of(node)]
+        part.add("num_ops", 1)
+        if node not in self._of_batch:
+            return
+        flops, shares = self._flops(node), self.cut.shares_work(node)
+        part.add("flops", flops / self.example_rows, shares)
+        if flops:
+            self._keep([node, *node.all_input_nodes])
+        elif not is_view(node):
+            moved = sum(self.bytes_of(other) for other in (node, *node.all_input_nodes))
+            part.add("traffic_bytes", moved / self.example_rows, shares, self.cut.shares_sequence(node))
+        for source in self.cut.gathered(node):
+            if source in self._gathered or source not in self._mixed:
+                continue
+            self._gathered.add(source)
+            part.add("gathered_bytes", self.bytes_of(source) / self.example_rows)
+            part.add("num_gathers", 1)
+        if self.cut.sums(node):
+            part.add("reduced_bytes", self.bytes_of(node) / self.example_rows)
+            part.add("num_reductions", 1)
+        if self.cut.returns(node):
+            # what reads a value gives its cotangent back
+            reader = self.parts[min(map(self.part_of, self._mixed & node.users.keys()), default=0)]
+            reader.add("returned_bytes", self.bytes_of(node) / self.example_rows)
+            reader.add("num_returns", 1)
+
+    def _flops(self, node: fx.Node) -> int:
+        """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
+        return self._counter.flops(node) or 2 * self.cut.contracted(node) * self._num_elements(node)
+
+    def _keep(self, nodes: Iterable[fx.Node]) -> None:
+        """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""
+        for node in nodes:
+            base = _base(node)
+            if base not in self._kept and base in self._of_batch and _is_float(base):
+                self._kept.add(base)
+                part = self.parts[self.part_of(base)]
+                is_cut = meta.is_tensor(base) and self.cut.splits(base)
+                size, shared = self.bytes_of(base) / self.example_rows, self.cut.shares_sequence(base)
+                part.add("activation_bytes", size, is_cut, shared)
+
+    def add_parameter(self, node: fx.Node) -> None:
+        """Count a parameter where it is read first, and note where it is read again."""
+        size, is_split = self.bytes_of(node), self.cut.splits(node)
+        readers = sorted({self.part_of(user) for user in node.users if user.op == "call_function"})
+        self.parts[readers[0] if readers else 0].add("parameter_bytes", size, is_split)
+        if len(readers) > 1:
+            self.tied.append(Tied(size, size if is_split else 0, tuple(readers)))
+
+    def memory(self) -> ProgramMemory | None:
+        """Return what the parts hold; None where only the values of a batch tell."""
+        part_of = owners(self._graph, self._mixed, self.part_of)
+        return program_memory(self._graph, self.cut, part_of, len(self.parts), self.example_rows)
+
+    def boundary_bytes(self, block: int) -> float:
+        """Return the bytes per row that cross from a block (and all before it) to the next ones."""
+        crossing = (n for n in self._mixed if self.part_of(n) <= block + 1 and self._last_use(n) > block + 1)
+        return sum(self.bytes_of(node) for node in crossing) / self.example_rows
+
+    def bytes_of(self, node: fx.Node) -> int:
+        """Return the bytes of a value."""
+        return sum(self._numel(tensor) * tensor.element_size() for tensor in _tensors(node))
+
+    def _num_elements(self, node: fx.Node) -> int:
+        return sum(map(self._numel, _tensors(node)))
+
+    def _numel(self, tensor: torch.Tensor) -> int:
+        return math.prod(map(self._size_of, tensor.shape))
+
+    def _last_use(self, node: fx.Node) -> int:
+        return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)
+
+
+def _reached(graph: Graph, start: set[fx.Node]) -> set[fx.Node]:
+    reached = set(start)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def is_view(node: fx.Node) -> bool:
+    """Tell whether the op returns (a part of) its argument: by its schema, without asking which op it is."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node whose storage the value shares."""
+    while node.op == "call_function" and is_view(node):
+        sources = [source for source in node.all_input_nodes if meta.has_tensor(source)]
+        if not sources:
+            break
+        node = sources[0]
+    return node
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    if not meta.has_value(node):
+        return []
+    return [item for item in tree_leaves(meta.value(node)) if isinstance(item, torch.Tensor)]
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() for tensor in _tensors(node))

@@ -1,0 +1,171 @@
+"""Which sequences share a micro-batch of a pipeline: the second stage of Hydraulis' data assignment.
+
+Rows of at most `max_length` tokens are filled so that (3) of the cost model is least over the number v of rows
+and what is in them. As in Hydraulis' planner every v in
+
+    ceil(tokens / max_length) <= v <= min(sequences, tokens / filling tokens)           (1)
+
+may win, and the rows end in order of their tokens, most first. Left is that planner where it solves each v by a
+general integer programme within half a second, which equal sequences make slow: here v is tried in the order of
+a bound on (3), until the bound is no better than what was found. Few sequences are packed exactly, with the
+symmetry broken, many by the same search as a dispatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.dispatch.exact import ExactRows
+from hetu_fx.planner.dispatch.local_search import EPSILON, Assigning
+from hetu_fx.planner.dispatch.lower_bounds import row_bound
+from hetu_fx.planner.dispatch.makespan import Effort, assign
+from hetu_fx.planner.dispatch.quick import NO_ROWS, Rows, quick_rows, sweep_counts
+from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
+
+EXACT_SEQUENCES = 10
+"""Up to so many sequences of a pipeline are packed exactly."""
+
+_SLACK = 1e-3  # where there are more, a number of rows that cannot be better by this share is not tried
+_RESTARTS = 20
+_RENEWED_ITEMS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The rows of a pipeline, each the positions of its sequences in `lengths`, every sequence exactly once.
+
+    No packing of these sequences gets below `bound_seconds`. A pipeline without sequences has no rows.
+    """
+
+    scheme: Scheme
+    lengths: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    bound_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_each_once("a packing", self.rows, len(self.lengths))
+        if not all(self.rows):
+            raise PlanError(f"a packing has an empty row in {self.rows}; leave it out")
+        full = [tokens for tokens in self.row_tokens if tokens > self.scheme.max_length]
+        if full:
+            most = self.scheme.max_length
+            raise PlanError(f"a packing has rows of {full} tokens, but {self.scheme} holds {most}; use more rows")
+
+    @property
+    def row_tokens(self) -> tuple[int, ...]:
+        """Return the tokens of each row."""
+        return tuple(sum(self.lengths[position] for position in row) for row in self.rows)
+
+    @property
+    def row_seconds(self) -> tuple[float, ...]:
+        """Return the seconds per stage of each row, without what each micro-batch costs besides."""
+        times = self.scheme.times
+        return tuple(math.fsum(times.seconds(self.lengths[position]) for position in row) for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Return (3) of the cost model."""
+        return self.scheme.seconds(max(self.row_seconds), len(self.rows)) if self.rows else 0.0
+
+    @property
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        """Return (term, seconds) of what `seconds` consists of."""
+        rows, slowest = len(self.rows), max(self.row_seconds, default=0.0)
+        work, fixed = math.fsum(self.row_seconds), self.scheme.times.c
+        fill = (self.scheme.stages - 1) * (slowest + fixed) if rows else 0.0
+        return (
+            ("sequences", work),
+            ("micro-batches", rows * fixed),
+            ("imbalance", rows * slowest - work),
+            ("fill", fill),
+        )
+
+
+def pack(scheme: Scheme, lengths: Sequence[int], *, seed: int = 0) -> Packing:
+    """Return the best packing of up to `EXACT_SEQUENCES` sequences, a good one of more, with a bound on the best.
+
+    The same for a seed, whatever the order of the lengths. Raises `PlanError` for a sequence longer than a row.
+    """
+    sweep = _Sweep(scheme, _falling(scheme, lengths), seed)
+    return _packing(scheme, lengths, sweep.best, sweep.bound)
+
+
+def pack_quickly(scheme: Scheme, lengths: Sequence[int]) -> Packing:
+    """Return the packing by longest-first."""
+    return _packing(scheme, lengths, quick_rows(scheme, _falling(scheme, lengths)), 0.0)
+
+
+def _falling(scheme: Scheme, lengths: Sequence[int]) -> list[int]:
+    if max(lengths, default=0) > scheme.max_length:
+        raise PlanError(f"{scheme} holds rows of {scheme.max_length} tokens, not of {max(lengths)}; cut the sequence")
+    return sorted(lengths, reverse=True)
+
+
+def _packing(scheme: Scheme, lengths: Sequence[int], found: Rows, bound: float) -> Packing:
+    """Return the packing of rows of falling lengths, the rows of most tokens first."""
+    order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
+    rows: dict[int, list[int]] = {}
+    for position, row in zip(order, found.row_of, strict=True):
+        rows.setdefault(row, []).append(position)
+    by_tokens = sorted(rows.values(), key=lambda row: (-sum(lengths[i] for i in row), [-lengths[i] for i in row], row))
+    made = Packing(scheme, tuple(lengths), tuple(map(tuple, by_tokens)))
+    return replace(made, bound_seconds=min(bound, made.seconds))  # sums in another order may round otherwise
+
+
+class _Sweep:
+    """The best rows of all numbers of rows, and what none gets below."""
+
+    def __init__(self, scheme: Scheme, lengths: list[int], seed: int) -> None:
+        """`lengths` fall."""
+        self._scheme, self._lengths, self._seed = scheme, lengths, seed
+        self._is_small = len(lengths) <= EXACT_SEQUENCES
+        self._slack = EPSILON if self._is_small else _SLACK
+        self._seconds = [scheme.times.seconds(length) for length in lengths]
+        self.best = NO_ROWS if self._is_small and lengths else quick_rows(scheme, lengths)
+        self.bound = math.inf
+        sweep_counts(scheme, lengths, self._seconds, self._try)
+        self.bound = min(self.bound, self.best.seconds if self._is_small else self._worth)
+
+    def _try(self, count: int) -> float:
+        """Look for better rows; return what others must beat."""
+        least = row_bound(self._seconds, count)
+        bound = self._scheme.seconds(least, count)
+        if bound < self._worth:
+            self._take(count, self._exact(count) if self._is_small else self._assigned(count, least))
+            self.bound = self.bound if self._is_small else min(self.bound, bound)
+        return self._worth
+
+    @property
+    def _worth(self) -> float:
+        return self.best.seconds * (1 - self._slack)
+
+    def _assigned(self, count: int, least: float) -> list[int] | None:
+        shape = (count, len(self._lengths))
+        problem = Assigning(
+            seconds=np.broadcast_to(np.array(self._seconds), shape),
+            may=np.ones(shape, dtype=np.bool_),
+            fill=np.zeros(count),
+            room=np.full(count, float(self._scheme.max_length)),
+            tokens=np.array(self._lengths, dtype=np.float64),
+        )
+        found = assign(problem, Effort(_RESTARTS, self._seed, lambda _: least, _RENEWED_ITEMS))
+        return None if found is None else [int(row) for row in found]
+
+    def _exact(self, count: int) -> list[int] | None:
+        below = self.best.seconds / (self._scheme.stages - 1 + count) - self._scheme.times.c
+        return ExactRows(self._scheme, self._lengths, count, below).search()
+
+    def _take(self, count: int, row_of: list[int] | None) -> None:
+        if row_of is None:
+            return
+        rows = [0.0] * count
+        for seconds, row in zip(self._seconds, row_of, strict=True):
+            rows[row] += seconds
+        seconds = self._scheme.seconds(max(rows), count)
+        if seconds < self.best.seconds:
+            self.best = Rows(seconds, tuple(row_of))

@@ -1,0 +1,206 @@
+"""What Hydraulis knows of a parallel scheme: its seconds, by a quadratic fit, and how long a row it can hold.
+
+On scheme k a sequence of s tokens takes, forward and backward, on each stage
+
+    t_k(s) = a s^2 + b s                                                      (1)
+
+and a micro-batch that packs the sequences Q, attention being paid per sequence and c per micro-batch,
+
+    T_k(Q) = sum_{s in Q} t_k(s) + c                                          (2)
+
+A pipeline of p stages runs v micro-batches Q_j in
+
+    (p - 1 + v) max_j T_k(Q_j)                                                (3)
+
+seconds (1F1B), and never in less than what is asked of a pipeline before its sequences are packed:
+
+    sum_s t_k(s) + (p - 1) max_s t_k(s)                                       (4)
+
+(1) to (4) are the cost model of Hydraulis (arXiv 2412.07894, SIGMOD 2026) as its planner states it. Context
+parallelism, which that planner can write down but was never run with, is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from hetu_fx.base.checks import check_not_negative
+from hetu_fx.errors import PlanError
+
+Numbers = NDArray[np.float64]
+
+_UNKNOWNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFit:
+    """The constants of (1) and (2): a and b in seconds per squared token and per token, c in seconds."""
+
+    a: float
+    b: float
+    c: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(PlanError, "time fit", a=self.a, b=self.b, c=self.c)
+        if self.a == self.b == 0:
+            raise PlanError("time fit has a = b = 0, so that sequences cost nothing; give one of them above 0")
+
+    def seconds(self, length: float) -> float:
+        """Return (1): the seconds per stage of a sequence of `length` tokens."""
+        return (self.a * length + self.b) * length
+
+    def all_seconds(self, lengths: Iterable[int]) -> Numbers:
+        """Return (1) for each length, shape (sequences,)."""
+        tokens = np.array(tuple(lengths), dtype=np.float64)
+        return (self.a * tokens + self.b) * tokens
+
+
+class Fitted(NamedTuple):
+    """A time fit, and the share of the variance of the samples that it explains."""
+
+    fit: TimeFit
+    r_squared: float
+
+
+def fit_times(samples: Sequence[tuple[int, float]]) -> Fitted:
+    """Fit a, b, c to `(length, seconds)` of micro-batches of one sequence, by non-negative least squares.
+
+    Relative errors are minimised, as short and long rows matter alike. Lengths below the one that fills a
+    device bend the fit and are better left out. Raises `PlanError` for fewer than three lengths.
+    """
+    lengths = [length for length, _ in samples]
+    if len(set(lengths)) < _UNKNOWNS or not all(length > 0 and 0 < s < math.inf for length, s in samples):
+        raise PlanError(
+            f"cannot fit a, b, c to {list(samples)}; give (length, seconds), both above 0, of at least "
+            f"{_UNKNOWNS} different lengths"
+        )
+    tokens, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+    scale = tokens.max()  # so that the columns are of like size
+    columns = np.stack([(tokens / scale) ** 2, tokens / scale, np.ones_like(tokens)], axis=1)
+    found, _ = nnls(columns / seconds[:, None], np.ones_like(seconds))
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    error = float(((columns @ found - seconds) ** 2).sum())
+    a, b, c = (float(value) for value in found)
+    return Fitted(TimeFit(a / scale**2, b / scale, c), 1 - error / spread if spread else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one pipeline runs: stages of tensor parallel groups, their time fit, and the tokens a row may have.
+
+    `filling_tokens` is the shortest row that keeps the devices busy; more and shorter micro-batches are not
+    tried.
+    """
+
+    tensor_parallel: int
+    stages: int
+    times: TimeFit
+    max_length: int
+    filling_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "stages", "max_length", "filling_tokens"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"scheme {self} has {name} {getattr(self, name)}; give a whole number from 1")
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices a pipeline takes."""
+        return self.tensor_parallel * self.stages
+
+    def seconds(self, slowest: float, micro_batches: int) -> float:
+        """Return (3), `slowest` being the largest sum of (1) over a micro-batch."""
+        return (slowest + self.times.c) * (self.stages - 1 + micro_batches)
+
+    def __str__(self) -> str:
+        return f"<tp {self.tensor_parallel}, pp {self.stages}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Pipelines side by side, each with its scheme; a multiset, kept with the longest rows first."""
+
+    pipelines: tuple[Scheme, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pipelines", tuple(sorted(self.pipelines, key=order_of)))
+        if not self.pipelines:
+            raise PlanError("a strategy has no pipelines; give the scheme of at least one")
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices all pipelines take."""
+        return sum(scheme.devices for scheme in self.pipelines)
+
+    @property
+    def max_length(self) -> int:
+        """Return the longest sequence that some pipeline can hold."""
+        return self.pipelines[0].max_length
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Tell whether all pipelines have one scheme."""
+        return len(set(self.pipelines)) == 1
+
+    def __str__(self) -> str:
+        counts = Counter(self.pipelines).items()
+        return " + ".join(f"{count}x{scheme}" if count > 1 else str(scheme) for scheme, count in counts)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBatch:
+    """The lengths of the sequences of a step, in tokens; a sequence is named by its position."""
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(map(index, self.lengths)))
+        if not self.lengths:
+            raise PlanError("a batch has no sequences; give the length of at least one")
+        wrong = {position: length for position, length in enumerate(self.lengths) if length < 1}
+        if wrong:
+            raise PlanError(f"a batch has lengths below 1, by position: {wrong}; leave empty sequences out")
+
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest sequence."""
+        return max(self.lengths)
+
+
+def check_holds(strategy: Strategy, batch: SequenceBatch) -> None:
+    """Raise `PlanError` unless some pipeline of the strategy can hold the longest sequence."""
+    if batch.longest > strategy.max_length:
+        raise too_long(batch, f"no pipeline of {strategy} holds", strategy.max_length)
+
+
+def too_long(batch: SequenceBatch, holders: str, most: int) -> PlanError:
+    """Return the error for a longest sequence where `holders` "more than" so many tokens; raised by the caller."""
+    return PlanError(
+        f"sequence {batch.lengths.index(batch.longest)} of the batch has {batch.longest} tokens, but {holders} "
+        f"more than {most}; cut it, or give a strategy with more devices in a pipeline"
+    )
+
+
+def check_each_once(what: str, groups: Sequence[Sequence[int]], count: int) -> None:
+    """Raise `PlanError` unless the groups together hold each of `count` sequences exactly once."""
+    held = Counter(position for group in groups for position in group)
+    wrong = sorted(held.keys() ^ set(range(count)))
+    twice = sorted(position for position, times in held.items() if times > 1)
+    if wrong or twice:
+        raise PlanError(f"{what} has sequences {wrong} missing or unknown and {twice} twice; give each exactly once")
+
+
+def order_of(scheme: Scheme) -> tuple[float, ...]:
+    """Return what the pipelines of a strategy are sorted by."""
+    times = scheme.times
+    sizes = (-scheme.max_length, -scheme.tensor_parallel, scheme.stages)
+    return (*sizes, times.a, times.b, times.c, scheme.filling_tokens)

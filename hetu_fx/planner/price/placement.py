@@ -1,0 +1,222 @@
+"""What each device of a plan is given to hold: its part of its stage, and its part of what replicas share.
+
+A parameter that several stages read (a tied one) counts with the first of them, and the sum of its gradients too: where
+it is large, the first stage of a pipeline is charged too much and the last too little.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hetu_fx.planner.values.device_memory import Shard, Terms, in_flight, instants, most_rows, peak
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.tied import Tied
+from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where the states of what a device reads are kept.
+
+    Attributes:
+        zero: 1 keeps every element of the states once, 0 wherever it is read.
+        num_copies: how many devices read the same part of what a stage splits, near enough where pipelines differ.
+        split: the device's share of the states of its shards of split parameters.
+        whole: its share of the states of those that the whole group reads.
+        tied: its share of the states of the whole of those that other stages of its pipeline read too.
+    """
+
+    zero: int
+    num_copies: int
+    split: float = 1.0
+    whole: float = 1.0
+    tied: float = 1.0
+
+    @classmethod
+    def even(cls, zero: int, num_copies: int, group: int) -> Homes:
+        """Return states that are spread evenly over all that read them, tied ones as if no other stage did."""
+        return cls(zero, num_copies, 1 / num_copies, 1 / num_copies / group, 1 / num_copies / group)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The blocks [start, stop) of a program, with `share` of what a group of `group` devices splits.
+
+    `costs` are those for the way in which the group shares work.
+    """
+
+    costs: ProgramCosts
+    start: int
+    stop: int
+    share: float = 1.0
+    group: int = 1
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Return the bytes of parameters that the piece reads."""
+        return self.costs.stage(self.start, self.stop).parameter_bytes_at(self.share)
+
+    def shard(self, homes: Homes) -> Shard:
+        """Return what its device holds."""
+        shared = self.costs.shared(self.start, self.stop)
+        tied = sum(one.at(self.share) for one in shared)
+        tied_split = self.share * sum(one.split_bytes for one in shared)
+        split = self.costs.stage(self.start, self.stop).split_parameter_bytes * self.share - tied_split
+        common = self.parameter_bytes - split - tied
+        copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
+        owned = split * homes.split + common * homes.whole + sum(one.bytes for one in shared) * homes.tied
+        return Shard(
+            parameters=self.parameter_bytes,
+            owned=owned if homes.zero else self.parameter_bytes,
+            copied=copied if homes.zero else 0.0,
+            synced=copied if homes.zero or homes.num_copies > 1 else tied,
+            footprint=self.costs.footprint(self.start, self.stop, self.share),
+            handed=self.costs.boundary(self.start) + self.costs.boundary(self.stop),
+        )
+
+    def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
+        """Return the most rows of a micro-batch that a device can hold, if states are spread evenly over readers."""
+        key = limit, num_in_flight, micro_batches, zero, num_replicas, self._place
+        known = self.costs.known_limits
+        if key not in known:
+            shard = self._even_shard(zero, num_replicas)
+            known[key] = most_rows(limit, shard, num_in_flight, micro_batches)
+        return known[key]
+
+    def _even_shard(self, zero: int, num_replicas: int) -> Shard:
+        """Return what its device holds if states are spread evenly; it is the same for all schedules."""
+        key, known = (zero, num_replicas, self._place), self.costs.known_shards
+        if key not in known:
+            known[key] = self.shard(Homes.even(zero, num_replicas, self.group))
+        return known[key]
+
+    def recomputing(self, blocks: int) -> Piece:
+        """Return the same with so many blocks, its first ones, recomputed."""
+        stage = Stage(tuple(range(self.group)), recompute=blocks)
+        return replace(self, costs=self.costs.kept_by(stage, self.start))
+
+    def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:
+        """Return what its device holds at its peak, by term."""
+        key = rows, num_in_flight, micro_batches, homes, self._place
+        known = self.costs.known_peaks
+        if key not in known:
+            known[key] = peak(instants(self.shard(homes), num_in_flight, micro_batches), rows)
+        return known[key]
+
+    @property
+    def _place(self) -> tuple[int, int, float, int]:
+        return self.start, self.stop, self.share, self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept."""
+
+    rank: int
+    pipeline: int
+    stage: int
+    piece: Piece
+    homes: Homes
+
+
+def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Terms]:
+    """Return the bytes of every device of a plan, by term, at its peak.
+
+    States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
+    """
+    found: dict[int, Terms] = {}
+    rows = pipeline_rows(costs.rows, plan)
+    for place in places_in(plan, costs, speeds):
+        pipeline = plan.pipelines[place.pipeline]
+        count = max(1, min(pipeline.micro_batches, rows[place.pipeline]))
+        kept = in_flight(plan.schedule, place.stage, len(pipeline.stages), count)
+        found[place.rank] = place.piece.peak(-(-rows[place.pipeline] // count), kept, count, place.homes)
+    return found
+
+
+def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Shard]:
+    """Return what every device of a plan is given to hold; states are spread by `speeds`."""
+    return {place.rank: place.piece.shard(place.homes) for place in places_in(plan, costs, speeds)}
+
+
+def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[Place]:
+    """Yield every device of a plan with what it is given to hold; states are spread by `speeds`."""
+    asked = costs.under(plan)
+    stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+    readers, tied_speed = _readers(plan, stops, speeds), _tied_speed(plan, asked, stops, speeds)
+    for number, index, stage in plan.stages:
+        start, stop = stops[number][index : index + 2]
+        holders = readers[start]
+        tied = tied_speed if asked.shared(start, stop) else holders.speed
+        group = len(stage.context_groups)
+        for position, rank in enumerate(stage.devices):
+            share, own = stage.shares[position][1], speeds[rank]
+            split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
+            homes = Homes(
+                zero=plan.zero,
+                num_copies=len(plan.pipelines) * stage.context,
+                split=split,
+                # In a grid nearly all weights are split: all count as if they were.
+                whole=split if stage.is_grid else own / holders.speed,
+                tied=split if stage.is_grid else own / tied,
+            )
+            program = asked.kept_by(stage, start, position)
+            yield Place(rank, number, index, Piece(program, start, stop, stage.work_shares[position], group), homes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """Those that hold a block: the speed of all, and of those with each part of its weights if they split alike.
+
+    Then the holders of a shard own it together. Else all own parts of the whole, in proportion to their speeds.
+    """
+
+    speed: float
+    columns: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage], speeds: Mapping[int, float]) -> _Holders:
+        whole = _speed(stages, speeds)
+        if len({tensor for stage in stages for _, tensor in [stage.axes]}) > 1:
+            return cls(whole)
+        columns = zip(*(stage.context_groups for stage in stages), strict=True)
+        return cls(whole, tuple(sum(speeds[rank] for ranks in column for rank in ranks) for column in columns))
+
+
+def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> dict[int, _Holders]:
+    """Return for every block with which a stage begins those that hold it.
+
+    A stage without blocks begins where the next one does, and counts as a holder of that block where it is the last.
+    """
+    found: dict[int, _Holders] = {}
+    for block in {start for own in stops for start in own[:-1]}:
+        pairs = zip(plan.pipelines, stops, strict=True)
+        stages = [p.stages[min(bisect_right(own, block), len(p.stages)) - 1] for p, own in pairs]
+        found[block] = _Holders.of(stages, speeds)
+    return found
+
+
+def _tied_speed(plan: Plan, costs: ProgramCosts, stops: Sequence[Sequence[int]], speeds: Mapping[int, float]) -> float:
+    """Return the speed of all that read parameters which several stages of a pipeline read."""
+    pairs = ((stage, len(plan.pipelines[i].stages) == 1, stops[i][j : j + 2]) for i, j, stage in plan.stages)
+    return _speed([stage for stage, is_alone, blocks in pairs if is_alone or costs.shared(*blocks)], speeds)
+
+
+def _speed(stages: Sequence[Stage], speeds: Mapping[int, float]) -> float:
+    return sum(speeds[rank] for stage in stages for rank in stage.devices)
+
+
+def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:
+    """Return where each stage's blocks begin, and where the last one's end."""
+    blocks = pipeline.blocks(num_blocks)
+    return tuple(sum(blocks[:i]) for i in range(len(blocks) + 1))
+
+
+def tied_holders(costs: ProgramCosts, stops: Sequence[int]) -> tuple[tuple[Tied, tuple[int, ...]], ...]:
+    """Return each parameter that several stages of a pipeline read, with their numbers; `stops` are of `stops_of`."""
+    parts = [costs.numbers(*pair) for pair in pairwise(stops)]
+    found = [(one, tuple(i for i, part in enumerate(parts) if one.within(*part))) for one in costs.tied]
+    return tuple((one, held) for one, held in found if len(held) > 1)

@@ -1,0 +1,102 @@
+"""Seconds of a stage for one micro-batch, as lines of its rows.
+
+Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
+
+    compute        3 x flops / speed + 3 x traffic / memory's speed + op overhead,                       (1)
+                   and the parameters moved WEIGHT_MOVES times, whatever the rows are;
+                   a third of that once more for blocks that are recomputed
+    tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
+                   or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
+    hand-over      the activation to the next stage, the gradient to the one before, and a meeting each  (3)
+
+Every turn around a ring of devices that compute is a meeting: an all-reduce is two, a gather or a reduce-scatter one.
+A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost, messages_cost
+from hetu_fx.planner.rounds import Rounds, rounds_of
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.ring import turn_seconds
+from hetu_fx.plans.plan import Stage
+
+FORWARD_AND_BACKWARD = 3  # a product's backward is two products
+OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of its kind
+WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds as a line: `fixed + per_row * rows`."""
+
+    fixed: float = 0.0
+    per_row: float = 0.0
+
+    def __call__(self, rows: float) -> float:
+        return self.fixed + self.per_row * rows
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.per_row + other.per_row)
+
+    def upper(self, other: Line) -> Line:
+        """Return a line that is nowhere below either."""
+        return Line(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
+
+
+def forward_lines(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the forward's part of whole lines: what recomputed blocks take again, as what is sent is kept."""
+    return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.per_row / FORWARD_AND_BACKWARD) for n in lines)
+
+
+def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
+    """Return (1) of each device of a stage that is no grid."""
+    return device_lines(stage, (parts,) * len(stage.devices), cluster)
+
+
+def device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
+    """Return (1) of each device of a stage, of the part that each has."""
+    triples = zip(stage.devices, stage.work_shares, parts, strict=True)
+    return tuple(_compute_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
+
+
+def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
+    overhead = parts.num_ops * OP_SECONDS * cluster.top_speed(device.kind) / device.speed
+    work = parts.flops_at(share) + parts.traffic_bytes_at(share) * device.flops_per_byte
+    weights = parts.parameter_bytes_at(share) * WEIGHT_MOVES * device.flops_per_byte / device.speed
+    return Line(FORWARD_AND_BACKWARD * overhead + weights, FORWARD_AND_BACKWARD * work / device.speed)
+
+
+def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
+    """Return (2) of the forward and of the backward, of a stage that is no grid."""
+    return round_lines(tuple(rounds_of(stage, parts, (parts,))), cluster)
+
+
+def round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line]:
+    """Return (2) and (2') of the forward and of the backward: of each kind the slowest group."""
+    forward, backward = Line(), Line()
+    for kind in dict.fromkeys(one.kind for one in rounds):
+        groups = [one for one in rounds if one.kind == kind]
+        lines = [_round_line(one, one.num_forward, one.forward, cluster) for one in groups]
+        returns = [_round_line(one, one.num_backward, one.backward, cluster) for one in groups]
+        forward, backward = forward + reduce(Line.upper, lines), backward + reduce(Line.upper, returns)
+    return forward, backward
+
+
+def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
+    """Return the seconds of one direction."""
+    empty, full = (cheapest_ring_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
+    return Line(count * one.kind * turn_seconds(0.0, one.ranks, cluster), one.kind * (full - empty))
+
+
+def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
+    """Return (3) for one message between two stages."""
+    ends = stage.devices[0], other.devices[0]
+    link = cluster.link(*ends)
+    empty = messages_cost([(*ends, 0)], cluster) + cluster.meeting_seconds(ends)
+    return Line(empty, bytes_per_row / link.bytes_per_second)

@@ -1,0 +1,129 @@
+"""What a plan may be: replicas are runs of consecutive devices in some order, stages are runs inside them.
+
+An order of n devices has a separator between neighbours: another replica, another stage, or the same tensor
+parallel group. Together with the devices that are left out these are all plans of contiguous groups;
+several orders (by speed, by node, slow beside fast) reach the groupings worth having. Pure data; nothing is
+priced here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Schedule
+
+EXHAUSTIVE_DEVICES = 8
+"""In clusters up to so many devices a replica's stages may have any sizes, above all have one size."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""A replica: the devices of each of its stages, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the planner may do.
+
+    micro_batches are the counts to choose from; memory_fraction how much of a device's memory a plan may
+    fill; tensor_parallel and pipelines may be switched off (a model that mixes rows cannot be cut into
+    micro-batches: give micro_batches=(1,)). With sequence_parallel, tensor parallel groups share the sequence where
+    that is predicted to be faster or memory asks for it; off, as what gloo takes for it is not priced yet. With
+    recompute, stages recompute as few of their blocks as they must to fit memory. name and max_length are put on the
+    plan.
+    """
+
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    schedule: Schedule = "1f1b"
+    zero: int = 1
+    memory_fraction: float = 0.9
+    tensor_parallel: bool = True
+    pipelines: bool = True
+    sequence_parallel: bool = False
+    recompute: bool = True
+    name: str | None = None
+    max_length: int | None = None
+
+    @classmethod
+    def of_program(cls, *, mixes_rows: bool, name: str | None = None) -> PlanOptions:
+        """Return the options for a program; one in which rows meet is not cut into micro-batches or stages."""
+        return cls(micro_batches=(1,), pipelines=False, name=name) if mixes_rows else cls(name=name)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "micro_batches", tuple(sorted(set(self.micro_batches))))
+        if not self.micro_batches or self.micro_batches[0] < 1:
+            raise PlanError(f"micro_batches to choose from are {self.micro_batches}; give numbers from 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise PlanError(f"memory_fraction is {self.memory_fraction}; give a number above 0, up to 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Which replicas are allowed: the largest group, the most stages, and if stages may differ in size."""
+
+    largest_group: int
+    most_stages: int
+    exhaustive: bool = True
+
+    @classmethod
+    def of(cls, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> Space:
+        """Return the space that the program's units and blocks, and the options, allow."""
+        return cls(
+            largest_group=costs.units if options.tensor_parallel else 1,
+            most_stages=max(1, costs.num_blocks) if options.pipelines else 1,
+            exhaustive=len(cluster.devices) <= EXHAUSTIVE_DEVICES,
+        )
+
+    def replicas(self, devices: Sequence[int]) -> Iterator[Groups]:
+        """Yield every replica over all the given devices, in order."""
+        shapes = compositions if self.exhaustive else equal_sizes
+        for sizes in shapes(len(devices), self.largest_group, self.most_stages):
+            stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+            yield tuple(tuple(devices[stop - n : stop]) for stop, n in zip(stops, sizes, strict=True))
+
+
+@cache
+def compositions(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ways to write `total` as an ordered sum of at most `most` numbers up to `largest`."""
+    if total == 0:
+        return ((),)
+    firsts = range(1, min(total, largest) + 1) if most else ()
+    return tuple((n, *rest) for n in firsts for rest in compositions(total - n, largest, most - 1))
+
+
+@cache
+def equal_sizes(total: int, largest: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """Return those of `compositions` that have equal numbers."""
+    sizes = [size for size in range(1, min(total, largest) + 1) if total % size == 0]
+    return tuple((size,) * (total // size) for size in sizes if total // size <= most)
+
+
+def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Return the orders of devices to consider, without repeats.
+
+    Fast to slow; slow to fast (a pipeline's front keeps more activations, so slow devices with few blocks may
+    stand there); node by node; and fast beside slow, which makes groups of like strength.
+    """
+    by_speed = sorted(cluster.devices, key=lambda device: (-device.speed, device.rank))
+    nodes = list(dict.fromkeys(device.node for device in by_speed))
+    by_node = sorted(by_speed, key=lambda device: nodes.index(device.node))
+    candidates = (by_speed, by_speed[::-1], by_node, _zigzag(by_speed))
+    return tuple(dict.fromkeys(tuple(device.rank for device in order) for order in candidates))
+
+
+def alone(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return each node's devices as a cluster, if there are several nodes."""
+    nodes = list(dict.fromkeys(device.node for device in cluster.devices))
+    others = [[d.rank for d in cluster.devices if d.node != node] for node in nodes]
+    return tuple(cluster.without(ranks) for ranks in others) if len(nodes) > 1 else ()
+
+
+def _zigzag(devices: Sequence[Device]) -> list[Device]:
+    """Return fastest, slowest, second fastest, second slowest, and so on."""
+    half = (len(devices) + 1) // 2
+    fast, slow = devices[:half], devices[half:][::-1]
+    pairs = [pair for i, first in enumerate(fast) for pair in (first, *slow[i : i + 1])]
+    return list(pairs)

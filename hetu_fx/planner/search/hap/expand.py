@@ -1,0 +1,210 @@
+"""What can be done next: an op in each of its forms, with the changes of layout that its operands need.
+
+Of the ways to bring an operand to a layout the fastest is taken: they leave the same behind. Where a parameter
+is held is decided by the first op that reads it; if memory binds, holding it in parts is a choice of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.hap.dominance import Dominance, Layouts, State
+from hetu_fx.planner.search.hap.forms import Form, Rules, forms_of
+from hetu_fx.planner.search.hap.memory import Held, Limits, held, held_after
+from hetu_fx.planner.search.hap.prices import Prices, Transfer, Vector
+from hetu_fx.planner.search.hap.problem import Op, Problem, Tensor
+from hetu_fx.planner.search.hap.span import Span
+from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, split
+
+
+class Choice(NamedTuple):
+    """How an op is done, by numbers, so that it can be told of an equal op of another block."""
+
+    op: int
+    form: int
+    homes: tuple[tuple[str, Layout], ...]
+    changes: tuple[tuple[str, Layout, Layout], ...]
+
+
+class Move(NamedTuple):
+    """A choice and what it leads to: layouts of what it touched, seconds, bytes held more."""
+
+    layouts: State
+    span: Span
+    held: Held
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Operands brought to the layouts of a form, one after another."""
+
+    layouts: Mapping[str, Layouts]
+    homes: tuple[tuple[str, Layout], ...] = ()
+    changes: tuple[tuple[str, Layout, Layout], ...] = ()
+    seconds: float = 0.0
+    ends_stage: bool = False
+    held: Held = field(default_factory=Held)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The moves of a problem at given prices."""
+
+    problem: Problem
+    prices: Prices
+    rules: Rules
+    limits: Limits
+    zero: int = 1
+    _known: dict[tuple[int, tuple[Layouts, ...]], tuple[Move, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def dominance(self) -> Dominance:
+        """Return which states serve for which."""
+        return Dominance(self.problem, self.prices, self.rules, self.limits)
+
+    @cached_property
+    def forms(self) -> tuple[tuple[Form, ...], ...]:
+        """Return the forms of each op."""
+        count = self.prices.num_devices
+        found = tuple(forms_of(op, self.problem, self.rules, count) for op in self.problem.ops)
+        without = [op.name for op, forms in zip(self.problem.ops, found, strict=True) if not forms]
+        if without:
+            raise PlanError(f"ops {without} can be done in no form by {count} devices; let them be copied")
+        return found
+
+    def least_work(self, index: int) -> Vector:
+        """Return seconds on each device that can be the slowest that no form of an op goes below."""
+        works = [self.prices.work(form) for form in self.forms[index]]
+        return tuple(map(min, zip(*works, strict=True)))
+
+    def moves(self, index: int, layouts: Mapping[str, Layouts]) -> tuple[Move, ...]:
+        """Return the moves of an op, `layouts` being those of what has been made and of parameters in use."""
+        names = dict.fromkeys(self.problem.ops[index].reads)
+        key = index, tuple(layouts.get(name, ()) for name in names)
+        if key not in self._known:
+            here = dict(zip(names, key[1], strict=True))
+            found = [move for number in range(len(self.forms[index])) for move in self._moves(index, number, here)]
+            self._known[key] = self._undominated(found)
+        return self._known[key]
+
+    def _undominated(self, moves: Sequence[Move]) -> tuple[Move, ...]:
+        """Return the moves without those that another one serves for."""
+        kept: list[Move] = []
+        for move in sorted(moves, key=lambda move: move.span.seconds):
+            if not any(self.dominance.serves(other, move) for other in kept):
+                kept.append(move)
+        return tuple(kept)
+
+    def gathered(self, op: Op, form: Form) -> tuple[Transfer, ...]:
+        """Return what sufficient-factor broadcasting gathers for a form; inputs are everywhere anyway."""
+        tensors = (self.problem.by_name[name] for name in form.gathered)
+        return tuple(self.prices.gather(t, form.segment, is_backward=True) for t in tensors if t.kind != "input")
+
+    def _moves(self, index: int, number: int, layouts: Mapping[str, Layouts]) -> Iterator[Move]:
+        op, form = self.problem.ops[index], self.forms[index][number]
+        gathers = self.prices.seconds(self.gathered(op, form))
+        for way in self._ways(index, form, layouts):
+            after = dict(way.layouts) | {name: (made,) for name, made in zip(op.makes, form.makes, strict=True)}
+            left = tuple(sorted((name, have) for name, have in after.items() if self._matters(name, index)))
+            more = Held()
+            if self.limits.bind:
+                made = zip(op.makes, form.makes, strict=True)
+                more = sum((held(self._tensor(name), layout, zero=self.zero) for name, layout in made), way.held)
+            choice = Choice(index, number, way.homes, way.changes)
+            yield Move(left, self._span(form, way.seconds + gathers, way.ends_stage), more, (choice,))
+
+    def _matters(self, name: str, index: int) -> bool:
+        return self._tensor(name).kind != "input" and self.problem.last_use.get(name, -1) > index
+
+    def _span(self, form: Form, exchange: float, ends_stage: bool) -> Span:
+        work = self.prices.work(form)
+        if len(work) > 1 and (ends_stage or self.rules.waits_after_each_op):
+            nothing = (0.0,) * len(work)
+            if self.rules.waits_after_each_op:
+                return Span(nothing, max(work) + exchange, nothing)
+            return Span(nothing, exchange, work)
+        return Span(tuple(seconds + exchange for seconds in work))
+
+    def _ways(self, index: int, form: Form, layouts: Mapping[str, Layouts]) -> list[_Way]:
+        ways = [_Way({name: have for name, have in layouts.items() if have})]
+        for name, wanted in zip(self.problem.ops[index].reads, form.reads, strict=True):
+            if wanted is not None:
+                tensor = self._tensor(name)
+                ways = [new for way in ways for new in self._with_operand(index, tensor, wanted, way)]
+        return ways
+
+    def _with_operand(self, index: int, tensor: Tensor, wanted: Layout, way: _Way) -> Iterator[_Way]:
+        if tensor.kind == "input":
+            if wanted.kind in (LayoutKind.COPY, LayoutKind.SPLIT):
+                yield way
+        elif tensor.name in way.layouts:
+            if (new := self._changed(tensor, wanted, way)) is not None:
+                yield new
+        elif tensor.kind == "parameter":
+            yield from self._held(index, tensor, wanted, way)
+
+    def _changed(self, tensor: Tensor, wanted: Layout, way: _Way) -> _Way | None:
+        """Return the way with the operand in the wanted layout, at the least seconds there are."""
+        have = way.layouts[tensor.name]
+        if wanted in have:
+            return way
+        if not tensor.movable or (self.rules.one_change and len(have) > 1):
+            return None
+        options = [(self.dominance.change_seconds(tensor, source, wanted), source) for source in have]
+        possible = [(seconds, source) for seconds, source in options if seconds is not None]
+        if not possible:
+            return None
+        seconds, source = min(possible)
+        return self._after_change(tensor, source, wanted, seconds, way)
+
+    def _after_change(self, tensor: Tensor, source: Layout, wanted: Layout, seconds: float, way: _Way) -> _Way:
+        transfers = self.prices.change(tensor, source, wanted) or ()
+        stays = bool(transfers) or self.rules.one_change  # what is free can be had again
+        layouts = dict(way.layouts)
+        if stays:
+            first, *others = layouts[tensor.name]
+            layouts[tensor.name] = (first, *sorted((*others, wanted)))
+        more = Held()
+        if self.limits.bind and any(not transfer.is_backward for transfer in transfers):
+            more = held_after(tensor, wanted)
+        return _Way(
+            layouts,
+            way.homes,
+            (*way.changes, (tensor.name, source, wanted)),
+            way.seconds + seconds,
+            way.ends_stage or (bool(transfers) and tensor.kind != "parameter"),
+            way.held + more,
+        )
+
+    def _held(self, index: int, tensor: Tensor, wanted: Layout, way: _Way) -> Iterator[_Way]:
+        """Yield the ways to hold a parameter: all that its later readers or memory may need, else the fastest."""
+        found = []
+        for home in self._homes(index, tensor, wanted):
+            more = held(tensor, home, zero=self.zero) if self.limits.bind else Held()
+            layouts = {**way.layouts, tensor.name: (home,)}
+            homes = (*way.homes, (tensor.name, home))
+            start = _Way(layouts, homes, way.changes, way.seconds, way.ends_stage, way.held + more)
+            if (new := self._changed(tensor, wanted, start)) is not None:
+                found.append(new)
+        if self.limits.bind or self._matters(tensor.name, index):
+            yield from found
+        elif found:
+            yield min(found, key=lambda new: new.seconds)
+
+    def _homes(self, index: int, tensor: Tensor, wanted: Layout) -> Sequence[Layout]:
+        op = self.problem.ops[index]
+        least = self.prices.num_devices * self.rules.smallest_units
+        splits = [split(dim, op.segment) for dim, size in enumerate(tensor.shape) if size >= least]
+        if self._matters(tensor.name, index) or op.reads.count(tensor.name) > 1:
+            return [COPY, *splits]
+        if wanted.kind is LayoutKind.SPLIT:
+            return [wanted]
+        return [COPY, *splits[:1]]
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.problem.by_name[name]

@@ -1,0 +1,162 @@
+"""Seconds of work and of layout changes at given ratios.
+
+Ratios r_si say which share of a tensor that segment s splits device i gets. Only some devices can be the
+slowest: one that another exceeds in r_si / v_i for every s and in 1 / v_i (v its FLOPs per second) never is, and
+is left out; in proportion to the speeds, one device stands for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.hap.collectives import Collectives, Line
+from hetu_fx.planner.search.hap.forms import Form
+from hetu_fx.planner.search.hap.problem import Tensor
+from hetu_fx.planner.search.hap.states import Change, Layout, changes
+
+Ratios = tuple[tuple[float, ...], ...]
+"""For each segment, each device's share; each adds up to 1."""
+
+Vector = tuple[float, ...]
+_EPSILON = 1e-9
+
+
+def check_ratios(ratios: Ratios, num_devices: int) -> None:
+    """Raise `PlanError` unless every segment's ratios are shares of all devices."""
+    for segment, shares in enumerate(ratios):
+        if len(shares) != num_devices or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+            raise PlanError(
+                f"ratios of segment {segment} are {shares} for {num_devices} devices; give one each, adding up to 1"
+            )
+
+
+class Transfer(NamedTuple):
+    """One collective: `fixed_seconds + seconds_per_share * x`.
+
+    x is the largest ratio of segment `follows[0]`, or, with two segments, how far their boundaries are apart at
+    most; without any, seconds are fixed. `bytes` are those of the whole tensor.
+    """
+
+    change: Change
+    tensor: str
+    is_backward: bool
+    bytes: float
+    fixed_seconds: float
+    seconds_per_share: float = 0.0
+    follows: tuple[int, ...] = ()
+    is_grouped: bool = False
+
+    def seconds(self, ratios: Ratios) -> float:
+        """Return its seconds at other ratios; boundaries that agree need no shift."""
+        driver = _driver(self.follows, ratios)
+        if self.change is Change.SHIFT and driver < _EPSILON:
+            return 0.0
+        return self.fixed_seconds + self.seconds_per_share * driver
+
+    def __str__(self) -> str:
+        form = "grouped " if self.is_grouped else ""
+        return f"{form}{self.change} of {self.tensor}{' (gradient)' if self.is_backward else ''}"
+
+
+def _driver(follows: tuple[int, ...], ratios: Ratios) -> float:
+    match follows:
+        case (segment,):
+            return max(ratios[segment])
+        case (one, other):
+            return boundary_distance(ratios[one], ratios[other])
+        case _:
+            return 0.0
+
+
+def boundary_distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return how far boundaries between parts are apart at most, as a share of the dim."""
+    return max(abs(a - b) for a, b in zip(itertools.accumulate(one), itertools.accumulate(other), strict=True))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What work and changes cost on devices of these speeds at these ratios."""
+
+    speeds: tuple[float, ...]
+    collectives: Collectives
+    ratios: Ratios
+    _changes: dict[tuple[str, Layout, Layout], tuple[Transfer, ...] | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        check_ratios(self.ratios, len(self.speeds))
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices."""
+        return len(self.speeds)
+
+    @cached_property
+    def per_flop(self) -> tuple[Vector, ...]:
+        """Return, for each device that can be the slowest, seconds of a FLOP cut by each segment, then whole."""
+        columns = [(*(shares[i] / speed for shares in self.ratios), 1 / speed) for i, speed in enumerate(self.speeds)]
+        kept: list[Vector] = []
+        for column in sorted(columns, reverse=True):
+            if not any(all(k >= c * (1 - _EPSILON) for k, c in zip(other, column, strict=True)) for other in kept):
+                kept = [other for other in kept if not _covers(column, other)]
+                kept.append(column)
+        return tuple(kept)
+
+    def work(self, form: Form) -> Vector:
+        """Return the seconds of a form on each of those devices."""
+        return tuple(form.cut_flops * device[form.segment] + form.whole_flops * device[-1] for device in self.per_flop)
+
+    def least_work(self, flops: Sequence[float]) -> Vector:
+        """Return seconds on each of those devices that no forms of so many FLOPs per segment go below."""
+        return tuple(sum(f * s for f, s in zip(flops, device[:-1], strict=True)) for device in self.per_flop)
+
+    def change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Transfer, ...] | None:
+        """Return what changes a layout; None if nothing does."""
+        key = (tensor.name, source, target)
+        if key not in self._changes:
+            self._changes[key] = self._change(tensor, source, target)
+        return self._changes[key]
+
+    def seconds(self, transfers: Sequence[Transfer]) -> float:
+        """Return the seconds of transfers, one after another."""
+        return sum(transfer.seconds(self.ratios) for transfer in transfers)
+
+    def gather(self, tensor: Tensor, segment: int, *, is_backward: bool) -> Transfer:
+        """Return the gathering of a split tensor, or of its gradient."""
+        return self._transfer(Change.ALL_GATHER, tensor, segment, segment, is_backward)
+
+    def _change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Transfer, ...] | None:
+        found: list[Transfer] = []
+        steps = list(changes(source, target))
+        if not steps and source != target:
+            return None
+        for layout, both in steps:
+            for change, is_backward in zip(both, (False, True), strict=True):
+                if change is not None and (tensor.has_gradient or not is_backward):
+                    other = target.segment if change is Change.SHIFT else layout.segment
+                    found.append(self._transfer(change, tensor, source.segment, other, is_backward))
+        return tuple(found)
+
+    def _transfer(self, change: Change, tensor: Tensor, segment: int, other: int, is_backward: bool) -> Transfer:
+        start = (change, tensor.name, is_backward, tensor.bytes)
+        follows = (segment, other) if change is Change.SHIFT else (other,)
+        swell = 2.0 if change is Change.SHIFT else float(self.num_devices)
+        line: Line = getattr(self.collectives, change.name.lower())
+        if change is Change.ALL_REDUCE:
+            return Transfer(*start, line(tensor.bytes))
+        padded = Transfer(*start, line.fixed_seconds, line.seconds_per_byte * swell * tensor.bytes, follows)
+        grouped_line: Line | None = getattr(self.collectives, f"grouped_{change.name.lower()}", None)
+        if grouped_line is None:
+            return padded
+        grouped = Transfer(*start, grouped_line(tensor.bytes), is_grouped=True)
+        return grouped if grouped.seconds(self.ratios) < padded.seconds(self.ratios) else padded
+
+
+def _covers(column: Vector, other: Vector) -> bool:
+    return all(c >= k * (1 - _EPSILON) for c, k in zip(column, other, strict=True))

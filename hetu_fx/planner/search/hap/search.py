@@ -1,0 +1,167 @@
+"""Plan as HAP does: synthesise a program at fixed ratios, find ratios for the fixed program, and so on.
+
+After HAP (EuroSys 2024, arXiv 2401.05965) and its released code. Ratios start in proportion to the devices'
+speeds, and once more even. A program is synthesised at the ratios (`synthesis`), the ratio programme is solved
+for it (`ratios`), and that goes on while it lowers the seconds. The best pair of program and ratios that was
+met is returned (the released code keeps the best program and the latest ratios).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.hap.assemble import Synthesised, bytes_of, synthesise
+from hetu_fx.planner.search.hap.collectives import Collectives
+from hetu_fx.planner.search.hap.expand import Expansion
+from hetu_fx.planner.search.hap.forms import Rules
+from hetu_fx.planner.search.hap.memory import Limits
+from hetu_fx.planner.search.hap.prices import Prices, Ratios
+from hetu_fx.planner.search.hap.problem import Problem
+from hetu_fx.planner.search.hap.program import Program
+from hetu_fx.planner.search.hap.ratios import best_ratios
+from hetu_fx.planner.search.hap.result import HapResult
+
+MOST_ROUNDS = 8
+"""So often at most program and ratios are found anew from one start."""
+
+NEGLIGIBLE = 1e-6
+"""A pair that is faster by a smaller part than this is no better."""
+
+
+def search(
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    collectives: Collectives | None = None,
+    rules: Rules | None = None,
+    ratios: Sequence[Ratios] = (),
+    memory_fraction: float = 0.9,
+    zero: int = 1,
+    blocks_once: bool = True,
+) -> HapResult:
+    """Return the best program and ratios for all devices of a cluster.
+
+    Args:
+        problem: the program; see `from_graph` for a captured model.
+        cluster: the devices; each takes part.
+        collectives: measured ones; None: as the cluster's links have it.
+        rules: what the search may do; None: all that is sound.
+        ratios: to start from; left out: in proportion to speeds, and even.
+        memory_fraction: how much of a device's memory may be filled.
+        zero: 1 if copies of a parameter share its optimizer states, 0 if not.
+        blocks_once: whether equal blocks are searched once, which changes no result.
+
+    A problem of several segments is also planned as if it were one. Raises `PlanError` when no program fits.
+    """
+    prices = collectives or Collectives.of_cluster(cluster)
+    found = []
+    for given in [problem, problem.in_one_segment()][: 1 if problem.num_segments == 1 else 2]:
+        search = _Search(given, cluster, prices, rules or Rules(), memory_fraction, zero)
+        starts = [start[: given.num_segments] for start in ratios] or list(search.starts())
+        for start in starts:
+            search.alternate(start, blocks_once)
+        found.append(search.result())
+    return min(found, key=lambda result: result.seconds)
+
+
+@dataclass
+class _Pair:
+    program: Program
+    ratios: Ratios
+    seconds: float
+
+
+@dataclass
+class _Search:
+    """The best pair so far, and how it came about."""
+
+    problem: Problem
+    cluster: Cluster
+    collectives: Collectives
+    rules: Rules
+    memory_fraction: float
+    zero: int
+    best: _Pair | None = None
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    found: list[Synthesised] = field(default_factory=list)
+    tried: list[Ratios] = field(default_factory=list)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return tuple(device.speed for device in self.cluster.devices)
+
+    @property
+    def room(self) -> tuple[float, ...]:
+        return tuple(device.memory_bytes * self.memory_fraction for device in self.cluster.devices)
+
+    def starts(self) -> Iterator[Ratios]:
+        """Yield ratios in proportion to speeds and even ones, if that is not the same."""
+        total, count = sum(self.speeds), len(self.speeds)
+        shares = tuple(speed / total for speed in self.speeds)
+        yield (shares,) * self.problem.num_segments
+        if len(set(shares)) > 1 and not self.rules.waits_after_each_op:
+            yield ((1 / count,) * count,) * self.problem.num_segments
+
+    def alternate(self, ratios: Ratios, blocks_once: bool) -> None:
+        """Find program and ratios in turn, as long as that lowers the seconds."""
+        limits = Limits.of(self.room, self.problem)
+        least = float("inf")
+        for _ in range(MOST_ROUNDS):
+            if any(_are_near(ratios, other) for other in self.tried):
+                return
+            self.tried.append(ratios)
+            prices = Prices(self.speeds, self.collectives, ratios)
+            expansion = Expansion(self.problem, prices, self.rules, limits, self.zero)
+            found = synthesise(expansion, blocks_once=blocks_once)
+            self.found.append(found)
+            before = self._seconds(found.program, ratios, limits)
+            ratios = self._ratios(found.program, limits)
+            after = self._seconds(found.program, ratios, limits)
+            self.rounds.append((before, after))
+            if min(before, after) >= least * (1 - NEGLIGIBLE):
+                return
+            least = min(before, after)
+
+    def _ratios(self, program: Program, limits: Limits) -> Ratios:
+        held = bytes_of(program, self.problem, zero=self.zero)
+        room = self.room if limits.bind else ()
+        return best_ratios(
+            program, self.speeds, held=held, memory_bytes=room, drops_constants=self.rules.drops_constants
+        )
+
+    def _seconds(self, program: Program, ratios: Ratios, limits: Limits) -> float:
+        """Return the seconds of a pair, infinite if it does not fit; remember the best."""
+        held = bytes_of(program, self.problem, zero=self.zero)
+        sizes = (held.on_device(index, ratios) for index in range(len(self.speeds)))
+        if limits.bind and any(size > room * (1 + NEGLIGIBLE) for size, room in zip(sizes, self.room, strict=True)):
+            return float("inf")
+        seconds = program.seconds(self.speeds, ratios)
+        if self.best is None or seconds < self.best.seconds * (1 - NEGLIGIBLE):
+            self.best = _Pair(program, ratios, seconds)
+        return seconds
+
+    def result(self) -> HapResult:
+        """Return the best pair."""
+        if self.best is None:
+            raise PlanError(f"no program of {len(self.problem.ops)} ops fits devices {list(self.cluster.ranks)}")
+        best = self.best
+        return HapResult(
+            program=best.program,
+            ratios=best.ratios,
+            seconds=best.seconds,
+            ranks=self.cluster.ranks,
+            speeds=self.speeds,
+            held=bytes_of(best.program, self.problem, zero=self.zero),
+            rounds=tuple(self.rounds),
+            num_states=sum(found.num_states for found in self.found),
+            is_exact=all(found.is_exact for found in self.found),
+        )
+
+
+def _are_near(one: Ratios, other: Ratios) -> bool:
+    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
+    return all(abs(a - b) < NEGLIGIBLE for a, b in pairs)

@@ -1,0 +1,171 @@
+"""The least sum over pipelines whose maximum is within a limit, by dynamic programming from the pipeline's end.
+
+With bubble s and (m - bubble) s + u of a stage by `tables` as its share and its bound,
+
+    F(K, k, q, x) = min over l <= x and k' of F(K', k', q - 1, x - l) + share_k(q, l)  with bound_k(q, l) <= B  (1)
+
+over sets K of choices that are used up to now, the foremost k of which holds the stage in row q, and x layers; k' is k
+itself while it has groups left for a stage, or one of K without k. All rows and layers of (1) are worked out at once.
+Which stages make the least sum is found by working out again what led to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from hetu_fx.planner.search.heteroauto.cost import Groups, Numbers
+from hetu_fx.planner.search.heteroauto.tables import Place, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Groups that may hold stages one after another, up to so many."""
+
+    groups: Groups
+    most_stages: int
+
+
+Used = frozenset[int]
+"""Which choices stand in the end of a pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A stage that was added in front: its place, row and layers."""
+
+    place: Place
+    row: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """A first stage, and what it was put in front of: `before` of its own choice, if any, and the used ones."""
+
+    share: float
+    step: Step
+    used: Used
+    front: int
+    before: int
+
+
+class Sweep:
+    """(1) for one limit; `sizes` are the numbers of layers that a stage may have."""
+
+    def __init__(self, tables: Tables, choices: Sequence[Choice], limit: float, sizes: Sequence[int]) -> None:
+        self._tables, self._choices, self._limit = tables, choices, limit
+        self._num_layers = tables.problem.num_layers
+        self._most = min(self._num_layers, sum(choice.most_stages for choice in choices))
+        self._forbidden = np.isin(np.arange(self._num_layers + 1), sizes, invert=True)
+        nothing = self._empty()
+        nothing[0, 0] = 0.0
+        self._ends: dict[tuple[Used, int | None], Numbers] = {(frozenset(), None): nothing}
+        self._shares: dict[Place, Numbers] = {}
+
+    def solve(self) -> tuple[float, tuple[Step, ...]] | None:
+        """Return the least sum and its stages, first one first; None when no pipeline is within the limit."""
+        best: _Closing | None = None
+        indices = range(len(self._choices))
+        for used in (frozenset(some) for size in indices for some in combinations(indices, size)):
+            for front in (index for index in indices if index not in used):
+                for closing in self._close(used, front):
+                    if closing.share < (math.inf if best is None else best.share):
+                        best = closing
+        return None if best is None else (best.share, (best.step, *self._traced(best)))
+
+    def _close(self, used: Used, front: int) -> Iterator[_Closing]:
+        """Put all stages of a choice in front of what is used; yield the pipelines of which one is the first."""
+        groups = self._choices[front].groups
+        for end, behind in self._behind(used):
+            yield from self._first_stage(end, Place(groups, behind, is_first=True), used, front, 0)
+        total = self._empty()
+        for count, end in enumerate(self._segment(used, front), 1):
+            total = np.minimum(total, end)
+            if count < self._choices[front].most_stages:
+                yield from self._first_stage(end, Place(groups, groups, is_first=True), used, front, count)
+        self._ends[used | {front}, front] = total
+
+    def _behind(self, used: Used) -> Iterator[tuple[Numbers, Groups | None]]:
+        """Yield the ends that consist of what is used, and what is foremost in them."""
+        if not used:
+            yield self._ends[used, None], None
+        for index in sorted(used):
+            yield self._ends[used, index], self._choices[index].groups
+
+    def _segment(self, used: Used, front: int) -> Iterator[Numbers]:
+        """Yield F with 1, 2, ... stages of a choice in front of what is used, as long as there is any."""
+        choice = self._choices[front]
+        parts = [self._extended(end, Place(choice.groups, behind)) for end, behind in self._behind(used)]
+        result = np.minimum.reduce(parts)
+        for _ in range(choice.most_stages):
+            if not np.isfinite(result).any():
+                return
+            yield result
+            result = self._extended(result, Place(choice.groups, choice.groups))
+
+    def _extended(self, end: Numbers, place: Place) -> Numbers:
+        """Return (1) with a stage in front of every end."""
+        share, result = self._share(place), self._empty()
+        rows = np.flatnonzero(np.isfinite(end).any(axis=1))
+        rows = rows[rows < self._most]
+        if not rows.size:
+            return result
+        low, high = rows[0], rows[-1] + 1
+        for layers in np.flatnonzero(np.isfinite(share[low + 1 : high + 1]).any(axis=0)).tolist():
+            target = result[low + 1 : high + 1, layers:]
+            added = end[low:high, : self._num_layers + 1 - layers] + share[low + 1 : high + 1, layers, None]
+            np.minimum(target, added, out=target)
+        return result
+
+    def _first_stage(self, end: Numbers, place: Place, used: Used, front: int, before: int) -> Iterator[_Closing]:
+        """Yield the best pipeline that a first stage makes of an end, if there is one."""
+        sums = end[:-1, ::-1] + self._share(place)[1:]
+        row, layers = divmod(int(sums.argmin()), self._num_layers + 1)
+        if np.isfinite(sums[row, layers]):
+            yield _Closing(float(sums[row, layers]), Step(place, row + 1, layers), used, front, before)
+
+    def _traced(self, closing: _Closing) -> Iterator[Step]:
+        """Yield the stages behind the first."""
+        used, front, count = closing.used, closing.front, closing.before
+        row, left = closing.step.row - 1, self._num_layers - closing.step.layers
+        behind = closing.step.place.behind
+        while row:
+            if not count:
+                front = next(index for index in used if self._choices[index].groups == behind)
+                used = used - {front}
+            segment = list(self._segment(used, front))
+            count = count or self._stages_of(segment, self._ends[used | {front}, front], row, left)
+            while count:
+                step = self._step_to(segment[count - 1][row, left], segment[: count - 1], used, front, row, left)
+                yield step
+                behind, row, left, count = step.place.behind, row - 1, left - step.layers, count - 1
+
+    def _stages_of(self, segment: Sequence[Numbers], end: Numbers, row: int, layers: int) -> int:
+        return next(count for count, part in enumerate(segment, 1) if part[row, layers] == end[row, layers])
+
+    def _step_to(self, value: float, shorter: Sequence[Numbers], used: Used, front: int, row: int, layers: int) -> Step:
+        """Return the foremost stage of an end with so many layers whose sum is `value`."""
+        groups = self._choices[front].groups
+        for end, behind in [(shorter[-1], groups)] if shorter else self._behind(used):
+            place = Place(groups, behind)
+            sums = end[row - 1, layers::-1] + self._share(place)[row, : layers + 1]
+            found = np.flatnonzero(sums == value)
+            if found.size:
+                return Step(place, row, int(found[0]))
+        raise AssertionError("what was put together was put together from something")
+
+    def _share(self, place: Place) -> Numbers:
+        """Return the shares of stages at a place; infinite for those that are not allowed."""
+        if place not in self._shares:
+            share = self._tables.costs(place).within(self._limit)
+            share[:, self._forbidden] = np.inf
+            self._shares[place] = share[: self._most + 1]
+        return self._shares[place]
+
+    def _empty(self) -> Numbers:
+        return np.full((self._most + 1, self._num_layers + 1), np.inf)

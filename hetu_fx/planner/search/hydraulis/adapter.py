@@ -1,0 +1,172 @@
+"""The Hydraulis search, as the table of searches knows it: a plan for each longest sequence.
+
+The pool that Hydraulis' interval programme proposes becomes plans, one per range of longest sequences. A batch as the
+profile describes it is dispatched and packed, for the shares of the pipelines and their micro-batches. Plans are
+priced by the cost model that all searches share, for rows of the mean length of such a batch.
+
+Nothing is recomputed. What a pipeline would have to depends on the lengths that a batch packs into its rows, while a
+plan says it once and a scheme has one fit of seconds; a sequence that a scheme has no room for goes to one of more
+devices instead.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.dispatch.dispatch import dispatch
+from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.hydraulis.choose import Choice, packed
+from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT
+from hetu_fx.planner.search.hydraulis.pool import StrategyPool, propose
+from hetu_fx.planner.search.hydraulis.schemes import fitting_schemes, knows_times
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.values.lengths import costs_at
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.prediction import Prediction
+
+_INTERVALS = 64  # lengths are told apart in so many steps at most
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A strategy, and the longest sequence of the batches that it is for."""
+
+    longest: int
+    strategy: Strategy
+
+
+def variants(problem: Problem) -> tuple[Variant, ...]:
+    """Return the strategies of the pool by growing longest sequence; none when no scheme fits."""
+    counts, schemes = problem.profile.sequences, fitting_schemes(problem)
+    home = _home(schemes, counts, len(problem.cluster.devices))
+    if home is None:
+        return ()
+    longest = max(counts)
+    step = math.ceil(longest / _INTERVALS / ALIGNMENT) * ALIGNMENT
+    return tuple(_ranges(propose(schemes, counts, home, step=step)))
+
+
+def _ranges(pool: StrategyPool) -> Iterator[Variant]:
+    """Yield one variant for each run of lengths that have the same strategy."""
+    for strategy, run in itertools.groupby(pool.proposed, key=lambda pair: pair[1]):
+        yield Variant(max(length for length, _ in run), strategy)
+
+
+def _home(schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int) -> Strategy | None:
+    """Return equal pipelines that hold every sequence and do a batch soonest; None if no scheme holds them all."""
+    longest = max(counts)
+
+    def seconds(scheme: Scheme) -> float:
+        work = math.fsum(count * scheme.times.seconds(length) for length, count in counts.items())
+        return work / (devices // scheme.devices) + (scheme.stages - 1) * scheme.times.seconds(longest)
+
+    holding = [scheme for scheme in schemes if scheme.max_length >= longest]
+    if not holding:
+        return None
+    best = min(holding, key=lambda scheme: (seconds(scheme), scheme.devices, scheme.stages))
+    return Strategy((best,) * (devices // best.devices))
+
+
+def typical_batch(counts: Mapping[int, float], longest: int, size: int) -> SequenceBatch:
+    """Return `size` lengths of at most `longest` tokens, spread as the counts are, the longest among them."""
+    lengths = [length for length in sorted(counts) if length <= longest and counts[length] > 0] or [longest]
+    sums = list(itertools.accumulate(counts.get(length, 1.0) for length in lengths))
+    places = ((index + 0.5) / size * sums[-1] for index in range(size))
+    drawn = [lengths[min(bisect.bisect_left(sums, place), len(lengths) - 1)] for place in places]
+    return SequenceBatch((*drawn[:-1], lengths[-1]))
+
+
+def plan_of(variant: Variant, problem: Problem) -> tuple[Plan, Choice]:
+    """Return a variant's plan, and how a typical batch is dispatched and packed under it."""
+    counts, schemes = problem.profile.sequences, variant.strategy.pipelines
+    done = packed(dispatch(variant.strategy, typical_batch(counts, variant.longest, problem.costs.rows)))
+    shares = _shares(done)
+    pipelines = tuple(
+        Pipeline(
+            stages=tuple(map(Stage, stages)),
+            rows=shares[scheme],
+            micro_batches=max(len(packing.rows) or 1 for packing in done.packings if packing.scheme == scheme),
+            max_length=scheme.max_length if scheme.max_length < variant.longest else None,
+        )
+        for scheme, stages in zip(schemes, _placed(variant.strategy, problem.cluster), strict=True)
+    )
+    options = problem.options
+    written = Plan(pipelines, options.schedule, options.zero, options.name, variant.longest)
+    return written.with_blocks(problem.costs.num_blocks), done
+
+
+def _shares(done: Choice) -> dict[Scheme, int]:
+    """Return the percentage of the tokens that a pipeline of each scheme has on average, 1 at least."""
+    tokens = [(packing.scheme, sum(packing.lengths)) for packing in done.packings]
+    total = sum(count for _, count in tokens)
+    of_scheme = {scheme: [count for other, count in tokens if other == scheme] for scheme, _ in tokens}
+    return {scheme: max(1, round(100 * fmean(counts) / total)) for scheme, counts in of_scheme.items()}
+
+
+def _placed(strategy: Strategy, cluster: Cluster) -> list[list[tuple[int, ...]]]:
+    """Return the devices of each stage of each pipeline: a group in the fullest node that still has room for it."""
+    free: dict[str, list[int]] = {}
+    for device in cluster.devices:
+        free.setdefault(device.node, []).append(device.rank)
+    return [[_taken(free, scheme.tensor_parallel) for _ in range(scheme.stages)] for scheme in strategy.pipelines]
+
+
+def _taken(free: dict[str, list[int]], size: int) -> tuple[int, ...]:
+    """Take devices of one node; of several where none has enough left."""
+    roomy = [ranks for ranks in free.values() if len(ranks) >= size]
+    source = min(roomy, key=len) if roomy else list(itertools.chain.from_iterable(free.values()))
+    taken = tuple(source[:size])
+    for ranks in free.values():
+        ranks[:] = [rank for rank in ranks if rank not in taken]
+    return taken
+
+
+def _find(problem: Problem) -> Candidates:
+    found: dict[Plan, float] = {}
+    for variant in variants(problem):
+        problem.tell(f"hydraulis: sequences of up to {variant.longest} tokens: {variant.strategy}")
+        plan, _ = plan_of(variant, problem)
+        found[plan] = _predict(plan, problem).seconds
+    return found
+
+
+def _predict(plan: Plan, problem: Problem) -> Prediction:
+    """Price a plan for rows of the mean length that batches have which it is for."""
+    assert plan.max_length is not None, "a variant is for some longest sequence"
+    batch = typical_batch(problem.profile.sequences, plan.max_length, problem.costs.rows)
+    mean = max(1, round(sum(batch.lengths) / len(batch.lengths)))
+    prediction = predict(plan, costs_at(problem.profile.by_length, mean), problem.cluster)
+    return replace(prediction, why=f"{prediction.why}; rows of {mean} tokens, the mean up to {plan.max_length}")
+
+
+def _lacks(problem: Problem) -> str:
+    kinds = sorted({(device.kind, device.speed) for device in problem.cluster.devices})
+    can_cut = problem.options.pipelines and problem.options.micro_batches[-1] > 1
+    if not problem.profile.sequences or not problem.profile.tokens_per_row:
+        return 'the profile says nothing of lengths; give tokens_per_row, and sequences such as {"512": 30}'
+    if not problem.costs.num_blocks or not can_cut:
+        return "its pipelines are cut into stages and micro-batches, which the program cannot be"
+    if len(kinds) > 1:
+        return f"it plans for equal devices, but these have (kind, FLOP/s) {kinds}; use another search"
+    if not knows_times(problem):
+        return (
+            f"seconds by length are not known for {kinds[0][0]!r}; give times of that kind, or the program at three "
+            f"lengths (hetu_fx.profile(model, batch, more=[shorter, longer]))"
+        )
+    return ""
+
+
+HYDRAULIS = Search(
+    name="hydraulis",
+    applies="equal devices and sequences of unlike lengths: a plan for each longest sequence of a batch",
+    lacks=_lacks,
+    find=_find,
+    predict=_predict,
+)

@@ -1,0 +1,116 @@
+"""The strategy of a pool that does a batch soonest, with the micro-batches of all its pipelines.
+
+As Hydraulis' planner does in every step: strategies that cannot hold the longest sequence are left out, the
+others get a dispatch, their pipelines a packing, and the one whose last pipeline is done first is chosen. It is
+left where a dispatch is refined with the packing in view, and where strategies are not packed whose bound on
+any dispatch, which no packing gets below either, is later than what another one needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch
+from hetu_fx.planner.dispatch.pack import Packing, pack, pack_quickly
+from hetu_fx.planner.dispatch.refine import refine
+from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, too_long
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """A strategy that can hold the batch: seconds by its dispatch, and packed, None where that could not win."""
+
+    strategy: Strategy
+    dispatch_seconds: float
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with a batch: a dispatch, and the packing of each of its pipelines.
+
+    `considered` tells of every strategy that could hold the batch, soonest dispatch first.
+    """
+
+    dispatch: Dispatch
+    packings: tuple[Packing, ...]
+    considered: tuple[Considered, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = [(packing.scheme, packing.lengths) for packing in self.packings]
+        if given != _asked(self.dispatch):
+            raise PlanError(
+                f"the packings are of {[(str(scheme), lengths) for scheme, lengths in given]}, which are not the "
+                f"pipelines of the dispatch; pack the sequences that each pipeline has there"
+            )
+
+    @property
+    def strategy(self) -> Strategy:
+        """Return the strategy that was chosen."""
+        return self.dispatch.strategy
+
+    @property
+    def seconds(self) -> float:
+        """Return when the last pipeline is done."""
+        return self._last.seconds
+
+    @property
+    def terms(self) -> tuple[tuple[str, float], ...]:
+        """Return (term, seconds) of the last pipeline; they add up to `seconds`."""
+        return self._last.terms
+
+    @property
+    def micro_batches(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Return, for each pipeline, the positions in the batch of the sequences of each row."""
+        pairs = zip(self.packings, self.dispatch.pipelines, strict=True)
+        return tuple(tuple(tuple(group[i] for i in row) for row in packing.rows) for packing, group in pairs)
+
+    @property
+    def _last(self) -> Packing:
+        return max(self.packings, key=lambda packing: packing.seconds)
+
+
+def choose(strategies: Iterable[Strategy], batch: SequenceBatch, *, seed: int = 0) -> Choice:
+    """Return the strategy that does the batch soonest, dispatched and packed; the first of equal ones.
+
+    The same for a seed, whatever the order of the batch. Raises `PlanError` when no strategy can hold the
+    longest sequence.
+    """
+    dispatches = [dispatch(strategy, batch, seed=seed) for strategy in holding(strategies, batch)]
+    dispatches.sort(key=lambda one: one.seconds)
+    best: Choice | None = None
+    considered = []
+    for one in dispatches:
+        found = packed(refine(one, seed=seed), seed=seed) if best is None or one.bound_seconds < best.seconds else None
+        considered.append(Considered(one.strategy, one.seconds, None if found is None else found.seconds))
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best = found
+    assert best is not None  # `holding` returned one at least, and the first is packed
+    return Choice(best.dispatch, best.packings, tuple(considered))
+
+
+def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strategy, ...]:
+    """Return the different strategies that can hold the longest sequence; raise `PlanError` when there is none."""
+    given = tuple(dict.fromkeys(strategies))
+    found = tuple(strategy for strategy in given if strategy.max_length >= batch.longest)
+    if not found:
+        raise too_long(batch, "none of the strategies holds", max((s.max_length for s in given), default=0))
+    return found
+
+
+def packed(dispatched: Dispatch, *, seed: int = 0) -> Choice:
+    """Return a dispatch with the packings of its pipelines, those that could be last packed with care."""
+    packings = [pack_quickly(scheme, lengths) for scheme, lengths in _asked(dispatched)]
+    careful: set[int] = set()
+    while (last := max(range(len(packings)), key=lambda i: packings[i].seconds)) not in careful:
+        packings[last] = pack(packings[last].scheme, packings[last].lengths, seed=seed)
+        careful.add(last)
+    return Choice(dispatched, tuple(packings))
+
+
+def _asked(dispatched: Dispatch) -> list[tuple[Scheme, tuple[int, ...]]]:
+    """Return the scheme and the lengths of each pipeline of a dispatch."""
+    pairs = zip(dispatched.strategy.pipelines, dispatched.pipelines, strict=True)
+    return [(scheme, tuple(dispatched.batch.lengths[i] for i in group)) for scheme, group in pairs]

@@ -1,0 +1,212 @@
+"""A pool of strategies, one per longest sequence that a batch may have: Hydraulis' interval programme.
+
+For n devices and sequences of at most s tokens, let t(n, s) be the seconds of the last pipeline when lengths
+are cut into intervals and d pipelines of a scheme k share the sequences of an interval (r, s]:
+
+    t(n, 0) = 0                                                               (1)
+    t(n, s) = min over k with max_length_k >= s, r < s and d with d g_k <= n of
+              max( t(n - d g_k, r), max(work_k(r, s) / d, T_k(m)) + (p_k - 1) T_k(m) )   (2)
+
+g_k being its devices, T_k(m) the seconds of a micro-batch of the longest sequence m in the interval, and
+work_k the seconds of all its sequences, in rows that are full:
+
+    work_k(r, s) = sum over lengths in (r, s] of count (a s^2 + b s + c s / max_length_k)      (3)
+
+What t(N, s) comes from is the strategy for batches whose longest sequence has s tokens, or less than that and
+more than the s before. This is the proposal of Hydraulis' planner, left in three places: it charges c for every
+sequence as if none shared a row; it divides the fill by d with the rest, though every pipeline has its own; and
+it knows no T_k(m) on the left, though sequences are not divided. It also counts a whole data set, so that fill
+is nothing beside the work; counts of an average batch give it its weight. Devices may be left idle.
+
+t does not fall as s grows, and the other side of the max in (2) does not grow with r, so the best r is where
+they meet: found by bisection, for all k, d and s at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.dispatch.local_search import Indices
+from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, Strategy
+from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class StrategyPool:
+    """The optimizer strategy, and the strategy for each longest sequence.
+
+    `home` has one scheme for all its pipelines. `proposed` are `(longest, strategy)`, longest growing: the strategy is
+    for batches whose longest sequence has at most so many tokens, and more than the one before.
+    """
+
+    home: Strategy
+    proposed: tuple[tuple[int, Strategy], ...]
+
+    def __post_init__(self) -> None:
+        if not self.home.is_homogeneous:
+            raise PlanError(f"the optimizer strategy {self.home} mixes schemes; give pipelines of one scheme")
+        longest = [length for length, _ in self.proposed]
+        if longest != sorted(set(longest)):
+            raise PlanError(f"strategies are proposed for longest sequences {longest}; give growing lengths")
+        for length, strategy in self.proposed:
+            if strategy.max_length < length or strategy.devices > self.home.devices:
+                raise PlanError(
+                    f"{strategy} is proposed for {length} tokens on {self.home.devices} devices, but holds "
+                    f"{strategy.max_length} and takes {strategy.devices}; give one that holds and takes as many"
+                )
+
+    @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Return the different strategies, the optimizer strategy first."""
+        return tuple(dict.fromkeys((self.home, *(strategy for _, strategy in self.proposed))))
+
+    def strategy_for(self, longest: int) -> Strategy:
+        """Return the strategy proposed for a longest sequence; raises `PlanError` when it is too long for all."""
+        found = next((strategy for length, strategy in self.proposed if length >= longest), None)
+        if found is None:
+            most = max((length for length, _ in self.proposed), default=0)
+            raise PlanError(f"no strategy is proposed for sequences of {longest} tokens, only up to {most}; cut them")
+        return found
+
+
+def propose(
+    schemes: Sequence[Scheme], counts: Mapping[int, float], home: Strategy, *, step: int = ALIGNMENT
+) -> StrategyPool:
+    """Return the pool for as many devices as the optimizer strategy takes.
+
+    Args:
+        schemes: what a pipeline may be.
+        counts: how many sequences of each length a batch has on average.
+        home: the optimizer strategy.
+        step: the lengths of intervals are multiples of so many tokens.
+
+    Raises `PlanError` for counts that cannot be, or a length that no scheme on so many devices holds.
+    """
+    if step < 1 or not counts or not all(n > 0 and 0 <= c < math.inf for n, c in counts.items()):
+        raise PlanError(
+            f"cannot propose strategies for counts {dict(counts)} in steps of {step}; give counts of at least 0 by "
+            f"lengths from 1, and a step from 1"
+        )
+    usable = tuple(sorted(dict.fromkeys(s for s in schemes if s.devices <= home.devices), key=str))
+    most = max((scheme.max_length for scheme in usable), default=0)
+    if max(counts) > most:
+        raise PlanError(
+            f"no scheme of at most {home.devices} devices holds {max(counts)} tokens, only up to {most}; cut longer "
+            f"sequences, or give more devices"
+        )
+    proposal = _Proposal(usable, _Histogram(counts, step), home.devices)
+    found = ((length, proposal.strategy(index)) for index, length in enumerate(proposal.histogram.ends[1:], 1))
+    return StrategyPool(home, tuple(found))
+
+
+class _Histogram:
+    """Sums over all lengths up to each of `ends` (0, step, 2 step, ..., longest): what (3) needs."""
+
+    def __init__(self, counts: Mapping[int, float], step: int) -> None:
+        lengths = np.array(sorted(counts), dtype=np.float64)
+        number = np.array([counts[length] for length in sorted(counts)])
+        self.ends = [*range(0, max(counts), step), max(counts)]
+        last = np.searchsorted(lengths, self.ends, side="right")
+        self._tokens, self._squares = (
+            np.concatenate([[0.0], np.cumsum(number * lengths**power)])[last] for power in (1, 2)
+        )
+        present = np.maximum.accumulate(np.concatenate([[0.0], np.where(number > 0, lengths, 0.0)]))
+        self._longest = present[last]
+
+    def work(self, scheme: Scheme) -> Numbers:
+        """Return the seconds of all sequences up to each end."""
+        times = scheme.times
+        result: Numbers = (times.b + times.c / scheme.max_length) * self._tokens + times.a * self._squares
+        return result
+
+    def longest_seconds(self, scheme: Scheme) -> Numbers:
+        """Return the seconds of a micro-batch of the longest sequence up to each end."""
+        result: Numbers = scheme.times.all_seconds(self._longest.tolist()) + scheme.times.c
+        return result
+
+    @cached_property
+    def is_empty(self) -> NDArray[np.bool_]:
+        """Tell for (end, start) if no sequence is longer than the start and at most the end."""
+        return self._longest[:, None] <= np.array(self.ends)
+
+
+class _Proposal:
+    """The table of (2), all numbers of devices and all ends, and where each entry comes from."""
+
+    def __init__(self, schemes: Sequence[Scheme], histogram: _Histogram, devices: int) -> None:
+        self.histogram, self._schemes = histogram, schemes
+        self._unit = math.gcd(*(scheme.devices for scheme in schemes))
+        pairs = [(k, d) for k, s in enumerate(schemes) for d in range(1, devices // s.devices + 1)]
+        self._pairs = sorted(pairs, key=lambda pair: (schemes[pair[0]].devices * pair[1], pair))
+        self._taken = np.array([schemes[k].devices * d // self._unit for k, d in self._pairs])
+        self._most = devices // self._unit
+        self._fill_table()
+
+    def strategy(self, end: int) -> Strategy:
+        """Trace the strategy for sequences up to an end."""
+        pipelines: list[Scheme] = []
+        left = self._most
+        while end:
+            pair, start = self._pair[left, end], self._start[left, end]
+            kind, count = self._pairs[pair]
+            pipelines += [self._schemes[kind]] * count
+            left, end = left - self._taken[pair], start
+        return Strategy(tuple(pipelines))
+
+    def _fill_table(self) -> None:
+        ends = np.array(self.histogram.ends)
+        shape = (self._most + 1, len(ends))
+        self._table, self._pair, self._start = np.full(shape, np.inf), np.zeros(shape, int), np.zeros(shape, int)
+        self._table[:, 0] = 0.0
+        kinds = np.array([kind for kind, _ in self._pairs])
+        holds = ends <= np.array([scheme.max_length for scheme in self._schemes])[kinds, None]
+        for devices in range(1, self._most + 1):
+            count = int(np.searchsorted(self._taken, devices, side="right"))
+            before = self._table[devices - self._taken[:count]]
+            start, seconds = self._best_starts(kinds[:count], before)
+            seconds[~holds[:count]] = np.inf
+            best, every = seconds.argmin(axis=0), np.arange(len(ends))
+            self._table[devices, 1:] = seconds[best, every][1:]
+            self._pair[devices], self._start[devices] = best, start[best, every]
+
+    def _best_starts(self, kinds: Indices, before: Numbers) -> tuple[Indices, Numbers]:
+        """Return the best r of (2) and its seconds, (pairs, ends), of the first pairs.
+
+        `before` (pairs, ends) is t for the devices that each pair leaves.
+        """
+        costs = _Costs(self._schemes, self.histogram, self._pairs[: len(kinds)])
+        low = np.zeros(before.shape, int)
+        high = np.tile(np.arange(before.shape[1]), (len(kinds), 1))
+        while (low < high).any():  # the first r whose left side reaches the right one lies in [low, high]
+            middle = (low + high) // 2
+            reached = np.take_along_axis(before, middle, axis=1) >= costs.seconds(middle)
+            high, low = np.where(reached, middle, high), np.where(reached | (low >= high), low, middle + 1)
+        starts = np.stack([np.maximum(low - 1, 0), np.minimum(low, np.maximum(np.arange(before.shape[1]) - 1, 0))])
+        both = np.stack([np.maximum(np.take_along_axis(before, r, axis=1), costs.seconds(r)) for r in starts])
+        which = both.argmin(axis=0)[None]
+        return np.take_along_axis(starts, which, axis=0)[0], np.take_along_axis(both, which, axis=0)[0]
+
+
+class _Costs:
+    """The right side of (2) for pairs of a scheme and a number of pipelines."""
+
+    def __init__(self, schemes: Sequence[Scheme], histogram: _Histogram, pairs: Sequence[tuple[int, int]]) -> None:
+        self._work = np.stack([histogram.work(schemes[kind]) for kind, _ in pairs])
+        self._longest = np.stack([histogram.longest_seconds(schemes[kind]) for kind, _ in pairs])
+        self._pipelines = np.array([[float(count)] for _, count in pairs])
+        self._fill = np.array([[schemes[kind].stages - 1.0] for kind, _ in pairs])
+        self._is_empty = histogram.is_empty
+
+    def seconds(self, starts: Indices) -> Numbers:
+        """Return the seconds (pairs, ends) of the intervals that begin after the ends at `starts`."""
+        work = (self._work - np.take_along_axis(self._work, starts, axis=1)) / self._pipelines
+        longest = np.where(self._is_empty[np.arange(starts.shape[1]), starts], 0.0, self._longest)
+        result: Numbers = np.maximum(work, longest) + self._fill * longest
+        return result

@@ -1,0 +1,222 @@
+"""Which group of a kind takes which place of a placement: by node first, then by what need not move.
+
+Groups of one kind are interchangeable in time, not in traffic. For a layer whose copies stand on k nodes, the
+gradient sync crosses k - 1 node boundaries every step:
+
+    crossings = sum over layers of (nodes that hold it - 1)                                      (1)
+
+A device that held [c, d) of the layers as slice q of t, and is to hold [a, b) as slice p of s, receives
+
+    moved = (b - a) / s - |[a, b) and [c, d)| |[p/s, (p+1)/s) and [q/t, (q+1)/t)|                (2)
+
+layers' worth of parameters and optimizer states. Malleus fills places with groups of the straggler's node
+first and takes the best overlap (IoU) second, place by place; here (1) and then (2) are lowered by swaps
+between all groups of a kind until no swap helps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from hetu_fx.planner.search.malleus.groups import Group, Kind
+from hetu_fx.plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A device's part of the model: layers [start, stop), slice `position` of `size`; `stage` tells stages apart."""
+
+    start: int
+    stop: int
+    position: int
+    size: int
+    stage: int = 0
+
+    @property
+    def layers(self) -> float:
+        """Return how many layers' worth it is."""
+        return (self.stop - self.start) / self.size
+
+    def shared(self, other: Holding) -> float:
+        """Return how many layers' worth both parts have in common."""
+        layers = min(self.stop, other.stop) - max(self.start, other.start)
+        below = min((self.position + 1) / self.size, (other.position + 1) / other.size)
+        part = below - max(self.position / self.size, other.position / other.size)
+        return max(0, layers) * max(0.0, part)
+
+
+Holdings = Mapping[int, Holding]
+"""What each device holds, by rank."""
+
+
+def holdings(plan: Plan | None, num_layers: int) -> dict[int, Holding]:
+    """Return what each device holds under a plan (nothing without one); slices are taken as even."""
+    result: dict[int, Holding] = {}
+    stages = itertools.count()
+    for pipeline in plan.pipelines if plan is not None else ():
+        start = 0
+        for stage, count in zip(pipeline.stages, pipeline.blocks(num_layers), strict=True):
+            number = next(stages)
+            for position, rank in enumerate(stage.devices):
+                result[rank] = Holding(start, start + count, position, len(stage.devices), number)
+            start += count
+    return result
+
+
+def regrouped(ranks: Sequence[int], rates: Mapping[int, float], held: Holdings) -> list[int]:
+    """Return a node's ranks, fastest first, equally fast ones such that stages can stay as they are.
+
+    Stages whose devices are all of one rate come before those that cannot stay whole, and large ones before small
+    ones, as groups of equal devices are cut; slices keep their order.
+    """
+    by_stage: dict[int, set[float]] = {}
+    for rank in ranks:
+        if rank in held:
+            by_stage.setdefault(held[rank].stage, set()).add(rates[rank])
+
+    def key(rank: int) -> tuple[float, ...]:
+        if rank not in held:
+            return rates[rank], 2, rank
+        part = held[rank]
+        return rates[rank], int(len(by_stage[part.stage]) > 1), -part.size, part.stage, part.position
+
+    return sorted(ranks, key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A stage that wants a group: its pipeline, the layers [start, stop) and the kind of group."""
+
+    pipeline: int
+    start: int
+    stop: int
+    kind: Kind
+
+
+def moved_layers(devices: Sequence[int], start: int, stop: int, held: Holdings) -> float:
+    """Return (2) over the devices of a group, in order of their slices."""
+    new = {rank: Holding(start, stop, position, len(devices)) for position, rank in enumerate(devices)}
+    return math.fsum(part.layers - (part.shared(held[rank]) if rank in held else 0.0) for rank, part in new.items())
+
+
+def crossings(nodes_of_layers: Sequence[Counter[int]]) -> int:
+    """Return (1)."""
+    return sum(max(0, len(nodes) - 1) for nodes in nodes_of_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A group for each place, and the sums (1) and (2)."""
+
+    groups: tuple[Group, ...]
+    crossings: int
+    moved_layers: float
+
+
+def map_groups(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> Mapped:
+    """Return a group of its kind for each place, with few crossings (1) and, among those, little moved (2).
+
+    The better of two descents: from places in order of layers filled node by node, and, where something is held, from
+    the least moved.
+    """
+    starts = (_least_moved, _node_by_node) if held else (_node_by_node,)
+    found = [_Assignment(places, start(places, groups, held), held).improved() for start in starts]
+    return min(found, key=lambda mapped: (mapped.crossings, mapped.moved_layers))
+
+
+def _least_moved(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> list[Group]:
+    chosen: dict[int, Group] = {}
+    for kind in sorted({place.kind for place in places}):
+        indices = [i for i, place in enumerate(places) if place.kind == kind]
+        candidates = sorted((g for g in groups if g.kind == kind), key=lambda g: g.devices)
+        costs = [[_moved(g, places[i], held) for g in candidates] for i in indices]
+        for row, column in zip(*linear_sum_assignment(np.array(costs)), strict=True):
+            chosen[indices[row]] = candidates[column]
+    return [chosen[i] for i in range(len(places))]
+
+
+def _node_by_node(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> list[Group]:
+    """Fill places by their first layer with nodes by the layers that they held."""
+    starts: dict[int, list[int]] = {}
+    for group in groups:
+        starts.setdefault(group.node, []).extend(held[rank].start for rank in group.devices if rank in held)
+    means = {node: math.fsum(layers) / max(1, len(layers)) for node, layers in starts.items()}
+    left = sorted(groups, key=lambda group: (means[group.node], group.node, group.devices))
+    chosen: dict[int, Group] = {}
+    for i in sorted(range(len(places)), key=lambda i: (places[i].start, places[i].pipeline)):
+        chosen[i] = next(group for group in left if group.kind == places[i].kind)
+        left.remove(chosen[i])
+    return [chosen[i] for i in range(len(places))]
+
+
+def _moved(group: Group, place: Place, held: Holdings) -> float:
+    return moved_layers(group.devices, place.start, place.stop, held)
+
+
+class _Assignment:
+    """Groups in places, with the nodes that hold each layer."""
+
+    def __init__(self, places: Sequence[Place], groups: list[Group], held: Holdings) -> None:
+        self._places, self.groups, self._held = places, groups, held
+        self._nodes: list[Counter[int]] = [Counter() for _ in range(max(place.stop for place in places))]
+        for place, group in zip(places, groups, strict=True):
+            for layer in range(place.start, place.stop):
+                self._nodes[layer][group.node] += 1
+
+    def improved(self) -> Mapped:
+        """Swap groups of a kind as long as that lowers crossings, or else what is moved; return what it comes to."""
+        while any([self._swap_if_better(i, j) for i, j in self._pairs()]):
+            pass
+        pairs = zip(self.groups, self._places, strict=True)
+        moved = math.fsum(_moved(group, place, self._held) for group, place in pairs)
+        return Mapped(tuple(self.groups), crossings(self._nodes), moved)
+
+    def _swap_if_better(self, i: int, j: int) -> bool:
+        is_better = self._gain(i, j) < (0, -1e-9)
+        if is_better:
+            self._swap(i, j)
+        return is_better
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield the pairs of places that could gain by a swap: where nothing is held, traffic is all there is to it."""
+        places, held = self._places, self._held
+        for i, j in itertools.combinations(range(len(places)), 2):
+            one, other = places[i], places[j]
+            if one.kind == other.kind and (held or (one.start, one.stop) != (other.start, other.stop)):
+                yield i, j
+
+    def _gain(self, i: int, j: int) -> tuple[int, float]:
+        """Return the change of (1) and of (2) when two places swap their groups."""
+        change = 0 if self.groups[i].node == self.groups[j].node else self._new_crossings(i, j)
+        if change > 0 or not self._held:
+            return change, 0.0
+        one, other = self.groups[i], self.groups[j]
+        before = _moved(one, self._places[i], self._held) + _moved(other, self._places[j], self._held)
+        return change, _moved(other, self._places[i], self._held) + _moved(one, self._places[j], self._held) - before
+
+    def _new_crossings(self, i: int, j: int) -> int:
+        """Return by how much (1) grows when two places swap groups of two nodes: layers of both stay as they are."""
+        return self._exchanged(i, j) + self._exchanged(j, i)
+
+    def _exchanged(self, i: int, j: int) -> int:
+        """Return by how much (1) grows on the layers of place i alone when it gets the group of place j."""
+        gone, new, other = self.groups[i].node, self.groups[j].node, self._places[j]
+        layers = range(self._places[i].start, self._places[i].stop)
+        counts = [self._nodes[layer] for layer in layers if not other.start <= layer < other.stop]
+        return sum((new not in nodes) - (nodes[gone] == 1) for nodes in counts)
+
+    def _swap(self, i: int, j: int) -> None:
+        self.groups[i], self.groups[j] = self.groups[j], self.groups[i]
+        for index, gone in ((i, self.groups[j]), (j, self.groups[i])):
+            for layer in range(self._places[index].start, self._places[index].stop):
+                self._nodes[layer][self.groups[index].node] += 1
+                self._nodes[layer][gone.node] -= 1
+                if not self._nodes[layer][gone.node]:
+                    del self._nodes[layer][gone.node]

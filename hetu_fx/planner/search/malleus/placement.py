@@ -1,0 +1,211 @@
+"""Which groups form which pipeline (Malleus' pipeline orchestration), for groups of given kinds.
+
+For pipelines with bottlenecks o_i the step's steady seconds are T = min over sum_i m_i = M, m_i >= stages, of
+
+    max_i m_i o_i                                                                                (1)
+
+A descent by moves and swaps between pairs of pipelines comes first; `listing` then lowers T until no
+placement is faster. Where that is too much to list or to go through, it is done for a few pipelines at a time,
+the others left as they are, and nothing is proved. Left behind: the released planner allows stage counts near
+the mean only, and gives every placement to a solver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from hetu_fx.planner.malleus.allocate import spread_evenly
+from hetu_fx.planner.search.malleus.groups import Kind
+from hetu_fx.planner.search.malleus.layers import Filled, Kinds, LayerFiller
+from hetu_fx.planner.search.malleus.listing import MOST_STEPS, Budget, Listing, most_below
+from hetu_fx.planner.search.malleus.situation import Situation
+
+MOST_SWAPS = 30_000
+"""Exchanges that the descent tries, over a whole search."""
+
+MOST_PARTS = 400
+"""Parts of placements that are searched exactly, over a whole search."""
+
+PART = 4
+"""So many pipelines are a part."""
+
+_PART_STEPS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Filled pipelines, the micro-batches of each, and their steady seconds T, (1)."""
+
+    pipelines: tuple[Filled, ...]
+    micro_batches: tuple[int, ...]
+    seconds: float
+
+
+class Placer:
+    """Finds placements; remembers filled pipelines between calls and says if every search was complete."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._situation = situation
+        self.filler = LayerFiller(situation)
+        self._steps = Budget(MOST_STEPS)
+        self._swaps = Budget(MOST_SWAPS)
+        self._parts = Budget(MOST_PARTS)
+        self.is_exact = True
+
+    def place(self, kinds: Kinds, limit: float = math.inf) -> Placement | None:
+        """Return the best placement of the groups that takes less than `limit` seconds, or None."""
+        best = self._descend(_deal(kinds, self._situation.num_pipelines))
+        below = limit if best is None else min(limit, best.seconds)
+        listing = Listing(self._situation, kinds, self.filler, self._steps)
+        while listing.is_complete and (found := listing.find(below)) is not None:
+            placed = self._micro_batches(found)
+            if placed is None:  # the stages of all pipelines together are more than the micro-batches
+                listing.is_complete = False
+            else:
+                best, below = placed, placed.seconds
+        if not listing.is_complete:
+            self.is_exact = False
+            best = self._recombined(best) if self._situation.num_pipelines > PART else best
+        return self._slimmed(best) if best is not None and best.seconds < limit else None
+
+    def _recombined(self, best: Placement | None) -> Placement | None:
+        """Search parts of the placement as long as that helps."""
+        better = best
+        while better is not None:
+            best, better = better, next(self._with_better_parts(better), None)
+        return best
+
+    def _with_better_parts(self, best: Placement) -> Iterator[Placement]:
+        """Yield faster placements that differ in a part."""
+        for part in _parts(best):
+            if not self._parts.take(1):
+                return
+            rest = [one for i, one in enumerate(best.pipelines) if i not in part]
+            done = [most_below(one, best.seconds) for one in rest]
+            missing = self._situation.num_micro_batches - sum(done)
+            if missing < len(part) or 0 in done:
+                continue
+            kinds = sorted((kind for i in part for kind in best.pipelines[i].kinds), reverse=True)
+            situation = replace(self._situation, num_pipelines=len(part), num_micro_batches=missing)
+            listing = Listing(situation, tuple(kinds), self.filler, Budget(_PART_STEPS))
+            found = listing.find(best.seconds) if listing.is_complete else None
+            placed = None if found is None else self._micro_batches([*found, *rest])
+            if placed is not None and placed.seconds < best.seconds:
+                yield placed
+
+    def _slimmed(self, placement: Placement) -> Placement:
+        """Leave out groups that T does not need: they would only make pipelines longer to fill."""
+        slim = []
+        for filled, count in zip(placement.pipelines, placement.micro_batches, strict=True):
+            for kind in sorted(filled.kinds, reverse=True):
+                less = self.filler.fill(_replaced(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
+                is_enough = less is not None and less.bottleneck * count <= placement.seconds
+                if less is not None and is_enough and less.fill_seconds < filled.fill_seconds:
+                    filled = less
+            slim.append(filled)
+        return replace(placement, pipelines=tuple(slim))
+
+    def _micro_batches(self, pipelines: Sequence[Filled | None]) -> Placement | None:
+        """Return the placement with (1) solved."""
+        filled = [one for one in pipelines if one is not None]
+        if len(filled) < len(pipelines):
+            return None
+        costs, low = [one.bottleneck for one in filled], [len(one.kinds) for one in filled]
+        counts = spread_evenly(self._situation.num_micro_batches, costs, low)
+        if counts is None:
+            return None
+        seconds = max(cost * count for cost, count in zip(costs, counts, strict=True))
+        return Placement(tuple(filled), counts, seconds)
+
+    def _descend(self, bins: list[Kinds]) -> Placement | None:
+        """Move and swap groups between pipelines as long as that helps."""
+        best = self._micro_batches([self.filler.fill(kinds) for kinds in bins])
+        improved = True
+        while improved:
+            improved = False
+            for i, j in _different_pairs(bins):
+                better = self._exchange(bins, i, j, best)
+                if better is not None:
+                    best, improved = better, True
+        return best
+
+    def _exchange(self, bins: list[Kinds], i: int, j: int, best: Placement | None) -> Placement | None:
+        """Make the best exchange between two pipelines, if one is better than `best`."""
+        better, chosen = None, None
+        for one, other in _exchanges(bins[i], bins[j]):
+            if not self._swaps.take(1):
+                break
+            tried = [*bins]
+            tried[i], tried[j] = one, other
+            placed = self._micro_batches([self.filler.fill(kinds) for kinds in tried])
+            if placed is not None and _merit(placed) < min(_merit(best), _merit(better)):
+                better, chosen = placed, (one, other)
+        if chosen is not None:
+            bins[i], bins[j] = chosen
+        return better
+
+
+def _merit(placement: Placement | None) -> tuple[float, float]:
+    """Return what the descent lowers: T, then the T that micro-batches in parts would give."""
+    if placement is None:
+        return math.inf, math.inf
+    return placement.seconds, -math.fsum(1 / one.bottleneck for one in placement.pipelines)
+
+
+def _deal(kinds: Kinds, num_pipelines: int) -> list[Kinds]:
+    """Deal groups out, fastest first, each to the pipeline of least capacity."""
+    hands: list[list[Kind]] = [[] for _ in range(num_pipelines)]
+    capacities = [0.0] * num_pipelines
+    for kind in sorted(kinds):
+        least = min(range(num_pipelines), key=lambda i: (round(capacities[i], 9), i))
+        hands[least].append(kind)
+        capacities[least] += 1 / kind.seconds
+    return [tuple(sorted(hand, reverse=True)) for hand in hands]
+
+
+def _parts(placement: Placement) -> Iterator[tuple[int, ...]]:
+    """Yield indices of a few pipelines, one choice for each that differs, those that waste most first."""
+
+    def waste(i: int) -> float:
+        filled = placement.pipelines[i]
+        capacity = math.fsum(1 / kind.seconds for kind in filled.kinds)
+        return filled.bottleneck * capacity
+
+    order = sorted(range(len(placement.pipelines)), key=lambda i: (-waste(i), i))
+    copies = [sum(placement.pipelines[j] == placement.pipelines[i] for j in order[:n]) for n, i in enumerate(order)]
+    few = [i for i, before in zip(order, copies, strict=True) if before < PART]
+    seen = set()
+    for part in combinations(few, PART):
+        key = tuple(sorted(placement.pipelines[i].kinds for i in part))
+        if key not in seen:
+            seen.add(key)
+            yield part
+
+
+def _different_pairs(bins: Sequence[Kinds]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of positions, one for each pair of different pipelines, slower ones first."""
+    seen = set()
+    for i in range(len(bins)):
+        for j in range(i + 1, len(bins)):
+            pair = (bins[i], bins[j]) if bins[i] >= bins[j] else (bins[j], bins[i])
+            if pair not in seen:
+                seen.add(pair)
+                yield i, j
+
+
+def _exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
+    """Yield both pipelines after a group of one was moved to the other, or two groups swapped."""
+    for mine in (None, *dict.fromkeys(one)):
+        for theirs in (None, *dict.fromkeys(other)):
+            if mine != theirs:
+                yield _replaced(one, mine, theirs), _replaced(other, theirs, mine)
+
+
+def _replaced(kinds: Kinds, gone: Kind | None, new: Kind | None) -> Kinds:
+    left = list(kinds)
+    if gone is not None:
+        left.remove(gone)
+    return tuple(sorted([*left, *([] if new is None else [new])], reverse=True))

@@ -1,0 +1,148 @@
+"""Plan around stragglers as Malleus does: groups, pipelines, layers and micro-batches, on two levels.
+
+Minimise T = max_i m_i max_j y_ij l_ij, the steady seconds of the slowest pipeline, over how devices form
+groups, groups pipelines, layers stages, and micro-batches pipelines (Malleus, SIGMOD 2025, DOI
+10.1145/3725322, and its released planner; each module says where it leaves that). The upper level is here and
+in `groups` and `placement`; the lower level, exact, in `layers` and `allocate`.
+
+Groupings of all nodes are tried in order of their capacity sum 1 / y. A grouping of capacity C takes at least
+
+    M L / C                                                                                      (1)
+
+so the search ends when that is no less than the best T. The number of pipelines and the largest degree stay
+as they are given, as in the released planner. The result is a function of the arguments alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.malleus.groups import (
+    Grouping,
+    ignoring_stragglers,
+    leaving_out_stragglers,
+    node_groupings,
+)
+from hetu_fx.planner.search.malleus.layers import Filled
+from hetu_fx.planner.search.malleus.mapping import Holdings, Mapped, Place, holdings, map_groups, regrouped
+from hetu_fx.planner.search.malleus.placement import Placement, Placer
+from hetu_fx.planner.search.malleus.result import MalleusPipeline, MalleusResult, MalleusStage
+from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.plans.plan import Plan
+
+MOST_GROUPINGS = 48
+"""So many groupings of all nodes, besides the two that ignore and that leave out stragglers, are placed."""
+
+
+def search(situation: Situation, before: Plan | None = None, below: float = math.inf) -> MalleusResult:
+    """Return the best assignment found for the situation.
+
+    Args:
+        situation: devices, rates, model and batch.
+        before: the plan that runs now: of equally fast assignments, one that moves less is taken.
+        below: seconds; assignments that take as long or longer are not looked for.
+
+    Raises `PlanError` when nothing fits, with the way out, or nothing takes less than `below`.
+    """
+    held = holdings(before, situation.num_layers)
+    nodes = [regrouped(ranks, situation.rates, held) for ranks in situation.nodes]
+    placer = Placer(situation)
+    best: tuple[Placement, Grouping] | None = None
+    least = math.inf
+    for grouping in _groupings(situation, nodes):
+        bound = situation.num_micro_batches * situation.num_layers / grouping.capacity if grouping.groups else math.inf
+        least = min(least, bound)
+        limit = best[0].seconds if best else below
+        if bound < limit and (placement := placer.place(grouping.kinds, limit)) is not None:
+            best = placement, grouping
+    if best is None:
+        raise PlanError(_nothing_fits(situation) if below == math.inf else f"no assignment takes less than {below} s")
+    return _result(situation, *best, held, least, placer)
+
+
+def _groupings(situation: Situation, nodes: Sequence[Sequence[int]]) -> Iterator[Grouping]:
+    """Yield groupings of the cluster, largest capacity first, then those that ignore or leave out stragglers."""
+    choices = [node_groupings(situation, ranks) for ranks in nodes]
+    yield from islice(_by_capacity(choices), MOST_GROUPINGS)
+    yield _joined(ignoring_stragglers(situation, ranks) for ranks in nodes)
+    yield _joined(leaving_out_stragglers(situation, ranks) for ranks in nodes)
+
+
+def _by_capacity(choices: Sequence[Sequence[Grouping]]) -> Iterator[Grouping]:
+    """Yield one choice per node, joined, by falling capacity; what differs only in which node is left out."""
+    first = (0,) * len(choices)
+    heap = [(-math.fsum(options[0].capacity for options in choices), first)]
+    queued, seen = {first}, set()
+    while heap:
+        _, picks = heapq.heappop(heap)
+        grouping = _joined(options[pick] for options, pick in zip(choices, picks, strict=True))
+        if grouping.kinds in seen:
+            continue  # so are the ones after it, up to which node
+        seen.add(grouping.kinds)
+        yield grouping
+        for node, options in enumerate(choices):
+            following = (*picks[:node], picks[node] + 1, *picks[node + 1 :])
+            if following[node] < len(options) and following not in queued:
+                queued.add(following)
+                capacities = (c[pick].capacity for c, pick in zip(choices, following, strict=True))
+                heapq.heappush(heap, (-math.fsum(capacities), following))
+
+
+def _joined(parts: Iterable[Grouping]) -> Grouping:
+    together = tuple(parts)
+    groups = tuple(group for part in together for group in part.groups)
+    return Grouping(groups, tuple(sorted(rank for part in together for rank in part.standby)))
+
+
+def _result(
+    situation: Situation,
+    placement: Placement,
+    grouping: Grouping,
+    held: Holdings,
+    least: float,
+    placer: Placer,
+) -> MalleusResult:
+    places = [place for index, filled in enumerate(placement.pipelines) for place in _places(index, filled)]
+    mapped = map_groups(places, grouping.groups, held)
+    pipelines = [
+        MalleusPipeline(_stages(index, places, mapped), count) for index, count in enumerate(placement.micro_batches)
+    ]
+    used = {rank for group in mapped.groups for rank in group.devices}
+    return MalleusResult(
+        pipelines=tuple(sorted(pipelines, key=lambda pipeline: min(pipeline.stages[0].devices))),
+        standby=tuple(rank for rank in situation.cluster.ranks if rank not in used),
+        least_seconds=least,
+        is_exact=placer.is_exact,
+        crossings=mapped.crossings,
+        moved_layers=mapped.moved_layers,
+        num_pipelines_tried=placer.filler.num_filled,
+    )
+
+
+def _places(pipeline: int, filled: Filled) -> Iterator[Place]:
+    start = 0
+    for kind, count in zip(filled.kinds, filled.layers, strict=True):
+        yield Place(pipeline, start, start + count, kind)
+        start += count
+
+
+def _stages(pipeline: int, places: Sequence[Place], mapped: Mapped) -> tuple[MalleusStage, ...]:
+    return tuple(
+        MalleusStage(group.devices, place.stop - place.start, group.kind.seconds)
+        for place, group in zip(places, mapped.groups, strict=True)
+        if place.pipeline == pipeline
+    )
+
+
+def _nothing_fits(situation: Situation) -> str:
+    need = situation.num_layers * situation.memory.at(0) if situation.memory is not None else 0.0
+    return (
+        f"no assignment of {situation.num_layers} layers and {situation.num_micro_batches} micro-batches to "
+        f"{situation.num_pipelines} pipelines on devices {list(situation.cluster.ranks)} with groups of up to "
+        f"{situation.degrees[0]}: every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
+        f"micro-batch per stage; use fewer pipelines, smaller groups, more micro-batches, or more devices"
+    )

@@ -1,0 +1,234 @@
+"""One replica of a plan: its pipeline, with blocks and ratios decided, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hetu_fx.planner.price.placement import Piece
+from hetu_fx.planner.price.recompute import least_blocks
+from hetu_fx.planner.price.stage import Line
+from hetu_fx.planner.price.step import pipeline_seconds
+from hetu_fx.planner.search.device_orders import Groups
+from hetu_fx.planner.values.device_memory import in_flight
+from hetu_fx.plans.plan import Pipeline, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for all replicas of a search; `memory` is usable bytes by rank."""
+
+    schedule: Schedule
+    zero: int
+    micro_batches: tuple[int, ...]
+    memory: dict[int, int]
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How a stage is run: what is in flight, and over how many replicas states are spread."""
+
+    micro_rows: int
+    num_in_flight: int
+    micro_batches: int
+    num_replicas: int
+
+    @classmethod
+    def of(cls, stage: int, num_stages: int, rows: tuple[int, int], num_replicas: int, rules: Rules) -> Run:
+        """Return how a stage of a pipeline is run; `rows` are those of a micro-batch, and how many of these."""
+        micro_rows, count = rows
+        return cls(micro_rows, in_flight(rules.schedule, stage, num_stages, count), count, num_replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a device of a stage holds, and the memory that it may use."""
+
+    stage: int
+    memory: int
+    piece: Piece
+
+    def most_rows(self, run: Run, zero: int, recompute: int = 0) -> int:
+        """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
+        piece = self.piece.recomputing(recompute) if recompute else self.piece
+        return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, run.num_replicas)
+
+    def least_recompute(self, run: Run, rules: Rules) -> int | None:
+        """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
+        if self.most_rows(run, rules.zero) >= run.micro_rows:
+            return 0
+        if not rules.recompute:
+            return None
+        piece, known = self.piece, self.piece.costs.known_recompute
+        key = run, rules.zero, self.memory, piece.start, piece.stop, piece.share, piece.group
+        if key not in known:
+            known[key] = least_blocks(
+                piece.stop - piece.start, lambda blocks: self.most_rows(run, rules.zero, blocks) >= run.micro_rows
+            )
+        return known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
+
+    `again` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
+    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds.
+    """
+
+    seconds: Line
+    again: Line
+    holdings: tuple[Holding, ...]
+    update: Line
+
+    def seconds_of(self, run: Run, rules: Rules, rows: int) -> float:
+        """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
+        needs = [holding.least_recompute(run, rules) for holding in self.holdings]
+        counts = [count for count in needs if count is not None]
+        if len(counts) < len(needs):
+            return math.inf
+        piece = self.holdings[0].piece
+        return self.seconds(rows) + again_line(self.again, max(counts), piece.stop - piece.start)(rows)
+
+
+def again_line(line: Line, recompute: int, blocks: int) -> Line:
+    """Return the seconds of doing some blocks again, `line` being all of them; as if all took the same."""
+    share = recompute / blocks if recompute else 0.0
+    return Line(line.fixed * share, line.per_row * share)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
+
+    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds; `again` is
+    one more forward of all blocks of each stage.
+    """
+
+    pipeline: Pipeline
+    lines: tuple[Line, ...]
+    holdings: tuple[Holding, ...]
+    update: Line
+    again: tuple[Line, ...] = ()
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Return the most parameter bytes that one of its devices holds."""
+        return max(holding.piece.parameter_bytes for holding in self.holdings)
+
+    def seconds(self, rows: int, micro_batches: int, recompute: Sequence[int] = ()) -> float:
+        """Return the seconds that the pipeline takes for so many rows, some blocks of each stage being recomputed."""
+        return pipeline_seconds(self._lines(recompute), rows, micro_batches)
+
+    def _lines(self, recompute: Sequence[int]) -> Sequence[Line]:
+        if not any(recompute):
+            return self.lines
+        parts = zip(self.lines, self.again, recompute, self.pipeline.stages, strict=True)
+        return [line + again_line(again, count, stage.blocks or 0) for line, again, count, stage in parts]
+
+    def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: Rules) -> int:
+        """Return the most rows of a micro-batch that fit the memory of every device; 0 when none do."""
+        runs = self._runs(1, micro_batches, num_replicas, rules)
+        return min(holding.most_rows(runs[holding.stage], rules.zero) for holding in self.holdings)
+
+    def least_recompute(
+        self, micro_rows: int, micro_batches: int, num_replicas: int, rules: Rules
+    ) -> tuple[int, ...] | None:
+        """Return how few blocks each stage has to recompute for so many rows of a micro-batch; None if none do."""
+        counts = [0] * len(self.lines)
+        runs = self._runs(micro_rows, micro_batches, num_replicas, rules)
+        for holding in self.holdings:
+            least = holding.least_recompute(runs[holding.stage], rules)
+            if least is None:
+                return None
+            counts[holding.stage] = max(counts[holding.stage], least)
+        return tuple(counts)
+
+    def _runs(self, micro_rows: int, micro_batches: int, num_replicas: int, rules: Rules) -> list[Run]:
+        count, rows = len(self.lines), (micro_rows, micro_batches)
+        return [Run.of(stage, count, rows, num_replicas, rules) for stage in range(count)]
+
+    def recomputing(self, counts: Sequence[int]) -> Replica:
+        """Return the replica with so many blocks of each stage recomputed."""
+        if not any(counts):
+            return self
+        pairs = zip(self.pipeline.stages, counts, strict=True)
+        stages = tuple(replace(stage, recompute=count) for stage, count in pairs)
+        held = tuple(replace(h, piece=h.piece.recomputing(counts[h.stage])) for h in self.holdings)
+        pipeline = replace(self.pipeline, stages=stages)
+        return replace(self, pipeline=pipeline, lines=tuple(self._lines(counts)), holdings=held)
+
+    def on(self, groups: Groups) -> Replica:
+        """Return the same replica on other devices, which must be alike."""
+        pairs = zip(self.pipeline.stages, groups, strict=True)
+        stages = tuple(replace(stage, devices=devices) for stage, devices in pairs)
+        return replace(self, pipeline=replace(self.pipeline, stages=stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run a replica: in so many micro-batches, some blocks of each stage being recomputed."""
+
+    seconds: float
+    micro_batches: int
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A replica, of so many, and the ways to run it.
+
+    `limits` are (micro-batches, most rows of one that fit memory without recompute), also where these are none;
+    `known` are the fastest ways by rows, as far as they have been asked for.
+    """
+
+    replica: Replica
+    num_replicas: int
+    rules: Rules
+    limits: tuple[tuple[int, int], ...]
+    known: dict[int, Way | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, replica: Replica, num_replicas: int, rules: Rules) -> Family:
+        """Return the ways in which a replica fits memory when there are so many."""
+        limits = ((m, replica.most_micro_rows(m, num_replicas, rules)) for m in rules.micro_batches)
+        return cls(replica, num_replicas, rules, tuple((m, most) for m, most in limits if most >= 1 or rules.recompute))
+
+    def ways(self, rows: int) -> list[Way]:
+        """Return the ways to do `rows` rows, with the least recompute that fits for each number of micro-batches."""
+        found = (self._way(rows, count, most) for count, most in self.limits)
+        return [way for way in found if way is not None]
+
+    def _way(self, rows: int, micro_batches: int, most: int) -> Way | None:
+        micro_rows = math.ceil(rows / max(1, min(micro_batches, rows)))
+        if micro_rows <= most:
+            return Way(self.replica.seconds(rows, micro_batches), micro_batches)
+        if not self.rules.recompute:
+            return None
+        counts = self.replica.least_recompute(micro_rows, micro_batches, self.num_replicas, self.rules)
+        if counts is None:
+            return None
+        return Way(self.replica.seconds(rows, micro_batches, counts), micro_batches, counts)
+
+    def best(self, rows: int) -> Way | None:
+        """Return the fastest way to do `rows` rows; None if none fits."""
+        if rows not in self.known:
+            self.known[rows] = min(self.ways(rows), key=lambda way: (way.seconds, way.micro_batches), default=None)
+        return self.known[rows]
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""
+        best = self.best(rows)
+        return math.inf if best is None else best.seconds
+
+    def pipeline(self, rows: int) -> Pipeline:
+        """Return the pipeline with its rows, in no more micro-batches than rows."""
+        best = self.best(rows) or Way(math.inf, 1)
+        made = self.replica.recomputing(best.recompute)
+        return replace(made.pipeline, rows=rows, micro_batches=min(best.micro_batches, rows))
+
+    def on(self, groups: Groups) -> Family:
+        """Return the same on other devices, which must be alike."""
+        return replace(self, replica=self.replica.on(groups))

@@ -1,0 +1,123 @@
+"""One pipeline on paper: its parts, how long each takes for a micro-batch, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.placement import stops_of
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, Line, compute_lines
+from hetu_fx.planner.price.step import StageCosts, stage_costs
+from hetu_fx.planner.simulate.jobs import Traffic, ring_traffic
+from hetu_fx.planner.simulate.schedules import PaperSchedule, Work, num_chunks
+from hetu_fx.planner.values.footprint import StageFootprint
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Pipeline, Stage
+
+_COMPUTE = {
+    Work.FORWARD: 1 / FORWARD_AND_BACKWARD,
+    Work.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
+    Work.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+    Work.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+}
+"""The part of a micro-batch's compute; a product's backward is one product for each operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A pipeline whose stages' blocks are dealt out in chunks, and its costs.
+
+    Part k of `parts` is chunk k // p of stage k % p, of p stages; `stops` says where the blocks of each begin.
+    """
+
+    pipeline: Pipeline
+    parts: Pipeline
+    stops: tuple[int, ...]
+    costs: tuple[StageCosts, ...]
+    program: ProgramCosts
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, schedule: PaperSchedule, program: ProgramCosts, cluster: Cluster) -> Lane:
+        """Return a pipeline in the chunks of a schedule. Raises `PlanError` where it does not fit the program."""
+        parts = _dealt(pipeline, num_chunks(schedule), program.num_blocks)
+        stops = stops_of(parts, program.num_blocks)
+        return cls(pipeline, parts, stops, stage_costs(parts, program, cluster), program, cluster)
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages, p."""
+        return len(self.pipeline.stages)
+
+    def compute(self, part: int, work: Work, rows: int) -> dict[int, float]:
+        """Return the seconds that each device of a part computes."""
+        costs = self.costs[part]
+        triples = zip(costs.stage.devices, costs.compute, costs.again, strict=True)
+        once_more = work in (Work.BACKWARD, Work.INPUT_GRADIENT)
+        return {
+            rank: _COMPUTE[work] * (line(rows) - again(rows)) + once_more * again(rows) for rank, line, again in triples
+        }
+
+    def reductions(self, part: int, work: Work, rows: int) -> Line:
+        """Return latency and seconds of the sums (gathers, in a ring) that a part's devices make of `rows` rows.
+
+        Those of the backward are of gradients of inputs.
+        """
+        costs = self.costs[part]
+        match work:
+            case Work.FORWARD:
+                line = costs.sums
+            case Work.WEIGHT_GRADIENT:
+                line = Line()
+            case _:
+                line = costs.returns
+        return Line(line.fixed, line.per_row * rows)
+
+    def reduction_traffic(self, part: int, work: Work, rows: int) -> Traffic:
+        """Return what goes around for them: twice for a sum, once where the sequence is shared."""
+        is_forward, found = work is Work.FORWARD, self.costs[part].rounds
+        sizes = [(one, one.forward if is_forward else one.backward) for one in found]
+        traffic = (ring_traffic([one.ranks], size * rows, one.kind) for one, size in sizes)
+        return tuple(itertools.chain.from_iterable(traffic))
+
+    def handed_bytes(self, part: int, rows: int) -> float:
+        """Return the bytes that a part gets from the one before it for `rows` rows; none at the ends."""
+        return self.program.boundary(self.stops[part]) * rows
+
+    def footprint(self, part: int, position: int) -> StageFootprint:
+        """Return what a device of a part holds of micro-batches."""
+        program = self.program.kept_by(self.costs[part].stage, self.stops[part], position)
+        return program.footprint(self.stops[part], self.stops[part + 1], self.costs[part].share(position))
+
+    def weights(self, part: int, blocks: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+        """Return how a part's compute falls on ranges [start, stop) of its blocks, in proportion."""
+        stage = self.parts.stages[part]
+        program = self.program.on(stage)
+        ranges = [compute_lines(stage, program.stage(start, stop), self.cluster) for start, stop in blocks]
+        weights = [max(line.per_row for line in lines) for lines in ranges]
+        total = sum(weights)
+        return tuple(weight / total if total else 1 / len(weights) for weight in weights)
+
+
+def _dealt(pipeline: Pipeline, chunks: int, num_blocks: int) -> Pipeline:
+    """Return the pipeline with every stage's blocks dealt out in chunks, round by round over the stages."""
+    if chunks == 1:
+        return pipeline
+    given = pipeline.blocks(num_blocks)
+    if min(given) < chunks:
+        raise PlanError(f"{pipeline} has {list(given)} blocks, fewer than {chunks} chunks per stage; use fewer chunks")
+    dealt = [_chunks(stage, blocks, chunks) for stage, blocks in zip(pipeline.stages, given, strict=True)]
+    return replace(pipeline, stages=tuple(stage for column in zip(*dealt, strict=True) for stage in column))
+
+
+def _chunks(stage: Stage, blocks: int, chunks: int) -> Iterator[Stage]:
+    """Yield the chunks of a stage; those that come first recompute."""
+    size, more = divmod(blocks, chunks)
+    left = stage.recompute
+    for chunk in range(chunks):
+        count = size + (chunk < more)
+        yield replace(stage, blocks=count, recompute=min(left, count))
+        left -= min(left, count)

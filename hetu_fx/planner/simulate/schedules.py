@@ -1,0 +1,121 @@
+"""Schedules on paper, as tables: what each device of a pipeline does, in order.
+
+Those of the runtime (`hetu_fx.plans.schedule`), and two that only a simulation can run: a plan cannot name them.
+A device may hold several chunks of the model; part k of the pipeline is chunk k // p of device k % p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hetu_fx.errors import PlanError
+from hetu_fx.plans.plan import Schedule
+from hetu_fx.plans.schedule import Phase, actions
+
+
+class Work(StrEnum):
+    """A part of a micro-batch's work: a backward may be cut in the gradients of inputs and those of weights."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that a device does: work on a micro-batch for one of its chunks."""
+
+    work: Work
+    micro_batch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """1F1B over `chunks` chunks per device (Narayanan et al., Megatron-LM, SC 2021, section 2.2)."""
+
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if self.chunks < 2:
+            raise PlanError(f"an interleaved schedule has {self.chunks} chunks per device; give 2 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBubble:
+    """ZB-H1: weight gradients fill the bubbles, memory is 1F1B's (Qi et al., ICLR 2024, section 2)."""
+
+
+PaperSchedule = Schedule | Interleaved | ZeroBubble
+Row = tuple[Entry, ...]
+
+
+def num_chunks(schedule: PaperSchedule) -> int:
+    """Return how many chunks of the model each device holds."""
+    return schedule.chunks if isinstance(schedule, Interleaved) else 1
+
+
+def table(schedule: PaperSchedule, num_devices: int, micro_batches: int) -> tuple[Row, ...]:
+    """Return what each device of a pipeline does, in order.
+
+    Raises `PlanError` for an interleaved schedule whose micro-batches are no multiple of its devices.
+    """
+    match schedule:
+        case Interleaved(chunks):
+            return tuple(_interleaved(device, num_devices, micro_batches, chunks) for device in range(num_devices))
+        case ZeroBubble():
+            return tuple(_zero_bubble(device, num_devices, micro_batches) for device in range(num_devices))
+        case other:
+            return tuple(_of_runtime(other, device, num_devices, micro_batches) for device in range(num_devices))
+
+
+_WORK = {Phase.FORWARD: Work.FORWARD, Phase.BACKWARD: Work.BACKWARD}
+
+
+def _of_runtime(schedule: Schedule, device: int, num_devices: int, micro_batches: int) -> Row:
+    order = actions(schedule, device, num_devices, micro_batches)
+    return tuple(Entry(_WORK[action.phase], action.micro_batch) for action in order)
+
+
+def _interleaved(device: int, num_devices: int, micro_batches: int, chunks: int) -> Row:
+    """Forwards of a round of p micro-batches through a chunk, then the next chunk; backwards the other way."""
+    if micro_batches % num_devices:
+        raise PlanError(
+            f"an interleaved schedule runs rounds of as many micro-batches as there are stages, but there are "
+            f"{micro_batches} micro-batches on {num_devices} stages; give a multiple of {num_devices}"
+        )
+    total = micro_batches * chunks
+    forwards = [_turn(Work.FORWARD, k, num_devices, chunks) for k in range(total)]
+    backwards = [_turn(Work.BACKWARD, k, num_devices, chunks) for k in range(total)]
+    warm_up = min(total, 2 * (num_devices - device - 1) + (chunks - 1) * num_devices)
+    return _one_each(forwards, backwards, warm_up)
+
+
+def _turn(work: Work, k: int, num_devices: int, chunks: int) -> Entry:
+    rounds, within = divmod(k, num_devices * chunks)
+    chunk, offset = divmod(within, num_devices)
+    last = chunks - 1
+    return Entry(work, rounds * num_devices + offset, chunk if work is Work.FORWARD else last - chunk)
+
+
+def _one_each(forwards: list[Entry], backwards: list[Entry], warm_up: int) -> Row:
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        order += [forward, backward]
+    return (*order, *backwards[len(forwards) - warm_up :])
+
+
+def _zero_bubble(device: int, num_devices: int, micro_batches: int) -> Row:
+    """1F1B; the weight gradients of device s come s micro-batches late, when 1F1B on device 0 keeps as many."""
+    order: list[Entry] = []
+    for entry in _of_runtime("1f1b", device, num_devices, micro_batches):
+        if entry.work is Work.FORWARD:
+            order.append(entry)
+            continue
+        order.append(Entry(Work.INPUT_GRADIENT, entry.micro_batch))
+        if entry.micro_batch >= device:
+            order.append(Entry(Work.WEIGHT_GRADIENT, entry.micro_batch - device))
+    first_left = max(0, micro_batches - device)
+    return (*order, *(Entry(Work.WEIGHT_GRADIENT, m) for m in range(first_left, micro_batches)))

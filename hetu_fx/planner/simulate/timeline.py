@@ -1,0 +1,206 @@
+"""Timelines: what each device did, or will do, and when.
+
+Measured steps and simulated ones are the same type, so they can be laid side by side. A timeline becomes a
+Chrome trace (chrome://tracing, Perfetto), a picture, or a page (`hetu_fx.planner.simulate.timeline_html`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetu_fx.base.documents import write_atomically
+from hetu_fx.errors import EnvironmentProblem, StateError
+
+COLORS = {
+    "forward": "#4c9be8",
+    "backward": "#2f6f4f",
+    "input gradient": "#2f6f4f",
+    "weight gradient": "#7fb069",
+    "send": "#e8b84c",
+    "gather": "#c77dba",
+    "gradients": "#d1605e",
+    "optimizer": "#7d7d7d",
+    "communication": "#f2d9a0",
+    "group creation": "#8c6d46",
+}
+"""Colours of the picture by an event's kind; other kinds are drawn in `OTHER`."""
+
+OTHER = "#b0b0b0"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a device (rank) did; `kind` groups events, `name` tells them apart."""
+
+    device: int
+    name: str
+    start_seconds: float
+    end_seconds: float
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start_seconds) and math.isfinite(self.end_seconds)):
+            raise StateError(f"event {self.name!r} of device {self.device} has no finite time: {self}")
+        if self.end_seconds < self.start_seconds:
+            raise StateError(
+                f"event {self.name!r} of device {self.device} ends at {self.end_seconds} s, before it "
+                f"starts at {self.start_seconds} s; take both times from one clock"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took."""
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A number of a device (rank) over time: (seconds, value) in order, each value until the next."""
+
+    device: int
+    name: str
+    values: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        times = [seconds for seconds, _ in self.values]
+        if times != sorted(times) or not all(math.isfinite(number) for pair in self.values for number in pair):
+            raise StateError(
+                f"counter {self.name!r} of device {self.device} has values that are not finite or in order"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Events in order of device and start. Events of one device may touch, nest or overlap."""
+
+    events: tuple[Event, ...]
+    name: str = "hetu_fx"
+    counters: tuple[Counter, ...] = ()
+
+    def __post_init__(self) -> None:
+        order = sorted(self.events, key=lambda e: (e.device, e.start_seconds, -e.end_seconds, e.name))
+        object.__setattr__(self, "events", tuple(order))
+
+    @classmethod
+    def merged(cls, timelines: Iterable[Timeline], name: str = "hetu_fx") -> Timeline:
+        """Return the events of several timelines (of one clock) as one."""
+        timelines = tuple(timelines)
+        events = tuple(event for timeline in timelines for event in timeline.events)
+        return cls(events, name, tuple(counter for timeline in timelines for counter in timeline.counters))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Return the ranks that have events, in order."""
+        return tuple(dict.fromkeys(event.device for event in self.events))
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first start to the last end."""
+        if not self.events:
+            return 0.0
+        return max(e.end_seconds for e in self.events) - min(e.start_seconds for e in self.events)
+
+    @property
+    def start_seconds(self) -> float:
+        """Return when the first event starts."""
+        return min((event.start_seconds for event in self.events), default=0.0)
+
+    def of(self, device: int) -> tuple[Event, ...]:
+        """Return the events of one device, by start."""
+        return tuple(event for event in self.events if event.device == device)
+
+    def busy_seconds(self, device: int) -> float:
+        """Return how long the device was in at least one event."""
+        busy, until = 0.0, -math.inf
+        for event in self.of(device):
+            busy += max(0.0, event.end_seconds - max(event.start_seconds, until))
+            until = max(until, event.end_seconds)
+        return busy
+
+    def idle_share(self, device: int) -> float:
+        """Return the share of the whole time in which the device was in no event."""
+        return 1.0 - self.busy_seconds(device) / self.seconds if self.seconds else 0.0
+
+    def to_chrome(self) -> dict[str, Any]:
+        """Return a Chrome trace: one process, one thread per device, times in microseconds from the start."""
+        start = self.start_seconds
+        names = [_thread_name(device) for device in self.devices]
+        values = [value for counter in self.counters for value in _chrome_values(counter, start)]
+        return {
+            "displayTimeUnit": "ms",
+            "otherData": {"name": self.name},
+            "traceEvents": [*names, *values, *(_chrome_event(event, start) for event in self.events)],
+        }
+
+    def write_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Write the Chrome trace as JSON, atomically."""
+        write_atomically(path, json.dumps(self.to_chrome()) + "\n")
+
+    def write_png(self, path: str | os.PathLike[str]) -> None:
+        """Draw the timeline, a row per device. Raises `EnvironmentProblem` without matplotlib."""
+        _draw(self, path)
+
+    def __str__(self) -> str:
+        rows = [f"device {d}: busy {self.busy_seconds(d) * 1e3:.3g} ms" for d in self.devices]
+        return "\n".join((f"{self.name}: {self.seconds * 1e3:.3g} ms", *rows))
+
+
+def _thread_name(device: int) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": device, "name": "thread_name", "args": {"name": f"device {device}"}}
+
+
+def _chrome_event(event: Event, start: float) -> dict[str, Any]:
+    times = {"ts": (event.start_seconds - start) * 1e6, "dur": event.seconds * 1e6}
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": event.device,
+        "name": event.name,
+        "cat": event.kind or "other",
+        **times,
+    }
+
+
+def _chrome_values(counter: Counter, start: float) -> list[dict[str, Any]]:
+    name = f"{counter.name} of device {counter.device}"
+    return [
+        {"ph": "C", "pid": 0, "name": name, "ts": (seconds - start) * 1e6, "args": {counter.name: value}}
+        for seconds, value in counter.values
+    ]
+
+
+def _draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    try:
+        from matplotlib.figure import Figure  # no pyplot: its global state and window system are not wanted
+    except ImportError as problem:
+        raise EnvironmentProblem(
+            f"cannot draw {os.fspath(path)}: matplotlib is not installed; pip install 'hetu-fx[ui]', "
+            f"or write a Chrome trace with write_chrome"
+        ) from problem
+    devices = timeline.devices
+    figure = Figure(figsize=(12, 1.2 + 0.5 * len(devices)), layout="constrained")
+    axes = figure.add_subplot()
+    start = timeline.start_seconds
+    for event in timeline.events:
+        left, color = (event.start_seconds - start) * 1e3, COLORS.get(event.kind, OTHER)
+        axes.barh(event.device, event.seconds * 1e3, left=left, height=0.8, color=color, edgecolor="white")
+    axes.set_yticks(devices, [f"device {device}" for device in devices])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(timeline.name)
+    _add_legend(axes, {event.kind: COLORS.get(event.kind, OTHER) for event in timeline.events})
+    figure.savefig(os.fspath(path), format="png", dpi=120)
+
+
+def _add_legend(axes: Any, colors: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    order = [kind for kind in COLORS if kind in colors] + sorted(set(colors) - set(COLORS))
+    handles = [Patch(color=colors[kind], label=kind or "other") for kind in order]
+    if handles:
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

@@ -1,0 +1,189 @@
+"""Bytes that a device holds, at the instants of a step that can be its peak.
+
+Lasting, for a device that reads P bytes of parameters and owns H of them at home (all of them where states are not
+spread; else its share, by speed, of what the readers of each part own together), with k moments in its optimizer:
+
+    parameters H,  optimizer k H,  copies C: what it reads but does not own, gathered once per step        (1)
+
+Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`planner.footprint`):
+
+    gather            C again, and the messages that bring it                                              (2)
+    forward           (f - 1) K + most in a forward; gradients P if a backward has been before             (3)
+    first backward    (f - 1) K + most in a backward, with the gradients made up to there                  (4)
+    later backward    the same with all gradients P, and one more micro-batch in flight if m > f           (5)
+    synchronisation   gradients P, messages of as many bytes, and what arrives from others                 (6)
+    update            gradients H, and three values for each element of the largest parameter              (7)
+
+(7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
+to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m. What is sent to other stages
+is held until the end of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetu_fx.comm_ops.buckets import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.planner.values.affine import Line
+from hetu_fx.planner.values.footprint import StageFootprint
+from hetu_fx.plans.plan import Schedule
+
+UNBOUNDED = 1 << 40
+"""More rows than any batch has."""
+
+MOMENTS = 2
+"""Of Adam."""
+
+UPDATE_VALUES = 3
+"""How many values Adam's arithmetic holds for an element that it updates."""
+
+Terms = tuple[tuple[str, int], ...]
+TERMS = ("parameters", "copies", "optimizer", "gradients", "activations", "messages", "update")
+
+
+def in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches: int) -> int:
+    """Return how many micro-batches a stage keeps activations of, f in (3)."""
+    return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
+
+
+def fixed_bytes(parameters: float, *, zero: int, num_replicas: int) -> Terms:
+    """Return what a device that reads so many bytes of parameters holds of them and their states, outside an update.
+
+    In all it is what `instants` counts for states spread evenly over the replicas: P of parameters, P of gradients and
+    (1 + moments) P / n of home parameters and moments; without replicas, or zero 0, the parameters are those at home.
+    """
+    optimizer = (1 + MOMENTS) * parameters / num_replicas if zero and num_replicas > 1 else MOMENTS * parameters
+    pairs = (("parameters", parameters), ("gradients", parameters), ("optimizer", optimizer))
+    return tuple((term, math.ceil(count)) for term, count in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a device of a stage holds for any number of rows and micro-batches.
+
+    Attributes:
+        parameters: bytes as its graph reads them, P.
+        owned: bytes of its home parameters, H.
+        copied: bytes of what it reads but is not its own memory at home, C.
+        synced: bytes of its gradients that travel to their homes.
+        footprint: of its stage's parts.
+        handed: bytes per row that it sends to neighbours, activations and gradients of them.
+    """
+
+    parameters: float
+    owned: float
+    copied: float
+    synced: float
+    footprint: StageFootprint
+    handed: float = 0.0
+
+    @property
+    def messages(self) -> float:
+        """Return the bytes of messages that bring its gradients home, and of what arrives from others."""
+        return self.synced + (max(0.0, self.synced - self.owned) if self.copied else 0.0)
+
+    @property
+    def update_bytes(self) -> float:
+        """Return the bytes that the optimizer's arithmetic takes."""
+        share = self.owned / self.parameters if self.parameters else 0.0
+        return UPDATE_VALUES * self.footprint.largest * share
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """What is held at once: a line over a micro-batch's rows per term."""
+
+    name: str
+    terms: Mapping[str, Line]
+
+    def at(self, rows: int) -> Terms:
+        """Return the bytes by term, in order."""
+        lines = {term: self.terms.get(term, (0.0, 0.0)) for term in TERMS}
+        return tuple((term, math.ceil(fixed + per_row * rows)) for term, (fixed, per_row) in lines.items())
+
+    @property
+    def line(self) -> Line:
+        """Return the bytes of all terms."""
+        return sum(fixed for fixed, _ in self.terms.values()), sum(per_row for _, per_row in self.terms.values())
+
+    def bytes(self, rows: int) -> float:
+        """Return the bytes of all terms for so many rows."""
+        fixed, per_row = self.line
+        return fixed + per_row * rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What is held at an instant beside what lasts: bytes by term, activations, and messages in bytes per row."""
+
+    name: str
+    terms: Mapping[str, float]
+    activations: Line = (0.0, 0.0)
+    messages: float = 0.0
+
+    def line(self, lasting: float) -> Line:
+        """Return the bytes of all terms."""
+        fixed, per_row = self.activations
+        return lasting + sum(self.terms.values()) + fixed, per_row + self.messages
+
+
+def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
+    """Return what a device holds at (2) to (7)."""
+    lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": moments * shard.owned}
+    found = []
+    for moment in _moments(shard, num_in_flight, micro_batches):
+        held = {term: (lasting.get(term, 0.0) + moment.terms.get(term, 0.0), 0.0) for term in TERMS}
+        held["messages"] = held["messages"][0], moment.messages
+        found.append(Instant(moment.name, held | {"activations": moment.activations}))
+    return tuple(found)
+
+
+def _moments(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+    """Yield (2) to (7); what is sent to other stages is held to the end."""
+    travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
+    synced = {"gradients": shard.parameters, "messages": shard.messages}
+    yield _Moment("gather", {"copies": shard.copied, "messages": travelling})
+    yield _Moment("synchronisation", synced, messages=micro_batches * shard.handed)
+    yield _Moment("update", {"gradients": shard.owned, "update": shard.update_bytes})
+    yield from _passing(shard, num_in_flight, micro_batches)
+
+
+def _passing(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+    """Yield (3), (4) and (5)."""
+    print_, others = shard.footprint, num_in_flight - 1
+    has_gradients = micro_batches > num_in_flight
+    sent = (micro_batches if has_gradients else num_in_flight) * shard.handed
+    none: Mapping[str, float] = {}
+    gradients = {"gradients": shard.parameters}
+    for line in print_.forward:
+        yield _Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
+    for line in print_.backward:
+        yield _Moment("first backward", none, _above(line, print_.kept, others), sent)
+    if micro_batches > 1:
+        left = others if has_gradients else others - 1
+        for line in print_.later:
+            yield _Moment("later backward", gradients, _above(line, print_.kept, left), sent)
+
+
+def _above(line: Line, kept: Line, times: int) -> Line:
+    return line[0] + times * kept[0], line[1] + times * kept[1]
+
+
+def peak(found: Sequence[Instant], rows: int) -> Terms:
+    """Return the bytes by term at the instant that holds most with micro-batches of `rows` rows."""
+    return max(found, key=lambda instant: instant.bytes(rows)).at(rows)
+
+
+def most_rows(limit: float, shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> int:
+    """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
+    lasting = (1 + moments) * shard.owned + shard.copied
+    found = (moment.line(lasting) for moment in _moments(shard, num_in_flight, micro_batches))
+    return min(_most_rows(limit, fixed, per_row) for fixed, per_row in found)
+
+
+def _most_rows(limit: float, fixed: float, per_row: float) -> int:
+    if fixed > limit:
+        return 0
+    return min(UNBOUNDED, int((limit - fixed) / per_row)) if per_row > 0 else UNBOUNDED

@@ -1,0 +1,184 @@
+"""What a part of a program holds in memory while a micro-batch goes through it; numbers only.
+
+A part is what stands before the repeated blocks, a block, or what stands after them. A micro-batch that has gone
+forward through a part leaves `kept` bytes there until its backward has passed. While it passes, more is held:
+`forward` is the most above what the parts before it keep, `backward` and `later` the most above what the part itself
+and those before it keep and the gradients of later parts. In `backward` the part makes its parameters' gradients, in
+`later` it adds to those of earlier micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.values.affine import NOTHING, Amount, Line, combined
+from hetu_fx.planner.values.recompute_memory import UNKNOWN, Again, Piece, Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class PartMemory:
+    """What a part keeps of a micro-batch, and the most that is held while it passes; see the module.
+
+    `largest` is the part's largest parameter, `again` what holds where the part is computed again in backward, and
+    `pieces` what it then is.
+    """
+
+    kept: Amount = NOTHING
+    forward: Amount = NOTHING
+    backward: Amount = NOTHING
+    later: Amount = NOTHING
+    largest: Amount = NOTHING
+    again: Again = field(default=UNKNOWN, kw_only=True)
+    pieces: Pieces = field(default=(), kw_only=True)
+
+    def recomputed(self, way: str, kept: Amount) -> PartMemory:
+        """Return what it is where it is computed again in backward.
+
+        Args:
+            way: how devices share work, as `Again` names it.
+            kept: what is left after the forward if `again` does not say; all comes back at once then.
+        """
+        backward, later = self.backward + self.kept, self.later + self.kept
+        assumed = Piece(kept=kept, forward=self.forward, backward=backward, later=later)
+        return replace(self, pieces=getattr(self.again, way) or (assumed,))
+
+    @property
+    def in_sequence(self) -> PartMemory:
+        """Return what it is for a tensor parallel group that shares the sequence."""
+        return replace(self._each(lambda amount: amount.in_sequence), again=self.again.in_sequence)
+
+    @classmethod
+    def combined(cls, parts: Sequence[PartMemory], weights: Sequence[float]) -> PartMemory:
+        """Return the weighted sum of what parts hold."""
+        again = Again.combined([part.again for part in parts], weights)
+        return replace(combined(cls, _AMOUNTS, parts, weights), again=again)
+
+    def narrowed(self, share: float) -> PartMemory:
+        """Return what it is for a device that has `share` of what is split."""
+        return self._each(lambda amount: amount.narrowed(share))
+
+    def by_sequence(self, gathered: float) -> PartMemory:
+        """Return what it is for a context parallel group, which gathers so many bytes per row."""
+        return replace(self._each(lambda amount: amount.by_sequence(gathered)), again=self.again.by_sequence)
+
+    def _each(self, change: Callable[[Amount], Amount]) -> PartMemory:
+        return PartMemory(*map(change, _AMOUNTS(self)), again=self.again.amounts(change))
+
+    def lines(self, share: float) -> Iterator[tuple[Line, Line, Line, Line]]:
+        """Yield what is kept, and the most forward, backward and later above what was kept before, piece by piece."""
+        if not self.pieces:
+            kept, forward, backward, later = (amount.line(share) for amount in _HELD(self))
+            yield kept, forward, _sum(kept, backward), _sum(kept, later)
+        for piece in self.pieces:
+            kept, forward, backward, later = (amount.line(share) for amount in _HELD(piece))
+            yield _sum(kept, piece.sent.line(share)), forward, backward, later
+
+
+_HELD = attrgetter("kept", "forward", "backward", "later")
+_AMOUNTS = attrgetter("kept", "forward", "backward", "later", "largest")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """What each part holds, in order; `everywhere` is kept by every stage: tables and masks that it computes itself."""
+
+    parts: tuple[PartMemory, ...]
+    everywhere: Amount = NOTHING
+
+    @property
+    def in_sequence(self) -> ProgramMemory:
+        """Return what it is for tensor parallel groups that share the sequence."""
+        return ProgramMemory(tuple(part.in_sequence for part in self.parts), self.everywhere.in_sequence)
+
+    @classmethod
+    def combined(cls, programs: Sequence[ProgramMemory], weights: Sequence[float]) -> ProgramMemory:
+        """Return the weighted sum of what programs of the same parts hold, for rows of other lengths."""
+        parts = zip(*(program.parts for program in programs), strict=True)
+        everywhere = Amount.combined([program.everywhere for program in programs], weights)
+        return cls(tuple(PartMemory.combined(one, weights) for one in parts), everywhere)
+
+    def narrowed(self, share: float) -> ProgramMemory:
+        """Return what it is for a device that has `share` of what is split."""
+        return ProgramMemory(tuple(part.narrowed(share) for part in self.parts), self.everywhere.narrowed(share))
+
+    def by_sequence(self, gathered: Sequence[float]) -> ProgramMemory:
+        """Return what it is for context parallel groups, which gather so many bytes per row of each part."""
+        pairs = zip(self.parts, gathered, strict=True)
+        return ProgramMemory(tuple(part.by_sequence(count) for part, count in pairs), self.everywhere.by_sequence(0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StageFootprint:
+    """What a stage's parts hold together: kept between forward and backward, and the most while one of them runs.
+
+    `forward`, `backward` and `later` are above what other micro-batches keep, each a few lines whose largest counts.
+    `backward` has the gradients of parameters that the first backward has made up to there, `later` has none. `largest`
+    is the bytes of the largest parameter.
+    """
+
+    kept: Line
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+    later: tuple[Line, ...]
+    largest: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[PartMemory],
+        gradients: Sequence[float],
+        share: float,
+        before: Line = (0.0, 0.0),
+        waiting: Sequence[float] = (),
+    ) -> StageFootprint:
+        """Return the footprint of consecutive parts on a device with `share` of what is split.
+
+        Args:
+            parts: in order.
+            gradients: bytes of the parameters of each part there; backward makes them from the last to the first.
+            share: of what is split.
+            before: what the stage keeps of a micro-batch besides: what it has received, and tables of its own.
+            waiting: bytes of gradients made by later parts that wait to be added, of each part; none if left out.
+        """
+        if len(gradients) != len(parts):
+            raise PlanError(f"a stage has {len(parts)} parts, but gradients of {len(gradients)}; give one of each")
+        forward, backward, later = [], [], []
+        left = sum(gradients)
+        for number, part in enumerate(parts):
+            left -= gradients[number]
+            made, waits = (left, 0.0), (waiting[number] if waiting else 0.0, 0.0)
+            for kept, *most in part.lines(share):
+                ahead, back, again = (_sum(before, line) for line in most)
+                forward.append(ahead)
+                backward.append(_sum(back, made))
+                later.append(_sum(again, waits))
+                before = _sum(before, kept)
+        largest = max((part.largest.at(0, share) for part in parts), default=0.0)
+        return cls(before, _highest(forward), _highest(backward), _highest(later), largest)
+
+
+def highest_at(lines: Sequence[Line], rows: float) -> float:
+    """Return the most that one of the lines says."""
+    return max((fixed + per_row * rows for fixed, per_row in lines), default=0.0)
+
+
+def _sum(first: Line, second: Line) -> Line:
+    return first[0] + second[0], first[1] + second[1]
+
+
+def _highest(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """Leave out lines that are the highest for no number of rows."""
+    kept: list[Line] = []
+    for line in sorted(set(lines), key=lambda line: (line[1], line[0])):
+        while kept and (kept[-1][0] <= line[0] or (len(kept) > 1 and _is_covered(kept[-2], kept[-1], line))):
+            kept.pop()
+        kept.append(line)
+    return tuple(kept)
+
+
+def _is_covered(flat: Line, middle: Line, steep: Line) -> bool:
+    """Tell whether a line is nowhere above both a flatter one that begins higher and a steeper one."""
+    return (flat[0] - middle[0]) * (steep[1] - middle[1]) >= (middle[0] - steep[0]) * (middle[1] - flat[1])

@@ -1,0 +1,252 @@
+"""What one step of a program costs, as far as it does not depend on devices.
+
+A program is what stands before its repeated blocks, the blocks, and what stands after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from operator import add
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.values.affine import Amount
+from hetu_fx.planner.values.device_memory import Shard
+from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums
+from hetu_fx.planner.values.tied import Tied, gradients_of, pending_of
+from hetu_fx.plans.plan import Plan, Stage
+
+
+@dataclass(frozen=True)
+class ProgramCosts:
+    """Costs of a step with `rows` rows in all.
+
+    boundary_bytes[k] is what one row hands over from block k to k + 1. `units` is how many parts the
+    class that tensor parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that
+    add up to it; 1 means that nothing can be cut. `memory` is what each part holds; None: what its
+    activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
+    before the blocks. `row_sums` are what replicas sum in the middle of a step.
+    """
+
+    rows: int
+    before: PartCosts
+    blocks: tuple[PartCosts, ...]
+    after: PartCosts
+    boundary_bytes: tuple[float, ...] = ()
+    units: int = 1
+    memory: ProgramMemory | None = None
+    tied: tuple[Tied, ...] = ()
+    row_sums: RowSums = NO_ROW_SUMS
+
+    def __post_init__(self) -> None:
+        expected = max(0, len(self.blocks) - 1)
+        if len(self.boundary_bytes) != expected:
+            raise PlanError(
+                f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks; give {expected}"
+            )
+        if self.rows < 1 or self.units < 1:
+            raise PlanError(f"program costs: rows {self.rows}, units {self.units}; give 1 or more of each")
+        count, last = len(self.parts), max((one.readers[-1] for one in self.tied), default=0)
+        if self.memory is not None and len(self.memory.parts) != count:
+            raise PlanError(
+                f"program costs: memory has {len(self.memory.parts)} parts, the program {count}; give as many"
+            )
+        if last >= count:
+            raise PlanError(f"program costs: part {last} reads a tied parameter, but parts are 0 to {count - 1}")
+
+    @property
+    def parts(self) -> tuple[PartCosts, ...]:
+        """Return all parts in order."""
+        return (self.before, *self.blocks, self.after)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of repeated blocks."""
+        return len(self.blocks)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Tell whether all blocks cost the same."""
+        return len(set(self.blocks)) <= 1 and len(set(self.boundary_bytes)) <= 1
+
+    @property
+    def has_sequence(self) -> bool:
+        """Tell whether there is a sequence that a tensor parallel group may share."""
+        return self.whole.sequence_activation_bytes > 0
+
+    @cached_property
+    def in_sequence(self) -> ProgramCosts:
+        """Return the costs for tensor parallel groups that share the sequence."""
+        memory = None if self.memory is None else self.memory.in_sequence
+        return self._with_parts([part.in_sequence for part in self.parts], memory)
+
+    @cached_property
+    def by_sequence(self) -> ProgramCosts:
+        """Return the costs for context parallel groups."""
+        gathered = [part.gathered_bytes for part in self.parts]
+        memory = None if self.memory is None else self.memory.by_sequence(gathered)
+        whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
+        return whole._with_parts([part.by_sequence for part in self.parts], memory)
+
+    def narrowed(self, share: float) -> ProgramCosts:
+        """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
+        if share not in self._narrowed:
+            memory = None if self.memory is None else self.memory.narrowed(share)
+            tied = tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied)
+            parts = [part.narrowed(share) for part in self.parts]
+            self._narrowed[share] = replace(self, tied=tied)._with_parts(parts, memory)
+        return self._narrowed[share]
+
+    @cached_property
+    def _narrowed(self) -> dict[float, ProgramCosts]:
+        """What narrowed() worked out."""
+        return {}
+
+    def _with_parts(self, parts: Sequence[PartCosts], memory: ProgramMemory | None) -> ProgramCosts:
+        before, *blocks, after = parts
+        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=memory)
+
+    def under(self, plan: Plan) -> ProgramCosts:
+        """Return the costs as a plan asks for them."""
+        return self.in_sequence if plan.sequence_parallel else self
+
+    def on(self, stage: Stage, position: int = 0) -> ProgramCosts:
+        """Return the costs for the way in which a stage's devices share work; in a grid, of a device by position."""
+        if stage.is_grid:
+            return self.narrowed(stage.shares[position][1]).by_sequence
+        return self.by_sequence if stage.shares_sequence else self
+
+    def kept_by(self, stage: Stage, start: int, position: int = 0) -> ProgramCosts:
+        """Return the same, with what a stage with the blocks from `start` keeps of those that it recomputes."""
+        shared = self.on(stage, position)
+        if not stage.recompute:
+            return shared
+        summed = [block.reduced_bytes for block in self.blocks] if stage.is_grid else []
+        return shared._recomputing(start, start + stage.recompute, stage, summed)
+
+    @staticmethod
+    def _way(stage: Stage) -> str:
+        """Return how a stage's devices share work, as `again.Again` names it."""
+        if stage.shares_sequence:
+            return "grid" if stage.is_grid else "context"
+        return "tensor" if len(stage.devices) > 1 else "alone"
+
+    def again(self, stage: Stage, start: int, position: int = 0) -> PartCosts:
+        """Return the costs of the blocks whose forward a stage with the blocks from `start` does once more."""
+        return reduce(add, self.on(stage, position).blocks[start : start + stage.recompute], PartCosts())
+
+    def _recomputing(self, start: int, stop: int, stage: Stage, summed: Sequence[float]) -> ProgramCosts:
+        """Return the program with blocks that keep what they hand on, and what a group has sent.
+
+        `summed` are the bytes per row that each block of a grid sums over tensor parallel groups beside what the
+        devices gather.
+        """
+        way = self._way(stage)
+        key = start, stop, way
+        if key not in self._recomputed:
+            memory = self.memory or _assumed(self.parts)
+            parts = list(memory.parts)
+            for block in range(start, stop):
+                handed = self.boundary(block + 1) or self.boundary(block)
+                sent = self.blocks[block].reduced_bytes * (len(stage.devices) > 1)
+                beside = summed[block] if summed else 0.0
+                kept = Amount(0.0, handed + sent + beside, 0.0, handed * stage.shares_sequence + beside)
+                parts[block + 1] = parts[block + 1].recomputed(way, kept)
+            self._recomputed[key] = replace(self, memory=replace(memory, parts=tuple(parts)))
+        return self._recomputed[key]
+
+    @cached_property
+    def _recomputed(self) -> dict[tuple[int, int, str], ProgramCosts]:
+        """What _recomputing() worked out."""
+        return {}
+
+    @property
+    def whole(self) -> PartCosts:
+        """Return the costs of the whole program."""
+        return self.stage(0, self.num_blocks)
+
+    def stage(self, start: int, stop: int) -> PartCosts:
+        """Return the costs of the blocks [start, stop), with what stands before and after them all."""
+        if (start, stop) not in self._stages:
+            first, last = self.numbers(start, stop)
+            extra = [
+                PartCosts(parameter_bytes=one.bytes, split_parameter_bytes=one.split_bytes)
+                for one in self.tied
+                if one.is_extra(first, last)
+            ]
+            self._stages[start, stop] = reduce(add, extra, self.between(start, stop))
+        return self._stages[start, stop]
+
+    def between(self, start: int, stop: int) -> PartCosts:
+        """Return the same with a parameter that several parts read counted for the first of all only."""
+        first, last = self.numbers(start, stop)
+        return reduce(add, self.parts[first:last], PartCosts())
+
+    def numbers(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the numbers of the parts of a stage with the blocks [start, stop): the first, and after the last."""
+        return (0 if start == 0 else start + 1), (stop + 2 if stop == self.num_blocks else stop + 1)
+
+    def shared(self, start: int, stop: int) -> tuple[Tied, ...]:
+        """Return the parameters that a stage with the blocks [start, stop) reads, and other stages too."""
+        first, last = self.numbers(start, stop)
+        return tuple(one for one in self.tied if one.is_shared(first, last))
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], PartCosts]:
+        """What stage() worked out: searches ask for the same few ranges over and over."""
+        return {}
+
+    def boundary(self, block: int) -> float:
+        """Return the bytes per row handed over to block `block`; none at the ends."""
+        return self.boundary_bytes[block - 1] if 0 < block < self.num_blocks else 0.0
+
+    def footprint(self, start: int, stop: int, share: float) -> StageFootprint:
+        """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches."""
+        if (start, stop, share) not in self._footprints:
+            first, last = self.numbers(start, stop)
+            memory = self.memory or _assumed(self.parts)
+            fixed, per_row = memory.everywhere.line(share)
+            before = fixed, per_row + self.boundary(start)
+            counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
+            gradients = gradients_of(counted, self.tied, first, share)
+            waiting = pending_of(self.tied, first, last - first, share)
+            found = StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
+            self._footprints[start, stop, share] = found
+        return self._footprints[start, stop, share]
+
+    @cached_property
+    def known_limits(self) -> dict[object, int]:
+        """What has been worked out of memory: searches ask the same over and over (`planner.shards`)."""
+        return {}
+
+    @cached_property
+    def known_shards(self) -> dict[object, Shard]:
+        """What has been worked out of what devices hold."""
+        return {}
+
+    @cached_property
+    def known_recompute(self) -> dict[object, int | None]:
+        """What has been worked out of blocks to recompute."""
+        return {}
+
+    @cached_property
+    def known_peaks(self) -> dict[object, tuple[tuple[str, int], ...]]:
+        """What has been worked out of peaks."""
+        return {}
+
+    @cached_property
+    def _footprints(self) -> dict[tuple[int, int, float], StageFootprint]:
+        """What footprint() worked out."""
+        return {}
+
+
+def _assumed(parts: tuple[PartCosts, ...]) -> ProgramMemory:
+    """Return what parts hold if nothing more is held while they run than they keep."""
+    kept = [
+        Amount(0.0, part.activation_bytes, 0.0, part.split_activation_bytes, 0.0, part.sequence_activation_bytes)
+        for part in parts
+    ]
+    return ProgramMemory(tuple(PartMemory(amount, amount) for amount in kept))

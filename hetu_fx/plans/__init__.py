@@ -1,0 +1,1 @@
+"""What a plan is: pipelines of stages, schedule, predicted costs, and its explanation. No tensors."""

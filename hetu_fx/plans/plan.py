@@ -1,0 +1,279 @@
+"""Plans: which devices run what part of the model on which share of the batch.
+
+A `Plan` is pipelines side by side (data parallel replicas); a `Pipeline` is stages one after another; a
+`Stage` is a group of devices that hold some of the model's repeated blocks, tensor parallel, context parallel
+or both, in shards proportional to ratios. Plans are values: equal plans compare equal and can be dict keys. They need
+no devices and no torch.
+
+The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from hetu_fx.base.documents import Fields, json_text, located, nearest, read_json, table_text, write_atomically
+from hetu_fx.errors import PlanError
+from hetu_fx.plans.explain import HEADER, device_rows, rows_text, stage_row
+from hetu_fx.plans.pipeline import Pipeline, read_pipeline
+from hetu_fx.plans.prediction import Prediction, read_prediction
+from hetu_fx.plans.stage import LATER, Stage, check_devices, reduced
+
+__all__ = [
+    "FORMAT",
+    "SCHEDULES",
+    "Pipeline",
+    "Plan",
+    "Schedule",
+    "Stage",
+    "micro_batch_rows",
+    "pipeline_rows",
+    "split_rows",
+]
+
+FORMAT = "hetu_fx.plan/1"
+
+Schedule = Literal["1f1b", "gpipe"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+_ON_PAPER = ("interleaved", "zero-bubble")  # hetu_fx.planner.simulate.schedules has them; a plan cannot
+Attention = Literal["auto", "gathered", "ring"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Pipelines side by side, and how they run.
+
+    `schedule` orders forwards and backwards of the micro-batches; `zero` 1 spreads optimizer states over the
+    replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest
+    sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Rows are
+    kept without common factor. `split` names what tensor parallel groups split before what they would choose:
+    pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
+    `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
+    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2). `attention` says
+    how context parallel stages attend: to keys and values that are gathered, or that go round in a ring (Liu et al.,
+    Ring Attention with Blockwise Transformers) wherever they can; "auto" is by cost.
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    schedule: Schedule = "1f1b"
+    zero: int = 1
+    name: str | None = None
+    max_length: int | None = None
+    predicted: Prediction | None = field(default=None, compare=False)
+    split: tuple[tuple[str, int], ...] = ()
+    sequence_parallel: bool = False
+    attention: Attention = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pipelines", tuple(self.pipelines))
+        if not self.pipelines:
+            raise PlanError("a plan has no pipelines; give at least one, such as {'stages': [{'devices': [0]}]}")
+        rows = reduced(tuple(pipeline.rows for pipeline in self.pipelines))
+        pairs = zip(self.pipelines, rows, strict=True)
+        object.__setattr__(self, "pipelines", tuple(replace(p, rows=share) for p, share in pairs))
+        check_devices(self.devices, "a plan")
+        if self.schedule not in SCHEDULES:
+            raise PlanError(_no_schedule(self.schedule))
+        if self.zero not in (0, 1):
+            raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+        object.__setattr__(self, "split", tuple((pattern, dim) for pattern, dim in self.split))
+        if any(type(dim) is not int or dim < 0 for _, dim in self.split):
+            raise PlanError(f"split is {dict(self.split)}; give a dim from 0 for each pattern of parameter names")
+        if type(self.sequence_parallel) is not bool:
+            raise PlanError(f"sequence_parallel is {self.sequence_parallel!r}; give true or false")
+        grid = next((stage for *_, stage in self.stages if stage.is_grid), None)
+        if self.sequence_parallel and grid is not None:
+            raise PlanError(
+                f"sequence_parallel is true, but stage {grid} shares the sequence between tensor parallel groups "
+                f"already; leave sequence_parallel out, or give that stage no context"
+            )
+        if self.attention not in ATTENTIONS:
+            raise PlanError(f"unknown attention {self.attention!r}{nearest(self.attention, ATTENTIONS)}")
+        if self.attention != "auto" and not any(stage.shares_sequence for *_, stage in self.stages):
+            raise PlanError(
+                f"attention is {self.attention!r}, but no stage shares the sequence; give a stage a context, or leave "
+                f"attention out"
+            )
+        if self.max_length is not None and self.max_length < 1:
+            raise PlanError(f"max_length is {self.max_length}; give 1 or more, or leave it out for any length")
+        limits = [pipeline.max_length for pipeline in self.pipelines if pipeline.max_length is not None]
+        if len(limits) == len(self.pipelines) and (self.max_length is None or self.max_length > max(limits)):
+            raise PlanError(
+                f"the plan's max_length is {self.max_length}, but its pipelines take sequences of up to {max(limits)}; "
+                f"give a max_length of at most that"
+            )
+
+    @classmethod
+    def single(cls, device: int = 0) -> Plan:
+        """Build the plan that runs the whole model on one device."""
+        return cls((Pipeline((Stage((device,)),)),))
+
+    @classmethod
+    def data_parallel(cls, devices: Sequence[int], rows: Sequence[int] = ()) -> Plan:
+        """Build a plan with the whole model on each device, each with its share of the rows."""
+        shares = tuple(rows) or (1,) * len(devices)
+        if len(shares) != len(devices):
+            raise PlanError(f"{len(shares)} rows {list(shares)} for devices {list(devices)}; give one per device")
+        return cls(tuple(Pipeline((Stage((d,)),), rows=r) for d, r in zip(devices, shares, strict=True)))
+
+    @classmethod
+    def tensor_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
+        """Build a plan with one tensor parallel group over all devices (ratios left out: even)."""
+        return cls((Pipeline((Stage(tuple(devices), tuple(ratios)),)),))
+
+    @classmethod
+    def context_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
+        """Build a plan with one group over all devices that shares the sequence (ratios left out: even)."""
+        return cls((Pipeline((Stage(tuple(devices), tuple(ratios), context=len(devices)),)),))
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Return the ranks of all pipelines, in order."""
+        return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
+
+    @property
+    def stages(self) -> tuple[tuple[int, int, Stage], ...]:
+        """Return `(pipeline index, stage index, stage)` of all stages, in order."""
+        return tuple((i, j, s) for i, pipe in enumerate(self.pipelines) for j, s in enumerate(pipe.stages))
+
+    def place(self, device: int) -> tuple[int, int] | None:
+        """Return the (pipeline index, stage index) of a rank, or None when the plan leaves it idle."""
+        return next(((i, j) for i, j, stage in self.stages if device in stage.devices), None)
+
+    def check(self, *, num_blocks: int, world_size: int) -> None:
+        """Raise `PlanError` unless the plan fits a model of `num_blocks` repeated blocks and this world."""
+        outside = sorted(device for device in self.devices if device >= world_size)
+        if outside:
+            raise PlanError(
+                f"plan{self._called} is for another world: it uses devices {outside}, but there are only "
+                f"{world_size} (0 to {world_size - 1}); start more processes, or plan anew for this world"
+            )
+        for index, pipeline in enumerate(self.pipelines):
+            try:
+                pipeline.blocks(num_blocks)
+            except PlanError as problem:
+                raise PlanError(f"plan{self._called}, pipelines[{index}]: {problem}") from None
+
+    def with_blocks(self, num_blocks: int) -> Plan:
+        """Return the same plan with every stage's number of blocks written out."""
+        return replace(self, pipelines=tuple(_written_out(p, num_blocks) for p in self.pipelines))
+
+    @property
+    def _called(self) -> str:
+        return "" if self.name is None else f" {self.name!r}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of a plan file."""
+        result: dict[str, Any] = {"format": FORMAT}
+        if self.name is not None:
+            result["name"] = self.name
+        result["pipelines"] = [pipeline.to_json() for pipeline in self.pipelines]
+        result |= {"schedule": self.schedule, "zero": self.zero}
+        if self.max_length is not None:
+            result["max_length"] = self.max_length
+        if self.split:
+            result["split"] = dict(self.split)
+        if self.sequence_parallel:
+            result["sequence_parallel"] = True
+        if self.attention != "auto":
+            result["attention"] = self.attention
+        return result if self.predicted is None else result | {"predicted": self.predicted.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "plan") -> Plan:
+        """Build a plan from the JSON object of a plan file; `where` is shown in errors."""
+        return _read_plan(value, where)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file. Raises `PlanError` naming the file, the place in it, the value and what to do."""
+        return _read_plan(read_json(path, PlanError), os.fspath(path))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a plan file, atomically."""
+        write_atomically(path, json_text(self.to_json()) + "\n")
+
+    def summary(self) -> str:
+        """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
+        return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
+
+    def __str__(self) -> str:
+        header = ["pipeline", "rows", "micro-batches", "stage", "devices", "ratios", "blocks"]
+        rows = [stage_row(self.pipelines[i], i, j, stage) for i, j, stage in self.stages]
+        length = "any" if self.max_length is None else f"at most {self.max_length}"
+        shared = ", sequence parallel" if self.sequence_parallel else ""
+        shared += "" if self.attention == "auto" else f", {self.attention} attention"
+        title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
+        return f"{title}\n{table_text(header, rows)}"
+
+    def explain(self) -> str:
+        """Return the table, with what each device does and was predicted, and why the planner chose the plan."""
+        if self.predicted is None:
+            return f"{self}\nno prediction: the plan was given, not made by the planner"
+        rows = list(device_rows(self))
+        return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), str(self.predicted)])
+
+
+def _no_schedule(name: str) -> str:
+    if name in _ON_PAPER:
+        return f"schedule {name!r} can be simulated, but not run; use {' or '.join(map(repr, SCHEDULES))}"
+    return f"unknown schedule {name!r}{nearest(name, SCHEDULES)}"
+
+
+def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Return the rows of each micro-batch of each pipeline; they add up to `total`, some may be 0."""
+    shares = zip(pipeline_rows(total, plan), plan.pipelines, strict=True)
+    return tuple(micro_batch_rows(rows, pipeline.micro_batches) for rows, pipeline in shares)
+
+
+def pipeline_rows(total: int, plan: Plan) -> tuple[int, ...]:
+    """Return how many of `total` rows each pipeline gets, in proportion to `rows`, by largest remainder.
+
+    They add up to `total`; equal remainders go to the earlier pipeline; some may get none.
+    """
+    shares = [pipeline.rows for pipeline in plan.pipelines]
+    whole = [total * share // sum(shares) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: (-(total * shares[i] % sum(shares)), i))
+    for index in order[: total - sum(whole)]:
+        whole[index] += 1
+    return tuple(whole)
+
+
+def micro_batch_rows(rows: int, micro_batches: int) -> tuple[int, ...]:
+    """Return the rows of each micro-batch of a pipeline, larger ones first, none differing by more than 1."""
+    small, more = divmod(rows, micro_batches)
+    return tuple(small + (i < more) for i in range(micro_batches))
+
+
+def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
+    pairs = zip(pipeline.stages, pipeline.blocks(num_blocks), strict=True)
+    return replace(pipeline, stages=tuple(replace(stage, blocks=count) for stage, count in pairs))
+
+
+_KEYS = (
+    *("format", "name", "pipelines", "schedule", "zero", "max_length"),
+    *("split", "sequence_parallel", "attention", "predicted"),
+)
+
+
+def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
+    fields = Fields(value, where, PlanError, _KEYS, LATER)
+    fields.format("format", FORMAT)
+    pipelines = fields.objects("pipelines")
+    predicted = fields.mapping("predicted", None)
+    parts: dict[str, Any] = {
+        "pipelines": tuple(read_pipeline(p, f"{where}: pipelines[{i}]") for i, p in enumerate(pipelines)),
+        "schedule": fields.text("schedule", "1f1b"),
+        "zero": fields.integer("zero", 1),
+        "name": fields.text("name", None),
+        "max_length": fields.integer("max_length", None),
+        "split": tuple(fields.mapping("split", {}).items()),
+        "sequence_parallel": fields.flag("sequence_parallel", False),
+        "attention": fields.text("attention", "auto"),
+        "predicted": None if predicted is None else read_prediction(predicted, f"{where}: predicted"),
+    }
+    return located(Plan, parts, where)

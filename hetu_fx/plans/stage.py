@@ -1,0 +1,214 @@
+"""Stages: which devices hold some of the model's blocks together, and what each of them has of what is shared.
+
+A `Stage` checks and canonicalises itself: equal meaning is an equal value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetu_fx.base.documents import Fields, located
+from hetu_fx.errors import PlanError
+
+LATER = {
+    "annotations": "leave it out (per-tensor annotations follow from the stages)",
+    "home": "leave it out (optimizer states are placed by 'zero')",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A group of devices that holds `blocks` of the model's repeated blocks, tensor parallel or context parallel.
+
+    `devices` are ranks in order; `ratios` their relative shard sizes (left out: even; kept without common
+    factor); `blocks` may be None, in all stages of a pipeline at once: as even as possible. `context` is by how
+    many parts of the group the sequence is shared: by none (1), or by every device (context parallel), which then
+    holds all parameters of the stage and computes its own part of the tokens. A number between makes the devices a
+    grid: so many tensor parallel groups of neighbours, with `ratios` inside each, and the sequence shared between the
+    groups by `context_ratios`, which only a grid has. `recompute` is how many of its blocks, the first ones, keep only
+    what enters them, and compute the rest again in backward (Chen et al., Training Deep Nets with Sublinear Memory
+    Cost).
+    """
+
+    devices: tuple[int, ...]
+    ratios: tuple[int, ...] = ()
+    blocks: int | None = None
+    context: int = 1
+    recompute: int = 0
+    context_ratios: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        check_devices(self.devices, "a stage")
+        self._check_context()
+        group = len(self.devices) // self.context if self.is_grid else len(self.devices)
+        each = f"one per device of a tensor parallel group ({group})" if self.is_grid else "one per device"
+        object.__setattr__(self, "ratios", self._checked("ratios", self.ratios, group, each))
+        if self.is_grid:
+            each = f"one per part of the sequence ({self.context})"
+            shares = self._checked("context_ratios", self.context_ratios, self.context, each)
+            object.__setattr__(self, "context_ratios", shares)
+        if self.blocks is not None and self.blocks < 0:
+            raise PlanError(f"{self._called} has {self.blocks} blocks; give 0 or more")
+        if self.recompute < 0:
+            raise PlanError(f"{self._called} has recompute {self.recompute}; give 0 or more")
+        if self.blocks is not None:
+            self.check_recompute(self.blocks)
+
+    def _check_context(self) -> None:
+        count = len(self.devices)
+        if self.context < 1 or count % self.context:
+            raise PlanError(
+                f"{self._called} has context {self.context}; give {count} to share the sequence between all of them, a "
+                f"divisor of {count} to share it between tensor parallel groups, or leave it out"
+            )
+        object.__setattr__(self, "context_ratios", tuple(self.context_ratios))
+        if self.context_ratios and not self.is_grid:
+            raise PlanError(
+                f"{self._called} has context_ratios {list(self.context_ratios)}, but its context is {self.context}; "
+                f"give them as 'ratios' where all devices share the sequence (only tensor parallel groups that share "
+                f"it, with a context between 1 and the number of devices, have both)"
+            )
+
+    def _checked(self, key: str, given: tuple[int, ...], count: int, each: str) -> tuple[int, ...]:
+        """Return ratios without common factor, even where none are given."""
+        ratios = tuple(given) or (1,) * count
+        if len(ratios) != count:
+            raise PlanError(
+                f"{self._called} has {len(ratios)} {key} {list(ratios)}; give {each}, or leave them out for even shards"
+            )
+        if any(ratio < 1 for ratio in ratios):
+            raise PlanError(
+                f"{self._called} has {key} {list(ratios)}, but each must be at least 1; leave a device that is to hold "
+                f"nothing out of the stage"
+            )
+        return reduced(ratios)
+
+    def check_recompute(self, blocks: int) -> None:
+        """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
+        if self.recompute > blocks:
+            raise PlanError(
+                f"{self._called} recomputes {self.recompute} blocks, but holds {blocks}; give a "
+                f"recompute of at most that, or leave it out (only repeated blocks of a model are recomputed)"
+            )
+
+    @property
+    def _called(self) -> str:
+        return f"stage on devices {list(self.devices)}"
+
+    @property
+    def shares_sequence(self) -> bool:
+        """Tell whether devices share the sequence, alone or besides what the model's parameters have in common."""
+        return self.context > 1
+
+    @property
+    def is_grid(self) -> bool:
+        """Tell whether the devices are tensor parallel groups that share the sequence."""
+        return 1 < self.context < len(self.devices)
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ratios of the sequence, the outer axis of the devices, and of the split weights, the inner one.
+
+        (1,) stands for an axis that the stage does not have.
+        """
+        if self.is_grid:
+            return self.context_ratios, self.ratios
+        return (self.ratios, (1,)) if self.shares_sequence else ((1,), self.ratios)
+
+    @property
+    def shares(self) -> tuple[tuple[float, float], ...]:
+        """Return each device's share of the sequence, and of what is split of the weights."""
+        context, tensor = ([ratio / sum(ratios) for ratio in ratios] for ratios in self.axes)
+        return tuple(itertools.product(context, tensor))
+
+    @property
+    def work_shares(self) -> tuple[float, ...]:
+        """Return each device's share of the sequence where the devices share that, else of what is split."""
+        return tuple(context if self.shares_sequence else tensor for context, tensor in self.shares)
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the devices that split weights with each other, one group for each part of the sequence."""
+        size = len(self.devices) // self.context
+        return tuple(self.devices[i : i + size] for i in range(0, len(self.devices), size))
+
+    @property
+    def context_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the devices that share the sequence, and hold the same of all weights."""
+        return tuple(zip(*self.tensor_groups, strict=True))
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """Return the other devices that hold the same of all weights as one of the stage does."""
+        return tuple(other for group in self.context_groups if rank in group for other in group if other != rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of this stage, defaults left out."""
+        result: dict[str, Any] = {"devices": list(self.devices)}
+        if not _is_even(self.ratios):
+            result["ratios"] = list(self.ratios)
+        if self.shares_sequence:
+            result["context"] = self.context
+        if not _is_even(self.context_ratios):
+            result["context_ratios"] = list(self.context_ratios)
+        if self.blocks is not None:
+            result["blocks"] = self.blocks
+        return result | ({"recompute": self.recompute} if self.recompute else {})
+
+    def __str__(self) -> str:
+        devices = ",".join(map(str, self.devices))
+        ratios = "" if _is_even(self.ratios) else f" {ratios_text(self.ratios)}"
+        blocks = "" if self.blocks is None else f"x{self.blocks}"
+        again = f" recompute {self.recompute}" if self.recompute else ""
+        return f"[{devices}{ratios}{self._context_text}]{blocks}{again}"
+
+    @property
+    def _context_text(self) -> str:
+        if not self.is_grid:
+            return " context" if self.shares_sequence else ""
+        return f" context {self.context if _is_even(self.context_ratios) else ratios_text(self.context_ratios)}"
+
+
+def _is_even(ratios: tuple[int, ...]) -> bool:
+    return len(set(ratios)) <= 1
+
+
+def ratios_text(ratios: tuple[int, ...]) -> str:
+    """Write ratios as tables and summaries have them: `2:1`."""
+    return ":".join(map(str, ratios))
+
+
+def reduced(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Divide whole numbers by their greatest common divisor."""
+    common = math.gcd(*numbers)
+    return tuple(number // common for number in numbers)
+
+
+def check_devices(devices: tuple[int, ...], what: str) -> None:
+    """Raise `PlanError` for no devices, a negative one, or one that stands twice."""
+    if not devices:
+        raise PlanError(f"{what} has no devices; give at least one")
+    if min(devices) < 0:
+        raise PlanError(f"{what} has device {min(devices)} in {list(devices)}; devices are ranks, from 0")
+    twice = sorted({device for device in devices if devices.count(device) > 1})
+    if twice:
+        raise PlanError(f"{what} uses devices {twice} twice ({list(devices)}); use each device once")
+
+
+def read_stage(value: Mapping[str, Any], where: str) -> Stage:
+    """Read one entry of `stages`; raise `PlanError` with its place."""
+    keys = ("devices", "ratios", "blocks", "context", "context_ratios", "recompute")
+    fields = Fields(value, where, PlanError, keys, LATER)
+    parts: dict[str, Any] = {
+        "devices": fields.integers("devices"),
+        "ratios": fields.integers("ratios", ()),
+        "blocks": fields.integer("blocks", None),
+        "context": fields.integer("context", 1),
+        "context_ratios": fields.integers("context_ratios", ()),
+        "recompute": fields.integer("recompute", 0),
+    }
+    return located(Stage, parts, where)

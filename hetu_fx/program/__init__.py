@@ -1,0 +1,1 @@
+"""A captured, analysed model: what planner and runtime both stand on."""

@@ -1,0 +1,121 @@
+"""Captured programs of one model, by mode and by the form of the batch; captured when first needed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetu_fx.errors import BatchError, StateError
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
+from hetu_fx.program.program import Program, make_program
+from hetu_fx.switching.home.parameters import plain_parameters
+
+Forward = Callable[..., Any]
+Batch = Mapping[str, Any] | tuple[Any, ...]
+
+
+class Programs:
+    """Finds or captures the program for a batch.
+
+    `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.forward: Forward = model.forward
+        self.signature = inspect.signature(self.forward)
+        self._programs: dict[str, Program] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of repeated blocks of the model."""
+        return next(iter(self._programs.values())).graph.num_blocks
+
+    @property
+    def training(self) -> Program:
+        """Return the first program that was captured in training mode; StateError if there is none."""
+        for program in self._programs.values():
+            if program.graph.training:
+                return program
+        raise StateError("the model has not been captured in training mode yet; run a training batch first")
+
+    def first(self, batch: Batch, training: bool) -> Program:
+        """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        return self.find(batch_of(self.signature, args, kwargs), training)
+
+    def find(self, batch: Batch, training: bool) -> Program:
+        """Return the program for batches like this one; captures the model the first time."""
+        key = form_of(batch, training)
+        if key not in self._programs:
+            self._programs[key] = self.trace(batch, training)
+        return self._programs[key]
+
+    def trace(self, batch: Batch, training: bool) -> Program:
+        """Capture the model for batches like this one, with this one's sizes as the example's."""
+        frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
+        # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
+        # has some cannot be swapped for its home tensor.
+        with plain_parameters(self.model), _own_forward(self.model):
+            graph = capture(self.model, batch, loss_fn=self._loss_fn_for(batch, training), training=training)
+        return make_program(graph, frozen)
+
+    def _loss_fn_for(self, batch: Batch, training: bool) -> Callable[..., Any] | None:
+        """Return the loss function; in evaluation, none for a batch without what it needs (labels)."""
+        if training or self.loss_fn is None:
+            return self.loss_fn
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        try:
+            inspect.signature(self.loss_fn).bind(None, *args, **kwargs)
+        except TypeError:
+            return None
+        return self.loss_fn
+
+
+def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+    """Return a call's batch: by keyword, or positional where the forward of this signature takes *args.
+
+    Raises:
+        BatchError: the arguments do not fit the forward.
+    """
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BatchError(f"the batch does not fit the model's forward: {error}") from error
+    batch: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        match signature.parameters[name].kind:
+            case inspect.Parameter.VAR_POSITIONAL:
+                return (*bound.args,)
+            case inspect.Parameter.VAR_KEYWORD:
+                batch.update(value)
+            case _:
+                batch[name] = value
+    return {name: value for name, value in batch.items() if value is not None}
+
+
+def form_of(batch: Batch, training: bool) -> str:
+    """Return a text that is equal for batches that one captured program can run."""
+    tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    parts = [f"{name}:{str(t.dtype).removeprefix('torch.')}[{t.dim()}]" for name, t in sorted(tensors.items())]
+    parts += sorted(f"{leaf.name}={leaf.value!r}" for leaf in walk(tree) if isinstance(leaf, Constant))
+    parts += sorted(f"{leaf.name}:{leaf.type_name}" for leaf in walk(tree) if isinstance(leaf, Opaque))
+    parts += [f"autocast {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return ("training " if training else "evaluation ") + " ".join(parts)
+
+
+@contextmanager
+def _own_forward(model: nn.Module) -> Iterator[None]:
+    """Let the model's class run its own forward for a while."""
+    patched = model.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if patched is not None:
+            model.__dict__["forward"] = patched

@@ -1,0 +1,119 @@
+"""Whether the sequences of a packed row can be kept apart, and whether what fills a row is seen by it.
+
+Where tokens of a row meet, parameters still to come, something must say which may: an attention mask. In a packed row
+it has to follow from position ids, which restart with each sequence, and is made for such a row to see. In a row that
+is filled up at its end a causal mask will do. Any other op in which tokens meet (a convolution, a recurrence, a mean)
+knows nothing of sequences.
+
+What counts tokens along a row, or compares them, tells where in its row a token stands. Masks may be made of that, as
+they are checked for sequences; an activation that learns it otherwise (a table of positions that is read by counting up
+instead of by position ids) is another one for a sequence that does not stand first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.masks import ATTENTION
+from hetu_fx.transforms.layouts.flow import Flow, reached_from
+from hetu_fx.transforms.layouts.sequence_parallel import Classes, activations, sequence_classes
+from hetu_fx.transforms.packed_masks import keeps_apart
+
+
+def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str) -> str:
+    """Return why position ids do not keep the sequences of a row apart; "" where they do.
+
+    Args:
+        graph: a captured program that has the input `positions`.
+        factors, flow: what is known of it.
+        positions: the input of position ids.
+    """
+    follows = reached_from(graph, [leaf.node for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.name == positions])
+
+    known: dict[fx.Node, bool] = {}
+
+    def is_masked(attention: fx.Node) -> bool:
+        mask = argument(attention, "attn_mask")
+        if not isinstance(mask, fx.Node) or mask not in follows:
+            return False
+        if mask not in known:
+            known[mask] = keeps_apart(graph, mask, positions)
+        return known[mask]
+
+    lacks = f"has no mask that follows from {positions!r} and keeps sequences apart"
+    unmasked = _first_reason(graph, factors, flow, is_masked, lacks)
+    return unmasked or _reader_of_places(graph, factors, flow)
+
+
+def why_not_padded(graph: Graph, factors: FactorMap, flow: Flow) -> str:
+    """Return why tokens may see what fills a row after them; "" where they do not."""
+    return _first_reason(graph, factors, flow, lambda node: bool(argument(node, "is_causal")), "is not causal")
+
+
+def _first_reason(
+    graph: Graph, factors: FactorMap, flow: Flow, is_masked: Callable[[fx.Node], bool], lacks: str
+) -> str:
+    for node in _meetings(graph, factors, flow):
+        where = f"{node.target} ({meta.source_line(node)})"
+        if node.target is not ATTENTION:
+            return f"tokens of a row meet in {where}, which takes no mask"
+        if not is_masked(node):
+            return f"{where} {lacks}"
+    return ""
+
+
+def _reader_of_places(graph: Graph, factors: FactorMap, flow: Flow) -> str:
+    """Return which activation learns the places of tokens in their row by other ways than a mask; "" if none does."""
+    tokens = sequence_classes(graph, factors, flow, frozenset())
+    feeding, active = _before_parameters(graph, flow), activations(graph, factors, flow)
+    places: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        told = [operand for operand in _read(node, factors) if operand in places]
+        if node not in active:
+            if told or (factors.is_op(node) and _meets(factors.op(node), tokens)):
+                places.add(node)
+        elif told and node in feeding:
+            where, source = meta.source_line(node), told[0]
+            return (
+                f"{node.target} ({where}) reads places of tokens in their row, from {source.target}, not position ids"
+            )
+    return ""
+
+
+def _read(node: fx.Node, factors: FactorMap) -> list[fx.Node]:
+    """Return the tensors whose values an op reads, but for an attention's mask; those of an item, the tuple's."""
+    if not factors.is_op(node):
+        return list(node.all_input_nodes) if node.op == "call_function" and meta.has_tensor(node) else []
+    op = factors.op(node)
+    mask = argument(node, "attn_mask") if node.target is ATTENTION else None
+    return [o.node for i, o in enumerate(op.operands) if i not in op.unread and o.node is not mask]
+
+
+def _meets(op: OpFactors, tokens: Classes) -> bool:
+    return not op.known or bool(tokens & (op.whole | op.reduced | op.sharded | op.placed))
+
+
+def _meetings(graph: Graph, factors: FactorMap, flow: Flow) -> Iterator[fx.Node]:
+    """Yield the ops on activations in which tokens meet before the last parameter is read."""
+    tokens = sequence_classes(graph, factors, flow, frozenset())
+    feeding = _before_parameters(graph, flow)
+    for node in graph.graph.nodes:
+        if not factors.is_op(node) or node not in feeding or not flow.is_mixed(node):
+            continue
+        if _meets(factors.op(node), tokens):
+            yield node
+
+
+def _before_parameters(graph: Graph, flow: Flow) -> frozenset[fx.Node]:
+    """Return the nodes from whose values something is computed with a parameter."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node in found or any(operand in flow.parameters - flow.inputs for operand in node.all_input_nodes):
+            found.update(node.all_input_nodes)
+    return frozenset(found)

@@ -1,0 +1,116 @@
+"""A captured model made ready for plans: the graph after the graph passes, and what they found out about it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, fx
+
+from hetu_fx.deduction.factors.analyse import analyse
+from hetu_fx.deduction.factors.factors import FactorMap
+from hetu_fx.errors import DeductionError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
+from hetu_fx.transforms.layouts.flow import Flow, flow_of, reached_from
+from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
+from hetu_fx.transforms.layouts.work_shares import FactorCut
+from hetu_fx.transforms.pass_ import run_passes
+from hetu_fx.transforms.passes import GRAPH_PASSES
+from hetu_fx.transforms.prologue import extract_prologue
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One captured graph, ready for any plan.
+
+    Attributes:
+        graph: the graph after the graph passes.
+        factors: its factor classes.
+        flow: what its values depend on.
+    """
+
+    graph: Graph
+    factors: FactorMap
+    flow: Flow
+
+    @cached_property
+    def inputs(self) -> tuple[Leaf, ...]:
+        """Return the leaves that the batch is fed to."""
+        return self.graph.leaves_of(LeafKind.INPUT)
+
+    @cached_property
+    def counts(self) -> tuple[str, ...]:
+        """Return the names of the global counts that the graph divides by."""
+        return tuple(leaf.name for leaf in self.graph.leaves_of(LeafKind.COUNT))
+
+    @cached_property
+    def prologue(self) -> Callable[[Mapping[str, Tensor]], tuple[float, ...]]:
+        """Return a function from the inputs of some rows to their counts, in the order of `counts`."""
+        return extract_prologue(self.graph)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a short hash that is equal where the same graph was captured, whatever the example's sizes."""
+        lines = (f"{node.name} {node.target} {node.all_input_nodes}" for node in self.graph.graph.nodes)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+    @cached_property
+    def loss_name(self) -> str:
+        """Return the name of the loss output; empty if the model has none."""
+        return next((leaf.name for leaf, _ in self.graph.outputs_of(OutputKind.LOSS)), "")
+
+    @property
+    def _reached_by_counts(self) -> frozenset[fx.Node]:
+        return reached_from(self.graph, (leaf.node for leaf in self.graph.leaves_of(LeafKind.COUNT)))
+
+    @cached_property
+    def loss_is_mean(self) -> bool:
+        """Tell whether the loss is divided by a count of the batch inside the graph, not by a given number."""
+        loss = self.graph.loss
+        return loss is not None and bool(self.counts) and loss in self._reached_by_counts
+
+    @cached_property
+    def row_inputs(self) -> frozenset[str]:
+        """Return the names of the inputs that have one entry per row of the batch."""
+        return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Tell whether rows meet in the middle of the model (or its batch is fixed): no micro-batches then."""
+        return self._batch_axis is None or self._batch_axis.talks
+
+    @property
+    def summed_over_rows(self) -> tuple[fx.Node, ...]:
+        """Return the values that replicas sum in the middle of a step, and those whose cotangents they sum."""
+        return () if self._batch_axis is None else self._batch_axis.exchanged
+
+    @cached_property
+    def _batch_axis(self) -> AxisDeduction | None:
+        """Return how values lie where rows are spread over replicas; None where they cannot be."""
+        rows = frozenset(factor for factor in self.factors.classes if factor.is_batch)
+        if self.graph.batch_symbol is None:
+            return None
+        try:
+            return deduce_batch_axis(self.graph, self.factors, self.flow, rows)
+        except DeductionError:
+            return None
+
+    @cached_property
+    def tensor_cut(self) -> FactorCut:
+        """Return what a tensor-parallel group would cut in this program."""
+        return tensor_cut(self.graph, self.factors, self.flow)
+
+
+def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
+    """Run the graph passes over a captured graph and analyse the result; parameters in `frozen` are not trained."""
+    passed = run_passes(graph, GRAPH_PASSES)
+    return Program(passed, analyse(passed), flow_of(passed, frozen))
+
+
+def _has_rows(leaf: Leaf, graph: Graph) -> bool:
+    sizes = meta.shape(leaf.node)
+    return bool(sizes) and meta.expression(sizes[0]) == graph.batch_symbol

@@ -1,0 +1,130 @@
+"""Where a run's log goes: a file of JSON lines, a line of progress, TensorBoard's scalars."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.report.run_log import Entry
+
+PROGRESS_WIDTH = 100
+
+
+class JsonLines:
+    """Writes each entry as a line of a file, at once: what a run that is killed has told stays told.
+
+    Raises:
+        EnvironmentProblem: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            self._file = Path(path).open("w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise EnvironmentProblem(f"cannot write the log {os.fspath(path)}: {error.strerror}") from error
+
+    def tell(self, entry: Entry) -> None:
+        """Write an entry."""
+        self._file.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Progress:
+    """Says on a stream what happens: on a terminal the last step on a line that is written over, elsewhere changes."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._overwrites = self._stream.isatty()
+
+    def tell(self, entry: Entry) -> None:
+        """Say an entry."""
+        is_change = entry["event"] not in ("step", "evaluation")
+        if self._overwrites:
+            self._stream.write(f"\r{entry_text(entry):<{PROGRESS_WIDTH}}" + "\n" * is_change)
+        elif is_change:
+            self._stream.write(entry_text(entry) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._overwrites:
+            self._stream.write("\n")
+
+
+def entry_text(entry: Entry) -> str:
+    """Return an entry as one line."""
+    match entry["event"]:
+        case "start":
+            return f"{entry['processes']} processes, variants {', '.join(entry['variants'])}"
+        case "plan":
+            return f"step {entry['step']}: a new plan, {entry['name']!r}"
+        case "health":
+            return f"step {entry['step']}: {rates_text(entry['rates'])}"
+        case "switch":
+            return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
+        case "built":
+            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
+        case "evicted":
+            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
+        case "moved":
+            size, why = f"{entry['bytes'] / 1e6:.3g} MB", f": {entry['why']}" if "why" in entry else ""
+            return f"step {entry['step']}: homes changed, {size} in {entry['seconds']:.2g} s{why}"
+        case "arrived":
+            beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
+            return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
+        case "evaluation":
+            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s"
+        case _:
+            predicted = entry["predicted_seconds"]
+            beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
+            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}"
+
+
+def rates_text(rates: Mapping[Any, float]) -> str:
+    """Say which devices are slow, and how slow; `rates` are those that are not 1."""
+    slow = [f"device {device} takes {rate:.2g} times as long" for device, rate in rates.items()]
+    return ", ".join(slow) if slow else "all devices are as they were measured"
+
+
+class Scalars:
+    """Gives what is a number to TensorBoard, or to any writer with its `add_scalar(tag, value, step)`."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def tell(self, entry: Entry) -> None:
+        """Write the numbers of an entry."""
+        for tag, value in _scalars(entry):
+            self._writer.add_scalar(f"hetu_fx/{tag}", value, entry["step"])
+
+    def close(self) -> None:
+        """Close the writer."""
+        self._writer.close()
+
+
+def _scalars(entry: Entry) -> Iterator[tuple[str, float]]:
+    if entry["event"] == "step":
+        yield "step_seconds", entry["seconds"]
+        yield "longest", entry["longest"]
+        if entry["predicted_seconds"] is not None:
+            yield "predicted_seconds", entry["predicted_seconds"]
+        yield from ((f"compute_seconds/{rank}", seconds) for rank, seconds in enumerate(entry["compute_seconds"]))
+    elif entry["event"] == "health":
+        yield from ((f"rate/{device}", rate) for device, rate in entry["rates"].items())
+
+
+def tensorboard_writer(folder: str | os.PathLike[str]) -> Any:
+    """Return TensorBoard's writer. Raises `EnvironmentProblem` where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise EnvironmentProblem("scalars need TensorBoard; pip install tensorboard, or leave them out") from error
+    return SummaryWriter(os.fspath(folder))

@@ -1,0 +1,157 @@
+"""Read the log of a run: what each variant took beside what was predicted, what changed when, and a picture."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hetu_fx.base.documents import table_text
+from hetu_fx.errors import EnvironmentProblem, StateError
+from hetu_fx.report.run_log import FORMAT, Entry
+from hetu_fx.report.sinks import entry_text
+
+PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
+CHANGES = ("plan", "health", "switch", "built", "evicted", "moved", "arrived")
+
+
+def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
+    """Read a log. Raises `StateError` for a file that is none; a last line cut short by a kill is left out."""
+    lines = _lines(Path(path))
+    found: list[Entry] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise StateError(
+                    f"{path}, line {number} is no JSON: {error}; give a log as hetu_fx wrote it"
+                ) from error
+    if not found or not isinstance(found[0], dict) or found[0].get("format") != FORMAT:
+        raise StateError(f"{path} is not a log of the format {FORMAT!r}; give a file of model.hetu.log")
+    return tuple(found)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot read the log {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class VariantSummary:
+    """What a log says of a variant.
+
+    Attributes:
+        name: the variant's.
+        steps: of training.
+        first_seconds: of its first step, which makes its graphs, and is in no median.
+        seconds: of the others that came after a step of the same variant; None where there are none.
+        switched_seconds: of the others that came after one of another variant; None where there are none.
+        predicted_seconds: as the last step tells it; None where nobody has.
+    """
+
+    name: str
+    steps: int
+    first_seconds: float
+    seconds: float | None
+    switched_seconds: float | None
+    predicted_seconds: float | None
+
+
+def summaries(log: Sequence[Entry]) -> tuple[VariantSummary, ...]:
+    """Return what each variant took, in the order in which they first ran."""
+    by_variant: dict[str, list[tuple[Entry, bool]]] = {}
+    for before, entry in itertools.pairwise(log):
+        if entry["event"] == "step":  # a log begins with its start, and tells of a switch right before the step
+            by_variant.setdefault(entry["variant"], []).append((entry, before["event"] == "switch"))
+    return tuple(_summary(name, entries) for name, entries in by_variant.items())
+
+
+def steps_of(log: Sequence[Entry]) -> list[Entry]:
+    """Return the training steps of a log."""
+    return [entry for entry in log if entry["event"] == "step"]
+
+
+def _summary(name: str, entries: Sequence[tuple[Entry, bool]]) -> VariantSummary:
+    seconds = [(entry["seconds"], switched) for entry, switched in entries]
+    stayed, switched = ([s for s, changed in seconds[1:] if changed is kind] for kind in (False, True))
+    medians = median(stayed) if stayed else None, median(switched) if switched else None
+    return VariantSummary(name, len(entries), seconds[0][0], *medians, entries[-1][0]["predicted_seconds"])
+
+
+def summary_text(log: Sequence[Entry]) -> str:
+    """Return a table of the variants, and the changes, a line each."""
+    header = ["variant", "steps", "first s", "median s", "after a switch s", "predicted s", "measured / predicted"]
+    table = table_text(header, [_row(summary) for summary in summaries(log)])
+    changes = [entry_text(entry) for entry in log if entry["event"] in CHANGES]
+    return "\n".join([table, *changes])
+
+
+def _row(summary: VariantSummary) -> list[str]:
+    measured = summary.seconds or summary.switched_seconds
+    ratio = measured / summary.predicted_seconds if measured and summary.predicted_seconds else None
+    numbers = (summary.first_seconds, summary.seconds, summary.switched_seconds, summary.predicted_seconds, ratio)
+    return [summary.name, str(summary.steps), *("" if number is None else f"{number:.3g}" for number in numbers)]
+
+
+def to_json(log: Sequence[Entry]) -> dict[str, Any]:
+    """Return the summary as what JSON can say."""
+    rows = [{name: getattr(summary, name) for name in VariantSummary.__slots__} for summary in summaries(log)]
+    return {"variants": rows, "changes": [entry for entry in log if entry["event"] in CHANGES]}
+
+
+def draw(log: Sequence[Entry], path: str | os.PathLike[str]) -> None:
+    """Draw the run: seconds of each step by variant beside what was predicted, and devices' straggling rates.
+
+    Raises:
+        EnvironmentProblem: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentProblem("a picture needs matplotlib; pip install 'hetu-fx[ui]'") from error
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    steps, health = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    _draw_steps(steps, steps_of(log))
+    _draw_rates(health, log)
+    figure.savefig(os.fspath(path), format="png", dpi=120)
+
+
+def _draw_steps(axes: Any, entries: Sequence[Entry]) -> None:
+    names = dict.fromkeys(entry["variant"] for entry in entries)
+    for color, name in zip(itertools.cycle(PALETTE), names, strict=False):
+        own = [entry for entry in entries if entry["variant"] == name]
+        axes.bar([entry["step"] for entry in own], [entry["seconds"] for entry in own], color=color, label=name)
+    known = [entry for entry in entries if entry["predicted_seconds"] is not None]
+    places, predicted = [e["step"] for e in known], [e["predicted_seconds"] for e in known]
+    axes.scatter(places, predicted, marker="_", color="black", label="predicted", zorder=3)
+    axes.set_ylabel("seconds of a step")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_rates(axes: Any, log: Sequence[Entry]) -> None:
+    last = max((entry["step"] for entry in steps_of(log)), default=0)
+    told = [(entry["step"], entry["rates"]) for entry in log if entry["event"] == "health"]
+    for device in sorted({device for _, rates in told for device in rates}, key=int):
+        places, heights = _rate_line(told, device, last)
+        axes.step(places, heights, where="post", label=f"device {device}")
+    axes.set_ylabel("straggling rate")
+    axes.set_xlabel("step")
+    if told:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _rate_line(
+    told: Sequence[tuple[int, Mapping[str, float]]], device: str, last: int
+) -> tuple[list[int], list[float]]:
+    """Return where a device's rate changes, and to what: 1 from the start, the last one to the end."""
+    places = [0, *(step for step, _ in told)]
+    heights = [1.0, *(rates.get(device, 1.0) for _, rates in told)]
+    return [*places, max(last, places[-1])], [*heights, heights[-1]]

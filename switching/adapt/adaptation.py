@@ -1,0 +1,255 @@
+"""Plan again when devices are not as fast as planned: the new plan becomes a variant.
+
+The first steps correct what was measured before the first plan (calibration): the model's own work tells the devices'
+speeds better than the matrix products of half a second. Later steps tell which device has become slow (health). Every
+rank sees the same agreed facts and so asks for the same plan. Training goes on until it is made (`replanning`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.measure import snapped
+from hetu_fx.comm_ops.wire.consensus import StepFacts
+from hetu_fx.errors import HetuFxError, StateError
+from hetu_fx.planner.price.step import predict, stage_costs
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan, micro_batch_rows
+from hetu_fx.situations import PlanBook, Situation
+from hetu_fx.switching.adapt.health import HealthTracker
+from hetu_fx.switching.adapt.replanning import Asked, Made, Planner, Replanning
+from hetu_fx.switching.adapt.standby import Standby
+from hetu_fx.switching.probe import Probe
+from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.step.policy import Health
+from hetu_fx.switching.step_report import StepReport
+
+_log = logging.getLogger("hetu_fx.health")
+
+CALIBRATED = "calibrated"
+"""The variant that the first steps lead to, where it is another one than they ran."""
+
+CALIBRATED_TOLERANCE = 0.02
+"""Speeds nearer than this to each other are one speed: whole steps tell them better than `measure.TOLERANCE`."""
+
+LEAST_GAIN = 0.02
+"""A plan for corrected speeds replaces the first one if it is faster by at least so much."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """A change of plan: for which rates, to which variant.
+
+    Attributes:
+        step: before which the plan was taken over.
+        rates: those that are not 1.
+        variant: what runs the plan.
+        asked: the step before which the plan was asked for.
+        planning_seconds: what making the plan took, wherever that was; 0 if it was known.
+    """
+
+    step: int
+    rates: Mapping[int, float]
+    variant: str
+    asked: int
+    planning_seconds: float = 0.0
+
+
+class Adaptation:
+    """Watches the devices' health and replaces the plan that suits them no more.
+
+    Args:
+        runtime: what runs; steps are observed from now on.
+        costs: of the program, for the work that each device has.
+        cluster: the devices as measured at the start; None if they were not, then plans are never replaced.
+        planner: makes a plan of a given name for a cluster; asked on rank 0 only.
+        calibrates: the cluster's speeds are a first guess, which the first steps are to correct; not so where the
+            user has said what the devices are.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        costs: ProgramCosts,
+        cluster: Cluster | None,
+        planner: Planner,
+        *,
+        calibrates: bool = False,
+    ) -> None:
+        self.runtime, self.costs, self.cluster = runtime, costs, cluster
+        self.tracker, self.book = HealthTracker(), PlanBook()
+        self._calibrates = calibrates
+        self.changes: list[Replanned] = []
+        self.listeners: list[Callable[[], None]] = []  # to plans that the policy is given
+        self.replanning = Replanning(runtime.table, planner, runtime.deduced, runtime.layouts)
+        self._run_before: set[str] = set()
+        self._ran = ""
+        runtime.observers.append(self.observe)
+        probe = Probe(next(runtime.model.parameters()).device)
+        self.standby = Standby(runtime.table.rank, probe, self.tracker.window)
+        runtime.tellers += [self.replanning.tell, self.standby.tell]
+        if cluster is not None:
+            runtime.stand_by = self._stand_by
+
+    @property
+    def rates(self) -> dict[int, float]:
+        """Return the current straggling rate of each device: 1 healthy, 2 twice as slow."""
+        return self.tracker.rates
+
+    @property
+    def is_planning(self) -> bool:
+        """Tell whether a plan is being made in the background; the same on every rank."""
+        return self.replanning.asked is not None
+
+    def observe(self, facts: StepFacts) -> None:
+        """Take over a plan that is ready; take in the last step's compute times, which may call for another."""
+        was_planning = self.is_planning
+        if facts.has_plan:
+            self._take_over()
+        report = self.runtime.report
+        if self.cluster is None or report.variant == "":
+            return
+        before, self._ran = self._ran, report.variant
+        if report.variant not in self._run_before:
+            self._run_before.add(report.variant)
+            return  # a first step makes graphs, and is unlike others
+        if before != report.variant:
+            self.tracker.refine_anew()
+        seconds = dict(enumerate(facts.compute_seconds))
+        if was_planning:
+            del seconds[0]  # it has shared its processor with the planner
+        expected = self._expected(self.cluster, report)
+        standby = self.standby.observe(facts, [rank for rank, work in expected.items() if work > 0])
+        self.tracker.observe(seconds, expected, standby)
+        if self._calibrates and self.tracker.normals:
+            self.calibrate(self.cluster, self.tracker.normals)
+        rates = self.tracker.changed() if self.runtime.pinned is None else None  # told when the policy chooses again
+        if rates is not None and report.work is not None:
+            self.runtime.health = Health(rates)  # sequences go where they are done first
+        elif rates is not None:
+            self.adapt(rates)
+
+    def _stand_by(self) -> None:
+        if self.runtime.table.rank not in self.runtime.drained:
+            self.standby.run()
+
+    def _expected(self, cluster: Cluster, report: StepReport) -> Mapping[int, float]:
+        """Return the compute seconds that each device is expected to take for a step while it is healthy.
+
+        Not just FLOPs: what an op takes besides its work would make a device with few rows look slow, so that it
+        gets fewer still.
+        """
+        if report.work is not None:
+            return report.work(cluster)
+        plan = self.runtime.variants[report.variant].plan.with_blocks(self.costs.num_blocks)
+        work: dict[int, float] = {}
+        for pipeline, count in zip(plan.pipelines, report.rows, strict=True):
+            micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
+            for stage in stage_costs(pipeline, self.costs, cluster):
+                for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):
+                    work[device] = sum(map(seconds, micro_batches))
+        return work
+
+    def calibrate(self, cluster: Cluster, normals: Mapping[int, float]) -> None:
+        """Correct the devices' speeds by the first steps, and ask for a plan, in case it is one worth changing to.
+
+        `normals` are the devices' measured compute seconds over those expected of the cluster's speeds; of a device
+        that is left out, which had no work, nothing new is known.
+        """
+        self._calibrates = False
+        self.cluster = calibrated(cluster, normals)
+        _log.info("the first steps correct the devices' speeds to\n%s", self.cluster)
+        speeds = {device.rank: device.flops_per_second for device in cluster.devices}
+        self.tracker.rescale({rank: self.cluster.device(rank).flops_per_second / speeds[rank] for rank in normals})
+        self.book = PlanBook()  # what it held was made for other speeds
+        for variant in self.runtime.variants.values():
+            if variant.plan.predicted is not None:
+                variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
+        situation = Situation.of({}, self.runtime.drained)
+        self.replanning.ask(Asked(situation, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
+
+    def adapt(self, rates: Mapping[int, float]) -> None:
+        """Go by new rates: the policy weighs the variants there are by them at once, and one made for them later."""
+        situation = Situation.of(rates, self.runtime.drained)
+        self.runtime.health = Health(dict(situation.rates))
+        _log.info("devices' rates are %s", dict(situation.rates) or "those of healthy ones")
+        known = self.book.nearest(situation)
+        if known is None:
+            self.replanning.ask(self._asked(situation), self._known_cluster())
+        else:
+            self.replanning.drop()
+            self._adopt(self._asked(known), Made(self.book.plans[known]))
+
+    def replan(self, rates: Mapping[int, float]) -> str:
+        """Make a plan for the given rates now; the policy weighs it against the others from the next step on.
+
+        Drained devices are left out. Collective. Returns the new variant's name.
+        """
+        cluster = self._known_cluster()
+        asked = self._asked(Situation.of(rates, self.runtime.drained))
+        known = self.book.plans.get(asked.situation)
+        made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
+        self.replanning.drop()
+        self.runtime.health = Health(dict(asked.situation.rates))
+        return self._adopt(asked, made)
+
+    def _asked(self, situation: Situation) -> Asked:
+        return Asked(situation, situation.name, self.runtime.step)
+
+    def _known_cluster(self) -> Cluster:
+        if self.cluster is None:
+            raise StateError(
+                "the devices were not measured, so there is nothing to plan from; pass cluster=... or plan='auto' to "
+                "hetu_fx.auto_parallelize"
+            )
+        return self.cluster
+
+    def _take_over(self) -> None:
+        """Get the plan that is ready; where it could not be made, go on with those there are. Collective."""
+        asked, outcome = self.replanning.take()
+        if isinstance(outcome, HetuFxError):
+            _log.warning("no plan for %r, training goes on as planned before: %s", asked.situation.name, outcome)
+            return
+        current = self.runtime.variants[self.runtime.current]
+        if asked.least_gain is not None and not _gains(outcome.plan, current.predicted_seconds, asked.least_gain):
+            self.book.plans[asked.situation] = current.plan
+            return
+        self._adopt(asked, outcome)
+
+    def _adopt(self, asked: Asked, made: Made) -> str:
+        """Give the policy a plan to choose from the next step on; return its variant's name."""
+        self.book.plans[asked.situation] = made.plan
+        rates = dict(asked.situation.rates)
+        name = self._variant_for(rates, made, asked.situation.name)
+        self.tracker.restart()
+        self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
+        for listen in self.listeners:
+            listen()
+        _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
+        return name
+
+    def _variant_for(self, rates: Mapping[int, float], made: Made, named: str) -> str:
+        """Return the variant that runs a plan: one that does the same work already, expected as now, or a new one."""
+        plan = made.plan
+        for name, variant in self.runtime.variants.items():
+            if replace(plan, name=variant.plan.name) == variant.plan:  # whatever is predicted of them
+                variant.expect(plan.predicted, rates)
+                return name
+        name = plan.name or named
+        if name not in self.runtime.variants:  # rates that differ in the fourth digit have one name, and one plan
+            self.runtime.add_variant(plan, name, rates, made.deduced)
+        return name
+
+
+def _gains(plan: Plan, seconds: float, least_gain: float) -> bool:
+    return plan.predicted is not None and plan.predicted.seconds < seconds * (1 - least_gain)
+
+
+def calibrated(cluster: Cluster, normals: Mapping[int, float]) -> Cluster:
+    """Return the cluster with speeds at which the measured seconds would have been expected."""
+    known = [device for device in cluster.devices if device.rank in normals]
+    speeds = snapped([d.flops_per_second / normals[d.rank] for d in known], CALIBRATED_TOLERANCE)
+    return cluster.with_speeds({device.rank: speed for device, speed in zip(known, speeds, strict=True)})

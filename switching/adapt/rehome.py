@@ -1,0 +1,252 @@
+"""Where parameters live is changed while they train: near another plan, on other devices, away from one that leaves.
+
+What the change moves is decided by `switching.switch_plan` and done by `switching.migrate`; here is decided where homes
+are to be, and which devices plans may use.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import StepFacts, together
+from hetu_fx.errors import PlanError, StateError
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.adapt.adaptation import Adaptation
+from hetu_fx.switching.home.placement import make_home_layouts
+from hetu_fx.switching.migrate.plan import SwitchPlan
+from hetu_fx.switching.migrate.state_tensors import check_optimizers
+from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.step.execution import Execution
+
+_log = logging.getLogger("hetu_fx.home")
+
+Home = Plan | str | Sequence[int] | Mapping[int, float]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def choose_homes(
+    execution: Execution[Any], plan: Plan, shapes: Mapping[str, tuple[int, ...]], weights: Sequence[float]
+) -> dict[str, Annotation]:
+    """Choose the home of every parameter, near where a plan reads it, in proportion to each rank's weight.
+
+    A rank of weight 0 gets nothing: what the plan reads there has its home on all other ranks.
+    """
+    return homes_near(plan, execution.compute_annotations(plan), shapes, weights)
+
+
+def homes_near(
+    plan: Plan, read: Mapping[str, Annotation], shapes: Mapping[str, tuple[int, ...]], weights: Sequence[float]
+) -> dict[str, Annotation]:
+    """Choose homes as `choose_homes` does, where it is known where the plan reads each parameter."""
+    able = tuple(rank for rank, weight in enumerate(weights) if weight > 0)
+    elsewhere = Annotation.replicated(able)
+    compute = {name: read[name] if able_to_read(read.get(name), able) else elsewhere for name in shapes}
+    zero = plan.zero if set(plan.devices) <= set(able) else 1
+    return make_home_layouts(shapes, tuple(range(len(weights))), compute, weights, zero)
+
+
+def able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
+    """Tell whether all of a parameter's readers, of which there are some, are among `ranks`."""
+    return compute is not None and set(compute.ranks) <= set(ranks)
+
+
+def speeds(cluster: Cluster | None, world: int) -> list[float]:
+    """Return what homes are weighed by: the devices' speed, where it is known."""
+    return [1.0 if cluster is None else cluster.device(rank).speed for rank in range(world)]
+
+
+class Rehoming:
+    """Changes homes between steps, drains devices and admits them again. All methods are collective.
+
+    Args:
+        runtime: what runs.
+        adaptation: plans anew, where it can.
+        optimizers: known from the start; others become known when they are passed.
+    """
+
+    def __init__(
+        self, runtime: Runtime, adaptation: Adaptation, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        self.runtime, self.adaptation = runtime, adaptation
+        self.optimizers: list[torch.optim.Optimizer] = list(optimizers)
+        self.homes_follow = runtime.settings.homes_follow
+        self.is_told = bool(optimizers)
+        self._chosen: dict[tuple[Plan, tuple[float, ...]], dict[str, Annotation]] = {}
+        self._has_signal = False
+        runtime.observers.append(self.observe)
+
+    def switch_home(
+        self, home: Home, optimizer: Optimizers | None = None, *, overlap: bool | None = None
+    ) -> SwitchPlan:
+        """Bring parameters and all that belongs to them home to where `home` says; see `Handle.switch_home`.
+
+        Homes follow no plans from now on: the user has said where they are to be.
+        """
+
+        def wanted() -> tuple[Plan, list[float]]:
+            self._take_in(optimizer)
+            return self._wanted(home)
+
+        done = self._carry_out(*together(self.runtime.table, wanted), overlap)
+        self.homes_follow = False
+        return done
+
+    @property
+    def weights(self) -> list[float]:
+        """Return what each rank is to have of the homes, unless somebody says otherwise: as its speed is now."""
+        cluster, world = self.adaptation.cluster, self.runtime.table.size
+        now = None if cluster is None else cluster.with_rates(self.runtime.health.rates)
+        return [0.0 if rank in self.runtime.drained else speed for rank, speed in enumerate(speeds(now, world))]
+
+    def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
+        """Take devices out of all work and of all homes; see `Handle.drain`."""
+        self._learn(optimizer)
+        drained = together(self.runtime.table, lambda: self._drained_with(ranks))
+        return self._change_devices(drained, overlap=False)  # its process may end as soon as this returns
+
+    def admit(
+        self, ranks: Sequence[int], optimizer: Optimizers | None = None, *, overlap: bool | None = None
+    ) -> SwitchPlan:
+        """Give drained devices work and homes again; see `Handle.admit`."""
+        self._learn(optimizer)
+        drained = together(self.runtime.table, lambda: self._drained_without(ranks))
+        return self._change_devices(drained, overlap)
+
+    def drain_on_sigterm(self, optimizer: Optimizers | None = None) -> None:
+        """Drain this process's device before the first step after a SIGTERM; see `Handle.drain_on_sigterm`."""
+        self._learn(optimizer)
+        together(self.runtime.table, self._listen)
+
+    def observe(self, facts: StepFacts) -> None:
+        """Drain the devices that have asked for it, unless that would be all."""
+        leaving = [rank for rank in facts.leaving if rank not in self.runtime.drained]
+        if len(leaving) + len(self.runtime.drained) == self.runtime.table.size:
+            _log.warning("all devices are to be drained, so none is; save a checkpoint and end the job")
+        elif leaving:
+            _log.info("devices %s have had SIGTERM: %s", leaving, self.drain(leaving).summary())
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise StateError("drain_on_sigterm must be called in the main thread, as signals arrive there")
+        before = signal.getsignal(signal.SIGTERM)
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            self._has_signal = True
+            signal.signal(signal.SIGTERM, before)  # the second one is not for us
+
+        signal.signal(signal.SIGTERM, ask)
+        self.runtime.tellers.append(lambda facts: replace(facts, is_leaving=self._has_signal))
+
+    def _learn(self, optimizer: Optimizers | None) -> None:
+        """Remember optimizers; refuse to go on without knowing of any, as their state would stay behind."""
+        together(self.runtime.table, lambda: self._take_in(optimizer))
+
+    def _take_in(self, optimizer: Optimizers | None) -> None:
+        if optimizer is None and not self.is_told:
+            raise StateError(
+                "the optimizer's state must move with the parameters, but no optimizer is known: pass optimizer=... "
+                "here or to hetu_fx.auto_parallelize (several as a list; optimizer=() if there is none)"
+            )
+        if optimizer is None:
+            return
+        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        check_optimizers(self.runtime.homes, given)
+        self.is_told = True
+        self.optimizers += [new for new in given if all(new is not known for known in self.optimizers)]
+
+    def _wanted(self, home: Home) -> tuple[Plan, list[float]]:
+        """Return the plan near which homes are to be, and what each rank is to have of them."""
+        known = self.weights
+        match home:
+            case Plan():
+                self.runtime.execution.check(home, self.runtime.table.size)
+                return home, known
+            case str():
+                if home not in self.runtime.variants:
+                    raise StateError(f"there is no variant {home!r}; there are {sorted(self.runtime.variants)}")
+                return self.runtime.variants[home].plan, known
+            case Mapping():
+                return self._near, [float(home.get(rank, 0.0)) for rank in self._in_world(home)]
+            case ranks:
+                wanted = self._in_world(ranks)
+                return self._near, [known[rank] if rank in set(ranks) else 0.0 for rank in wanted]
+
+    def _in_world(self, ranks: Iterable[int]) -> range:
+        """Return all ranks, of which the given ones must be some."""
+        given, world = list(ranks), range(self.runtime.table.size)
+        if not given or any(type(rank) is not int or rank not in world for rank in given):
+            raise StateError(f"homes are asked for on devices {given}; give some of 0 to {len(world) - 1}")
+        return world
+
+    @property
+    def _near(self) -> Plan:
+        """Return the plan near which homes are, if none is given: what runs now, if it may run on."""
+        usable = self.runtime.usable
+        current = self.runtime.variants[self.runtime.current]
+        return usable.get(self.runtime.current, next(iter(usable.values()), current)).plan
+
+    def _carry_out(self, plan: Plan, weights: Sequence[float], overlap: bool | None) -> SwitchPlan:
+        runtime = self.runtime
+        shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
+
+        def chosen() -> dict[str, Annotation]:
+            left = [0.0 if rank in runtime.drained else weight for rank, weight in enumerate(weights)]
+            if not any(left):
+                raise PlanError(f"homes are asked for with shares {list(weights)}, but no device with one is left")
+            key = plan, tuple(left)
+            if key not in self._chosen:
+                self._chosen[key] = choose_homes(runtime.execution, plan, shapes, left)
+            return self._chosen[key]
+
+        done = runtime.switch_home(together(runtime.table, chosen), self.optimizers, overlap)
+        _log.info("homes are near %s: %s", plan.summary(), done.summary())
+        return done
+
+    def _drained_with(self, ranks: Sequence[int]) -> frozenset[int]:
+        drained = self.runtime.drained.union(ranks)
+        again = self.runtime.drained.intersection(ranks)
+        self._in_world(ranks)
+        if again:
+            raise StateError(f"devices {sorted(again)} are drained already; model.hetu.admit takes them back")
+        if len(drained) == self.runtime.table.size:
+            raise StateError(f"draining devices {list(ranks)} would leave none; save a checkpoint and end the job")
+        return drained
+
+    def _drained_without(self, ranks: Sequence[int]) -> frozenset[int]:
+        strangers = set(ranks) - self.runtime.drained
+        if strangers or not ranks:
+            raise StateError(f"devices {list(ranks)} cannot be admitted: drained are {sorted(self.runtime.drained)}")
+        return self.runtime.drained - set(ranks)
+
+    def _change_devices(self, drained: frozenset[int], overlap: bool | None) -> SwitchPlan:
+        """Plan for the devices that are not drained, and bring homes there; if that fails all is as before."""
+        runtime, before = self.runtime, self.runtime.drained
+        runtime.drained = drained
+        try:
+            plan = together(runtime.table, self._replanned)
+            runtime.buffers.sync()
+            done = self._carry_out(plan, self.weights, overlap)
+        except Exception:
+            runtime.drained = before
+            raise
+        if runtime.pinned not in {*runtime.usable, None}:
+            _log.info("variant %r uses drained devices; the policy chooses again", runtime.pinned)
+            runtime.pinned = None
+        return done
+
+    def _replanned(self) -> Plan:
+        """Return a plan for the devices there are: a new one where devices are known, else that of most devices."""
+        if self.adaptation.cluster is None:
+            usable = self.runtime.usable.values()
+            return max((v.plan for v in usable), key=lambda plan: len(plan.devices), default=self._near)
+        return self.runtime.variants[self.adaptation.replan(self.runtime.health.rates)].plan

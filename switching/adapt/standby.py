@@ -1,0 +1,77 @@
+"""Devices without work keep being measured, so that one that has become healthy again gets work again.
+
+Every device runs a small probe before the first steps, and those that a plan leaves out run it in every step while
+the others compute. Its seconds over those of the first ones are the device's slowness; they travel with the facts of
+the next step. A probe takes a tenth of a second at most, and a quarter of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
+
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
+from hetu_fx.switching.probe import Probe
+
+PROBE_SECONDS = 0.1
+PROBE_SHARE = 0.25
+
+
+@dataclass
+class Baselines:
+    """The seconds of each device's first `count` probes; fed the same numbers, the same on every rank."""
+
+    count: int
+    _first: dict[int, list[float]] = field(default_factory=dict)
+
+    def take(self, probes: Mapping[int, float]) -> None:
+        """Take in the probes of a step, of those devices that ran one (more than 0 seconds)."""
+        for rank, seconds in probes.items():
+            first = self._first.setdefault(rank, [])
+            if seconds > 0 and len(first) < self.count:
+                first.append(seconds)
+
+    def is_known(self, rank: int) -> bool:
+        """Tell whether a device has run its first probes."""
+        return len(self._first.get(rank, ())) == self.count
+
+    def slowness(self, probes: Mapping[int, float], working: Collection[int]) -> dict[int, float]:
+        """Return the slowness of the devices that ran a probe in a step and had no work in it."""
+        idle = {rank: s for rank, s in probes.items() if s > 0 and rank not in working and self.is_known(rank)}
+        return {rank: seconds / median(self._first[rank]) for rank, seconds in idle.items()}
+
+
+class Standby:
+    """Runs this rank's probes, and tells of them.
+
+    Args:
+        rank: this one.
+        probe: of its device.
+        count: how many probes make the baseline.
+    """
+
+    def __init__(self, rank: int, probe: Probe, count: int) -> None:
+        self.rank, self.probe, self.baselines = rank, probe, Baselines(count)
+        self._seconds = 0.0
+        self._step_seconds, self._begun = 0.0, perf_counter()
+
+    def tell(self, facts: LocalFacts) -> LocalFacts:
+        """Say in the rank's facts what its last probe took; 0 if it has run none since the last facts."""
+        told, self._seconds = self._seconds, 0.0
+        return replace(facts, probe_seconds=told)
+
+    def observe(self, facts: StepFacts, working: Collection[int]) -> dict[int, float]:
+        """Take in all ranks' probes; return the slowness of those without work. Runs one of the first probes."""
+        now = perf_counter()
+        self._step_seconds, self._begun = now - self._begun, now
+        probes = dict(enumerate(facts.probe_seconds))
+        self.baselines.take(probes)
+        if not self.baselines.is_known(self.rank):
+            self.run()
+        return self.baselines.slowness(probes, working)
+
+    def run(self) -> None:
+        """Measure how fast this device is now."""
+        self._seconds = self.probe.seconds(min(PROBE_SECONDS, PROBE_SHARE * self._step_seconds))

@@ -1,0 +1,145 @@
+"""What runs under one compute layout, made when it is first needed and shared by all variants of that layout.
+
+Plans that differ only in shares of rows, in how many micro-batches these are cut into, or in what sequences they take
+have one compute layout: a plan for devices that became slow often needs no new graphs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
+from hetu_fx.switching.home.ops import HomeTensor
+
+
+def compute_layout(plan: Plan) -> Plan:
+    """Return the plan without what its graphs do not depend on; plans with equal ones have the same graphs.
+
+    Graphs differ between one micro-batch in all pipelines and several in any, but not by how many they are.
+    """
+    several = any(pipeline.micro_batches > 1 for pipeline in plan.pipelines)
+    pipelines = tuple(Pipeline(p.stages, micro_batches=2 if several else 1) for p in plan.pipelines)
+    return replace(plan, pipelines=pipelines, schedule="1f1b", zero=1, name=None, max_length=None, predicted=None)
+
+
+class Compute:
+    """The way of parameters from home and back under one compute layout, and their copies; see the module.
+
+    Attributes:
+        last_use: number of the last run that used it; the same on all ranks.
+        sizes: the bytes that copies and graphs take on the rank where they take most, once ranks have agreed on them.
+    """
+
+    def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter]) -> None:
+        self.table, self.homes = table, homes
+        self.last_use = 0
+        self.sizes: tuple[int, int] | None = None
+        self._sized_for: Bridge | None = None
+        self._gathered: tuple[tuple[Bridge, tuple[int, ...]] | None, dict[str, Tensor]] = (None, {})
+        self._bridges: dict[tuple[BridgeEntry, ...], Bridge] = {}
+        self._in_use: weakref.WeakSet[Bridge] = weakref.WeakSet()  # a step may hold one that is kept no more
+
+    @property
+    def device(self) -> torch.device:
+        """Return where this rank computes: where its parameters are."""
+        return next(iter(self.homes.values())).device
+
+    def gather(self, bridge: Bridge) -> dict[str, Tensor]:
+        """Return this rank's compute parameters; collective unless home has not changed since the last call."""
+        pieces = self._pieces()
+        state = bridge, _versions(pieces)
+        if self._gathered[0] != state:
+            self._gathered = (None, {})  # before the new copies are made, so that there are never two of each
+            self._gathered = (state, bridge.gather(pieces))
+            if self._sized_for is not bridge:
+                self._sized_for, self.sizes = bridge, None
+        return dict(self._gathered[1])
+
+    @property
+    def entries(self) -> tuple[BridgeEntry, ...]:
+        """Return what the copies that are kept have come by: where each parameter's home is, and where it is read."""
+        state = self._gathered[0]
+        return () if state is None else state[0].plan.entries
+
+    def bridge_between(self, entries: Sequence[BridgeEntry]) -> Bridge:
+        """Return the bridge of some entries; made once per home layout, which the entries tell."""
+        key = tuple(entries)
+        if key not in self._bridges:
+            self._bridges[key] = Bridge(key, self.table)
+            self._in_use.add(self._bridges[key])
+        self._bridges[key].is_outdated = False
+        return self._bridges[key]
+
+    def rehome(self) -> None:
+        """Forget what belongs to the present homes of the parameters: they are about to change."""
+        self.drop_copies()
+        for bridge in self._in_use:
+            bridge.is_outdated = True
+
+    @property
+    def has_copies(self) -> bool:
+        """Tell whether copies of the parameters are kept; the same on all ranks."""
+        return self._gathered[0] is not None
+
+    @property
+    def has_stale_copies(self) -> bool:
+        """Tell whether copies are kept that the next gather would replace; the same on all ranks."""
+        state = self._gathered[0]
+        return state is not None and state[1] != _versions(self._pieces())
+
+    @property
+    def has_graphs(self) -> bool:
+        """Tell whether graphs are kept; the same on all ranks."""
+        return False
+
+    @property
+    def copy_bytes(self) -> int:
+        """Return what this rank's copies take besides the homes, with which they may share memory."""
+        return bytes_besides(self._gathered[1].values(), self._pieces().values())
+
+    @property
+    def graph_bytes(self) -> int:
+        """Return what this rank's graphs take."""
+        return 0
+
+    def know_sizes(self, copy_bytes: int, graph_bytes: int) -> None:
+        """Remember what ranks have agreed on; what copies take is not known where there are none."""
+        self.sizes = copy_bytes, graph_bytes
+        self._sized_for = self._sized_for if self.has_copies else None
+
+    def drop_copies(self) -> None:
+        """Forget the copies of the parameters; the next run gathers them again."""
+        self._gathered = (None, {})
+
+    def drop(self) -> None:
+        """Forget everything; the next run makes it again. Steps whose backward is to come keep what they need."""
+        self.drop_copies()
+        self._bridges.clear()
+        self._sized_for, self.sizes = None, None
+
+    def _pieces(self) -> dict[str, Tensor]:
+        return {name: local_of(home) for name, home in self.homes.items()}
+
+
+def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
+    """Return the bytes of the memory that tensors hold and the others do not; each piece of memory counts once."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in others}
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(size for place, size in sizes.items() if place not in known)
+
+
+def _versions(pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tuple(piece._version for piece in pieces.values())
+
+
+def local_of(home: nn.Parameter) -> Tensor:
+    """Return this rank's piece of a home parameter."""
+    assert isinstance(home, HomeTensor)
+    return home.local

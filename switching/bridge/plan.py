@@ -1,0 +1,255 @@
+"""The bridge on paper: which boxes of which parameters travel in which message, and in what order.
+
+A parameter's transition is cut in finest slices (comm_ops.slices). A slice whose summands lie on several
+ranks and whose sum is wanted by one of them is *scattered* (reduce-scatter), by all of them *summed*
+(all-reduce); a slice that one rank owns and others read is *gathered* (all-gather). Slices with the same
+ranks travel in one flat message. What fits none of these is *moved* by batched send-receive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+import torch
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.region import Box
+from hetu_fx.comm_ops.buckets import BUCKET_BYTES
+from hetu_fx.comm_ops.plans.slices import Slice, finest_slices
+from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.errors import AnnotationError, StateError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeEntry:
+    """One parameter: where its home is, where the graph reads it, and how its gradient lies there.
+
+    `gradient` is `compute` with some copies turned into summands. `dtype` is that of the compute parameter
+    and of its gradient.
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+    home: Annotation
+    compute: Annotation
+    gradient: Annotation
+
+    def __post_init__(self) -> None:
+        if self.home.has_partial or self.compute.has_partial:
+            raise AnnotationError(
+                f"parameter {self.name!r} cannot have summands at home ({self.home}) or where it is read "
+                f"({self.compute}); only its gradient can"
+            )
+
+
+class Kind(StrEnum):
+    """How a message works."""
+
+    SUM = "all-reduce"
+    SCATTER = "reduce-scatter"
+    GATHER = "all-gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Who talks how; parts of equal lanes share a message. `givers` of `ranks` hold summands that count."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    givers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box (global index space) of one parameter; `owner` gets its sum, or has its value."""
+
+    name: str
+    box: Box
+    owner: int | None
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return self.box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Parts that travel together: one segment, or for scatter and gather one per rank of the lane."""
+
+    lane: Lane
+    segments: tuple[tuple[Part, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries of every segment."""
+        return tuple(sum(part.numel for part in segment) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are brought over together; `moved` names those that go by batched send-receive."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    messages: tuple[Message, ...]
+    moved: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BridgePlan:
+    """All buckets both ways, in the order in which every rank must start them.
+
+    `gathers` follow the order of the entries, `reduces` the reverse, in which gradients become ready.
+    """
+
+    entries: tuple[BridgeEntry, ...]
+    gathers: tuple[Bucket, ...]
+    reduces: tuple[Bucket, ...]
+
+
+def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES) -> BridgePlan:
+    """Plan both directions; a pure function, the same on every rank. Raises StateError for a name twice."""
+    names = [entry.name for entry in entries]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise StateError(f"parameters {twice} stand in the bridge more than once")
+    return BridgePlan(
+        tuple(entries),
+        _buckets(entries, lambda e: gather_routes(e.home, e.compute, e.shape), bucket_bytes),
+        _buckets(entries[::-1], lambda e: reduce_routes(e.gradient, e.home, e.shape), bucket_bytes),
+    )
+
+
+Route = tuple[Lane, Slice, int | None]
+Routes = tuple[Route, ...] | None  # None: to be moved
+
+
+@lru_cache(maxsize=4096)
+def gather_routes(home: Annotation, compute: Annotation, shape: Shape) -> Routes:
+    """Say how every slice that is not read by its owners alone comes to its readers."""
+    routes: list[Route] = []
+    for part in finest_slices(Change(home, compute, shape)):
+        ((owners,),) = part.owners
+        missing = sorted(set(part.receivers) - set(owners))
+        if missing:
+            reading = [owner for owner in owners if owner in part.receivers]
+            if not reading:
+                return None
+            ranks = tuple(sorted([reading[0], *missing]))
+            routes.append((Lane(Kind.GATHER, ranks, (reading[0],)), part, reading[0]))
+    return _one_lane_per_group(routes)
+
+
+def _one_lane_per_group(routes: Sequence[Route]) -> tuple[Route, ...]:
+    """Forget who owns what in the lane of a gather: each owner has its own segment."""
+    return tuple((Lane(lane.kind, lane.ranks, ()), part, owner) for lane, part, owner in routes)
+
+
+@lru_cache(maxsize=4096)
+def reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Routes:
+    """Say how every slice whose value is a sum over ranks is summed."""
+    routes: list[Route] = []
+    for part in finest_slices(Change(gradient, home, shape)):
+        left = set(part.receivers)
+        for summands in part.owners:
+            members = {rank for ranks in summands for rank in ranks}
+            found = _sum_routes(part, summands, sorted(left & members))
+            if found is None:
+                return None
+            routes += found
+            left -= members
+        if left:
+            return None
+    return tuple(routes)
+
+
+def _sum_routes(part: Slice, summands: Sequence[tuple[int, ...]], receivers: Sequence[int]) -> list[Route] | None:
+    """Sum one copy's summands for those of its ranks that want them; None where no collective does that."""
+    members = sorted(rank for ranks in summands for rank in ranks)
+    if len(summands) == 1 or not receivers:
+        return []
+    if len(receivers) == 1:
+        column = _column(summands, receivers[0])
+        return [(Lane(Kind.SCATTER, column, column), part, receivers[0])]
+    if list(receivers) != members:
+        return None
+    if len({len(ranks) for ranks in summands}) > 1:
+        givers = tuple(sorted(ranks[0] for ranks in summands))
+        return [(Lane(Kind.SUM, tuple(members), givers), part, None)]
+    columns = sorted({_column(summands, rank) for rank in members})
+    return [(Lane(Kind.SUM, column, column), part, None) for column in columns]
+
+
+def _column(summands: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    """Pick one holder of every summand: `rank` for its own, and those at its place for the others."""
+    place = next(ranks.index(rank) for ranks in summands if rank in ranks)
+    return tuple(sorted(ranks[place % len(ranks)] for ranks in summands))
+
+
+def _buckets(
+    entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes], bucket_bytes: int
+) -> tuple[Bucket, ...]:
+    """Group parameters that use the same lanes, in order of first appearance, and cut groups by size."""
+    groups: dict[object, list[BridgeEntry]] = {}
+    for entry in entries:
+        routes = routes_of(entry)
+        lanes = None if routes is None else tuple(sorted({lane for lane, _, _ in routes}, key=_lane_key))
+        groups.setdefault((entry.dtype, lanes), []).append(entry)
+    return tuple(_bucket(part, routes_of) for group in groups.values() for part in _cut_by_size(group, bucket_bytes))
+
+
+def _lane_key(lane: Lane) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    return lane.kind.value, lane.ranks, lane.givers
+
+
+def _cut_by_size(entries: Sequence[BridgeEntry], bucket_bytes: int) -> Iterator[list[BridgeEntry]]:
+    bucket: list[BridgeEntry] = []
+    filled = 0
+    for entry in entries:
+        size = math.prod(entry.shape) * entry.dtype.itemsize
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(entry)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes]) -> Bucket:
+    parts: dict[Lane, list[Part]] = {}
+    moved = []
+    for entry in entries:
+        routes = routes_of(entry)
+        if routes is None:
+            moved.append(entry.name)
+            continue
+        for lane, piece, owner in routes:
+            parts.setdefault(lane, []).extend(Part(entry.name, box, owner) for box in boxes_of(piece))
+    messages = tuple(_message(lane, parts[lane]) for lane in sorted(parts, key=_lane_key))
+    names = tuple(entry.name for entry in entries)
+    return Bucket(names, entries[0].dtype, messages, tuple(moved))
+
+
+def boxes_of(piece: Slice) -> tuple[Box, ...]:
+    """List the boxes of a slice, in row-major order."""
+    return tuple(Box(bounds) for bounds in itertools.product(*piece.dims))
+
+
+def _message(lane: Lane, parts: Sequence[Part]) -> Message:
+    if lane.kind is Kind.SUM:
+        return Message(lane, (tuple(parts),))
+    by_owner: Mapping[int, list[Part]] = {rank: [] for rank in lane.ranks}
+    for part in parts:
+        if part.owner is not None:
+            by_owner[part.owner].append(part)
+    return Message(lane, tuple(tuple(by_owner[rank]) for rank in lane.ranks))

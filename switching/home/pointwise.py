@@ -1,0 +1,212 @@
+"""Ops that act on the pieces of home tensors: point-wise ones, copies, factories; list kernels are in home_lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetu_fx.switching.home.foreach import run_lists, unscale
+from hetu_fx.switching.home.gathered import run_whole
+from hetu_fx.switching.home.layout import HomeLayout, home_layout
+from hetu_fx.switching.home.tensor import Handler, HomeTensor, gather_whole, mark_written, wrap
+from hetu_fx.switching.home_cut import cut_like
+
+aten = torch.ops.aten
+# The wrapper of a single in-place op is counted by torch, its piece is not.
+_count_write = torch._C._increment_version
+
+
+def find_local(func: Any) -> Handler | None:
+    """Recognise point-wise ops by their tag, and list kernels by their name."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith(("_foreach_", "_fused_")):
+        return run_lists
+    if torch.Tag.pointwise in func.tags or name in _POINTWISE_WITHOUT_TAG:
+        return _in_place(func) if name.endswith("_") else _pointwise(func)
+    return None
+
+
+_POINTWISE_WITHOUT_TAG = {"zero_", "fill_", "masked_fill", "masked_fill_", "zero", "fill"}
+
+
+def _fast(func: Any) -> Any:
+    """Prefer the plain method, whose argument parsing costs a third of the overload's."""
+    packet = func._schema.name.removeprefix("aten::")
+    return _METHODS.get((packet, func._overloadname), func)
+
+
+# Overloads whose positional and keyword arguments are those of the method.
+_METHODS: dict[tuple[str, str], Callable[..., Any]] = {
+    (name, overload): getattr(torch.Tensor, name)
+    for name, overloads in {
+        "add": ("Tensor",),
+        "add_": ("Tensor",),
+        "addcdiv_": ("default",),
+        "addcmul_": ("default",),
+        "div": ("Tensor", "Scalar"),
+        "div_": ("Tensor", "Scalar"),
+        "lerp_": ("Scalar", "Tensor"),
+        "mul": ("Tensor", "Scalar"),
+        "mul_": ("Tensor", "Scalar"),
+        "sqrt": ("default",),
+        "sub_": ("Tensor",),
+        "zero_": ("default",),
+    }.items()
+    for overload in overloads
+}
+
+
+def _pointwise(func: Any) -> Handler:
+    run = _fast(func)
+
+    def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout, pieces = _pieces(args)
+        if layout is None or _has_tensor(kwargs) or not layout.shape:
+            return _pointwise_mixed(func, args, kwargs)
+        return wrap(run(*pieces, **kwargs), layout)
+
+    return handler
+
+
+def _in_place(func: Any) -> Handler:
+    run = _fast(func)
+
+    def handler(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layout, pieces = _pieces(args)
+        if layout is None or _has_tensor(kwargs):
+            return _pointwise_mixed(func, args, kwargs)
+        run(*pieces, **kwargs)
+        _count_write((args[0].local,))
+        return args[0]
+
+    return handler
+
+
+def _pieces(args: tuple[Any, ...]) -> tuple[HomeLayout | None, list[Any]]:
+    """Unwrap arguments of one layout, or say None: layouts differ, or a plain tensor has to be cut."""
+    layout = None
+    pieces = []
+    for arg in args:
+        if type(arg) is HomeTensor:
+            if layout is None:
+                layout = arg.home_layout
+            elif arg.home_layout is not layout:
+                return None, pieces
+            pieces.append(arg.local)
+        elif isinstance(arg, torch.Tensor) and arg.dim():
+            return None, pieces
+        else:
+            pieces.append(arg)
+    return layout, pieces
+
+
+def _has_tensor(kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs) and any(isinstance(value, torch.Tensor) for value in kwargs.values())
+
+
+def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring every operand to one home layout (that of the target, if one is written), if the shape stays.
+
+    A new value made of a scalar and plain tensors is made whole: an absent piece, of shape (0,), would be
+    promoted to another dtype than the scalar itself.
+    """
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+    target = kwargs.get("out", args[0] if func._schema.name.endswith("_") else None)
+    leader = next(t for t in tensors if type(t) is HomeTensor) if target is None else target
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    promotes = not shape and target is None and any(type(tensor) is not HomeTensor for tensor in tensors)
+    if type(leader) is not HomeTensor or promotes or shape != leader.shape:
+        return run_whole(func, args, kwargs)
+    layout = leader.home_layout
+    pieces = [cut_like(arg, layout) if isinstance(arg, torch.Tensor) else arg for arg in args]
+    kwargs = {k: cut_like(v, layout) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    result = func(*pieces, **kwargs)
+    if target is None:
+        return wrap(result, layout)
+    mark_written([target])
+    return target
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
+    return wrap(args[0].local, args[0].home_layout)
+
+
+def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
+    return wrap(func(args[0].local, *args[1:], **kwargs), args[0].home_layout)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Make a new tensor: a home tensor where it has the global shape, else a plain one on every rank."""
+    home, size, *rest = args
+    if tuple(size) != home.home_layout.shape:
+        return func(home.local, size, *rest, **kwargs)  # type: ignore[no-any-return]
+    return wrap(func(home.local, home.home_layout.local_shape, *rest, **kwargs), home.home_layout)
+
+
+def _new_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    return _new(aten.new_empty.default, (args[0], args[1]), kwargs)
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    target, source = args[0], args[1]
+    if type(target) is not HomeTensor:
+        target.copy_(gather_whole([source])[0])
+        return target  # type: ignore[no-any-return]
+    target.local.copy_(cut_like(source, target.home_layout))
+    mark_written([target])
+    return target
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views that change nothing keep the layout; any other view shows the gathered tensor."""
+    if tuple(args[1]) == args[0].home_layout.shape:
+        return _alias(func, args, kwargs)
+    return run_whole(func, args, kwargs)
+
+
+def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A scalar as a vector of one element keeps its home (masked assignment makes one)."""
+    home = args[0]
+    if home.dim():
+        return run_whole(func, args, kwargs)
+    layout = home.home_layout
+    vector = home_layout(layout.annotation, (1,), layout.rank, layout.world)
+    return wrap(home.local.view(vector.local_shape), vector)
+
+
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Assign a number where a mask of the same home says (`sign[sign.gt(0)] = 1.2` in Rprop)."""
+    home, indices, values = args[0], args[1], args[2]
+    mask = indices[0] if len(indices) == 1 else None
+    if type(home) is not HomeTensor or type(mask) is not HomeTensor or mask.dtype is not torch.bool:
+        return run_whole(func, args, kwargs)
+    if mask.home_layout is not home.home_layout or values.dim() or any(args[3:]):
+        return run_whole(func, args, kwargs)
+    home.local.masked_fill_(mask.local, values)
+    mark_written([home])
+    return home
+
+
+LOCAL_OPS: dict[Any, Handler] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.view.default: _view,
+    aten.expand.default: _view,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.index_put_.default: _index_put,
+    aten._to_copy.default: _like,
+    aten.clone.default: _like,
+    aten.zeros_like.default: _like,
+    aten.ones_like.default: _like,
+    aten.empty_like.default: _like,
+    aten.full_like.default: _like,
+    aten.new_empty.default: _new,
+    aten.new_zeros.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_full.default: _new,
+    aten.new_empty_strided.default: _new_strided,
+    aten.copy_.default: _copy,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+}

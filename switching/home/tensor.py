@@ -1,0 +1,237 @@
+"""HomeTensor: the optimizer's view of a parameter (or of its gradient, or of optimizer state).
+
+A wrapper with the global shape around the dense piece that this rank owns. What an op does to it stands in
+OPS, filled by home_local (acts on the pieces), home_reduce (one value over all ranks) and home_whole (all the
+rest: gathered, run whole, cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hetu_fx.comm_ops.wire.async_collectives import gather_segments
+from hetu_fx.errors import StateError
+from hetu_fx.switching.home.layout import Chunk, HomeLayout, index
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+OPS: dict[Any, Handler] = {}
+FIND_HANDLER: list[Callable[[Any], Handler]] = []
+
+
+class HomeTensor(torch.Tensor):
+    """A tensor of global shape of which this rank owns `local`, as `home_layout` says.
+
+    Point-wise ops and optimizer kernels act on the piece. Sums, means, dots and norms give the global value
+    on every rank. Anything else gathers the tensor, runs whole, and is cut again where the result has the
+    global shape. Reductions and whole ops talk to the other ranks: every rank must make the same calls in
+    the same order.
+    """
+
+    local: torch.Tensor
+    home_layout: HomeLayout
+    wait_for_piece: Callable[[], None]  # there as long as `local` and `home_layout` are not: see `on_the_way`
+
+    # The default re-wraps every result in the subclass without its fields; the dispatcher does all we need.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
+        """Wrap `local` (of `layout.local_shape`; shared, not copied). Raises StateError on another shape."""
+        if local.shape != layout.local_shape:
+            raise StateError(
+                f"rank {layout.rank} owns a piece of shape {tuple(layout.local_shape)} of a tensor of shape "
+                f"{layout.shape} under {layout.annotation}, got a piece of shape {tuple(local.shape)}"
+            )
+        return wrap(local.detach(), layout, requires_grad)
+
+    @classmethod
+    def from_full(cls, full: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
+        """Cut this rank's piece (a copy) out of the whole tensor. Raises StateError on another shape."""
+        if tuple(full.shape) != layout.shape:
+            raise StateError(f"home tensor of shape {layout.shape} cannot be cut from {tuple(full.shape)}")
+        piece = layout.take(full.detach())
+        return wrap(piece.clone(memory_format=torch.contiguous_format), layout, requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op by its entry in OPS, which is looked for once per op."""
+        handler = OPS.get(func)
+        if handler is None:
+            handler = OPS[func] = FIND_HANDLER[0](func)
+        return handler(func, args, kwargs or {})
+
+    if not TYPE_CHECKING:  # or any name would pass as an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Wait for the piece if it is on its way; called for attributes that are not there."""
+            wait = self.__dict__.get("wait_for_piece") if name in ("local", "home_layout") else None
+            if wait is not None:
+                wait()
+            if name in self.__dict__:  # another thread may have waited for it meanwhile
+                return self.__dict__[name]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def to_local(self) -> torch.Tensor:
+        """Give this rank's piece, sharing its memory (as DTensor.to_local does, without autograd)."""
+        return self.local
+
+    def full_tensor(self) -> torch.Tensor:
+        """Gather the whole tensor on every rank. Collective: every rank must call it."""
+        return gather_whole([self])[0]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without autograd, sharing its piece; setting it swaps piece, layout and dtype."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        other = value if isinstance(value, HomeTensor) else HomeTensor.from_full(value, self.home_layout)
+        _SET_DATA(self, other.detach())
+        before = self.local._version
+        self.local, self.home_layout = other.local, other.home_layout
+        # The version of `local` never goes back, so that it tells of a swap as of any other write.
+        after = max(before, self.local._version)
+        torch._C._autograd._unsafe_set_version_counter((self.local,), (after,))
+        mark_written([self])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Describe the tensor and this rank's piece, without talking to other ranks."""
+        return (
+            f"HomeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, home={self.home_layout.annotation}, "
+            f"rank={self.home_layout.rank}, local={self.local!r})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.full_tensor() if spec else repr(self), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HomeTensor:
+        """Copy the piece; the layout is shared. Only leaves can be copied, as for every tensor."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise StateError("only home tensors that are leaves of autograd can be deep-copied; detach() first")
+        copied = wrap(self.local.clone(), self.home_layout, self.requires_grad)
+        memo[id(self)] = copied
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        elif self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled: a file would hold one rank's piece only."""
+        raise StateError(
+            f"a home tensor of shape {tuple(self.shape)} cannot be pickled: this rank holds only a piece of "
+            "it. Save with model.hetu.save(folder), or take full_tensor() on every rank first"
+        )
+
+    # The protocol of torch.distributed.checkpoint (_checkpointable._Checkpointable).
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """List what this rank saves: the elements that it counts."""
+        from torch.distributed.checkpoint import metadata, planner
+
+        properties = metadata.TensorProperties(dtype=self.dtype)
+        return [
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in _chunk_metadata(self.home_layout.counted_chunks)
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """List the chunks this rank wants: all that it owns."""
+        return _chunk_metadata((*self.home_layout.counted_chunks, *self.home_layout.other_chunks))
+
+    def __get_tensor_shard__(self, chunk_index: Any) -> torch.Tensor:
+        """Give the view of the piece that starts at a global offset."""
+        offset = tuple(chunk_index.offset or (0,) * len(self.home_layout.shape))
+        for box, local in (*self.home_layout.counted_chunks, *self.home_layout.other_chunks):
+            if tuple(start for start, _ in box.bounds) == offset:
+                return self.local[index(local)]
+        layout = self.home_layout
+        raise StateError(f"rank {layout.rank} has no chunk at {offset} of {layout.annotation}")
+
+
+_SET_DATA: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
+    """Wrap a piece that is known to fit its layout."""
+    home: HomeTensor = torch.Tensor._make_wrapper_subclass(
+        HomeTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+    )
+    home.local = local
+    home.home_layout = layout
+    return home
+
+
+def mark_written(homes: Sequence[HomeTensor]) -> None:
+    """Count a write in the versions of home tensors and pieces: below autograd torch does not do it itself.
+
+    So `home._version` and `home.local._version` change with every write, list kernels included.
+    """
+    torch._C._increment_version([tensor for home in homes for tensor in (home, home.local)])
+
+
+def gather_whole(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
+    """Gather several whole tensors in one message per dtype; collective, all ranks alike.
+
+    A tensor that every rank owns whole is not moved and comes back sharing its memory.
+    """
+    wholes = [home.local for home in homes]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for position, home in enumerate(homes):
+        if not home.home_layout.is_whole_everywhere:
+            by_dtype.setdefault(home.dtype, []).append(position)
+    for positions in by_dtype.values():
+        gathered = _gather_flat([homes[position] for position in positions])
+        for position, whole in zip(positions, gathered, strict=True):
+            wholes[position] = whole
+    return wholes
+
+
+def _gather_flat(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:
+    rank, world = homes[0].home_layout.rank, homes[0].home_layout.world
+    layouts = [home.home_layout.others for home in homes]
+    sizes = [sum(box.numel for owner in layouts for box, _ in owner[r].counted_chunks) for r in range(world)]
+    buffer = homes[0].local.new_empty(sum(sizes))
+    mine = [h.local[index(part)].reshape(-1) for h in homes for _, part in h.home_layout.counted_chunks]
+    if mine:
+        torch.cat(mine, out=buffer.split(sizes)[rank])
+    gather_segments(buffer.view(torch.uint8), [size * buffer.itemsize for size in sizes], range(world)).wait()
+    return _unpack(buffer, sizes, layouts)
+
+
+def _unpack(
+    buffer: torch.Tensor, sizes: Sequence[int], layouts: Sequence[tuple[HomeLayout, ...]]
+) -> list[torch.Tensor]:
+    wholes = [buffer.new_empty(owners[0].shape) for owners in layouts]
+    position = 0
+    for rank in range(len(sizes)):
+        for whole, owners in zip(wholes, layouts, strict=True):
+            for box, _ in owners[rank].counted_chunks:
+                target = whole[index(box)]
+                target.copy_(buffer[position : position + box.numel].view(target.shape))
+                position += box.numel
+    return wholes
+
+
+def _chunk_metadata(chunks: Sequence[Chunk]) -> list[Any]:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [
+        ChunkStorageMetadata(
+            offsets=torch.Size([start for start, _ in box.bounds]),
+            sizes=torch.Size([stop - start for start, stop in box.bounds]),
+        )
+        for box, _ in chunks
+    ]

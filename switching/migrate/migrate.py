@@ -1,0 +1,262 @@
+"""Carries out a change of home: every tensor of the training state to its new owners, in place and bit by bit.
+
+Parameters, gradients and optimizer state stay the same objects, so the user's optimizers, schedulers and loops need
+not know. Nothing goes through a file. A rank that fails in a bucket fails on all ranks before anything of the bucket is
+changed; what earlier buckets brought over stays, and the next change of home starts from there.
+
+Measured (4 processes on 2 cores, 100 million parameters with AdamW, parts read where they are): 0.9 GB in 0.3 to 0.5
+seconds, a ninth to a fourteenth of what a checkpoint takes in the page cache; a change that is made for the first time
+takes 0.1 to 1.7 seconds more, mostly for its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.wire.bsr_messages import Messages, Room, Rooms, Sending, post
+from hetu_fx.comm_ops.wire.bsr_run import examples_of, new_results, prepare, unpack
+from hetu_fx.comm_ops.wire.consensus import any_of, together
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.errors import CommError, StateError
+from hetu_fx.switching.home.layout import home_layout
+from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.parameters import move_optimizer_state
+from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket
+from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
+from hetu_fx.switching.migrate.in_flight import OnTheWay, StandIns
+from hetu_fx.switching.migrate.peer_memory import PeerMemory, addresses_of, all_reach
+from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
+from hetu_fx.switching.migrate.shared_memory import ReadingRoom, SharedMemory, all_share, share
+from hetu_fx.switching.migrate.state_tensors import Homes, TrainingState, with_layout
+from hetu_fx.switching.step.gradients import layout_of
+from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, Way
+
+
+@torch.no_grad()
+def migrate(
+    homes: Homes,
+    targets: Mapping[str, Annotation],
+    optimizers: Sequence[torch.optim.Optimizer],
+    table: GroupTable,
+    *,
+    extra_share: float = EXTRA_SHARE,
+    least_extra_bytes: int = LEAST_EXTRA_BYTES,
+    later: OnTheWay | None = None,
+    overlap: bool | None = None,
+) -> SwitchPlan:
+    """Bring home parameters, their gradients and all that `optimizers` keep of them to other ranks; collective.
+
+    Args:
+        homes: the home parameters by name.
+        targets: where they are to go, by name; the others stay. The same on all ranks.
+        optimizers: all that hold state for them. Plain tensors of a parameter's shape are cut to its home.
+        table: the ranks.
+        extra_share, least_extra_bytes: see `plan_switch`.
+        later: brings what `optimizers` keep while the caller goes on, if all ranks pass one and have their state in
+            host memory: messages of devices that send themselves cannot pass those of a step. None: all comes now.
+        overlap: whether to leave something to `later`. None: only where messages are sent, as a copy in memory takes
+            the processor from the step that it is made beside (see `Handle.switch_home` for numbers).
+
+    Returns the plan that was carried out, or is being.
+
+    Raises:
+        StateError: on every rank, if the ranks' states do not fit together or one rank failed.
+        CommError: a peer is dead.
+    """
+    with using(table):
+        state = together(table, lambda: _checked(homes, targets, optimizers, table))
+        tensors = state.agreed(targets, table)
+        nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
+        is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
+        memory = all_reach(table, [tensor.local for tensor in state.tensors.values()])
+        way = Way.DIRECT if memory else Way.SHARED if all_share(table, is_able) else Way.SENT
+        wants = later is not None and (way is Way.SENT if overlap is None else overlap)
+        is_host = all(home.device.type == "cpu" for home in homes.values())
+        splits = not any_of(table, [not (wants and is_host)])[0]
+        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, way, splits))
+        _Migration(plan.now, state, table, is_able, memory).run()
+    # A number beside a parameter without dims may be a count, which is whole everywhere.
+    layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
+    for optimizer in optimizers:
+        move_optimizer_state(optimizer, {name: homes[name] for name in layouts}, layouts)
+    if later is not None and plan.later.buckets:
+        _leave(plan.later, state, later, is_able, memory)
+    return plan
+
+
+def _leave(plan: SwitchPlan, state: TrainingState, later: OnTheWay, is_able: bool, memory: PeerMemory | None) -> None:
+    """Have a part of the state brought in the background; collective."""
+    tensors = {(t.parameter, t.kind): state.tensors[t.parameter, t.kind] for t in plan.tensors}
+
+    def bring(stand_ins: StandIns, table: GroupTable) -> None:
+        _Migration(plan, state.with_tensors(stand_ins), table, is_able, memory).run()
+
+    later.start(plan, tensors, bring)
+
+
+def _checked(
+    homes: Homes, targets: Mapping[str, Annotation], optimizers: Sequence[torch.optim.Optimizer], table: GroupTable
+) -> TrainingState:
+    strangers = sorted(set(targets) - set(homes))
+    if strangers:
+        raise StateError(f"homes are given for {strangers}, which are none of the parameters {sorted(homes)}")
+    for name, target in targets.items():
+        home_layout(target, tuple(homes[name].shape), table.rank, table.size)  # raises what is wrong with it
+    return TrainingState(homes, optimizers)
+
+
+@lru_cache(maxsize=16)
+def planned(
+    tensors: tuple[StateTensor, ...],
+    nodes: tuple[int, ...],
+    extra_share: float,
+    least_extra_bytes: int,
+    way: Way,
+    splits: bool,
+) -> SwitchPlan:
+    """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
+    return plan_switch(
+        tensors,
+        len(nodes),
+        node_of=nodes.__getitem__,
+        extra_share=extra_share,
+        least_extra_bytes=least_extra_bytes,
+        way=way,
+        splits=splits,
+    )
+
+
+class _Migration:
+    """Carries out a plan, bucket by bucket.
+
+    While a bucket's messages travel, the one before is put together and the one after is packed; where they are read
+    where they are packed, one bucket is packed while the one before is put together. What is not packed is read in
+    others' old parts. All that may fail is done before all ranks agree that it has not, and parts are taken over, and
+    old ones given up, after that.
+
+    Args:
+        plan, state, table: what is carried out, of which tensors, among whom.
+        is_able: this rank's messages are in host memory.
+        memory: that of the other ranks, where it is read.
+    """
+
+    def __init__(
+        self, plan: SwitchPlan, state: TrainingState, table: GroupTable, is_able: bool, memory: PeerMemory | None
+    ) -> None:
+        self.plan, self.buckets, self.state, self.table, self.is_able = plan, plan.buckets, state, table, is_able
+        self.memory = memory
+        self.addresses: dict[tuple[str, str], Extents] = {}  # of a tensor's old parts, by rank
+        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.way.rooms[LEAVING])]
+        self.arriving = [Room() for _ in range(plan.way.rooms.get(ARRIVING, 1))]
+        self.ahead = len(self.leaving) - 1  # so many buckets are packed before they are put together
+        self.packed: dict[int, Messages] = {}
+        self.begun: list[Tensor | None] | None = None  # of tensors of which more is to come
+
+    def run(self) -> None:
+        """Bring over all buckets; collective."""
+        if not self.buckets:
+            return
+        self._share()
+        self._tell_addresses()
+        together(self.table, self._pack_first)
+        sending = self._post(0)
+        for number in range(len(self.buckets)):
+            arrived = sending.wait()
+            later = self._post(number + 1)
+            self._bring(number, arrived, later)
+            sending = later if self.ahead > 1 else self._post(number + 1)
+
+    def _bring(self, number: int, arrived: Mapping[int, Tensor], later: Sending) -> None:
+        """Put one bucket together on all ranks, or on none, and take it over."""
+
+        def made() -> list[Tensor | None]:
+            parts = self._unpack(number, arrived)
+            self._pack(number + self.ahead)
+            return parts
+
+        try:
+            new = together(self.table, made)
+        except CommError:
+            raise
+        except Exception:
+            later.wait()  # or its messages would be taken for others
+            raise
+        bucket = self.buckets[number]
+        self.begun = None if bucket.completes else new
+        if bucket.completes:
+            _take_over(bucket, self._held(bucket.tensors), new, self.table)
+
+    def _share(self) -> None:
+        """Pack where the other ranks of this machine can read it; collective."""
+        if not any(bucket.packed.messages for bucket in self.buckets):
+            return
+        most = max(sum(bucket.leaving(self.table.rank).values()) for bucket in self.buckets)
+        self.shared = share(self.table, most if self.is_able else None, len(self.leaving))
+        if self.shared.own:
+            self.leaving = [Room(memory) for memory in self.shared.own]
+
+    def _tell_addresses(self) -> None:
+        """Tell all ranks where this rank's old parts are, and learn where theirs are; collective."""
+        if self.memory is not None:
+            held = self._held(self.plan.tensors)
+            told = addresses_of([home.local for home in held], self.table)
+            keys = [(tensor.parameter, tensor.kind) for tensor in self.plan.tensors]
+            self.addresses = dict(zip(keys, told.T, strict=True))
+
+    def _pack_first(self) -> None:
+        for number in range(self.ahead):
+            self._pack(number)
+
+    def _pack(self, number: int) -> None:
+        if number < len(self.buckets):
+            moves, (parts, like) = self.buckets[number].packed, self._parts(number)
+            messages = prepare(moves, self.table, like, parts, self._rooms(number))
+            self.packed[number] = self.shared.unsent(messages)
+
+    def _rooms(self, number: int) -> Rooms:
+        """Return where a bucket's messages are packed, and where they are received or read."""
+        arriving, turn = self.arriving[number % len(self.arriving)], number % len(self.leaving)
+        places = {rank: self._place(number, rank, rooms[turn]) for rank, rooms in self.shared.others.items()}
+        return Rooms(ReadingRoom(arriving, places), self.leaving[turn])
+
+    def _place(self, number: int, sender: int, room: Tensor) -> Tensor:
+        """Return where in another rank's memory this rank's message of a bucket stands."""
+        sizes = self.buckets[number].leaving(sender)
+        before = sum(size for receiver, size in sizes.items() if receiver < self.table.rank)
+        return room.narrow(0, before, sizes.get(self.table.rank, 0))
+
+    def _post(self, number: int) -> Sending:
+        nothing = Messages({}, {}, torch.device("cpu"))
+        return post(self.packed.pop(number, nothing), self.table)
+
+    def _unpack(self, number: int, arrived: Mapping[int, Tensor]) -> list[Tensor | None]:
+        bucket, rank, (parts, like) = self.buckets[number], self.table.rank, self._parts(number)
+        new = new_results(bucket.moves, rank, parts, like) if self.begun is None else self.begun
+        if self.memory is not None:
+            senders = np.array([self.addresses[tensor.parameter, tensor.kind] for tensor in bucket.tensors]).T
+            self.memory.take(reads_of(bucket.direct, rank), senders, new)
+        return unpack(bucket.packed, rank, parts, like, arrived, new)
+
+    def _held(self, tensors: Sequence[StateTensor]) -> list[HomeTensor]:
+        return [self.state.tensors[tensor.parameter, tensor.kind] for tensor in tensors]
+
+    def _parts(self, number: int) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Return this rank's old parts of a bucket's tensors, and tensors of their dtypes and devices."""
+        bucket = self.buckets[number]
+        like = [home.local for home in self._held(bucket.tensors)]
+        holds = (tensor.source.holds(self.table.rank) for tensor in bucket.tensors)
+        parts = [local if held else None for local, held in zip(like, holds, strict=True)]
+        return parts, examples_of(bucket.moves, parts, like, self.table.rank)
+
+
+def _take_over(
+    bucket: SwitchBucket, held: Sequence[HomeTensor], made: Sequence[Tensor | None], table: GroupTable
+) -> None:
+    for tensor, home, piece in zip(bucket.tensors, held, made, strict=True):
+        with_layout(home, piece if tensor.target.holds(table.rank) else None, tensor.target, table)

@@ -1,0 +1,187 @@
+"""A change of the parameters' home on paper: what travels from whom to whom, in which order, and what that takes.
+
+Values, gradients and optimizer state of a parameter lie alike, so they travel alike; `comm_ops.bsr_plan` chooses their
+senders together. Buckets are carried out one after the other, each in one message per pair of ranks, so that a rank
+needs little memory beside its state (Malleus moves its state in ten rounds for that).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hetu_fx.base.documents import table_text
+from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
+from hetu_fx.comm_ops.plans.bsr_report import least_bytes
+from hetu_fx.errors import StateError
+from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, peak_bytes, share_out
+from hetu_fx.switching.switch_ways import Way
+
+FORMAT = "hetu_fx.switch/1"
+EXTRA_SHARE = 0.1
+"""What a change of home may take beside the state, as a part of what the rank that holds most has of it."""
+
+LEAST_EXTRA_BYTES = 32 * 2**20
+"""What it may take however small the state is: messages of some kilobytes wait longer than they travel."""
+
+
+@dataclass(frozen=True)
+class SwitchPlan:
+    """A whole change of home; pure data, the same on every rank.
+
+    Attributes:
+        buckets: carried out one after the other.
+        state_bytes: what each rank holds of the state, before or after, whichever is more.
+        way: how slices get from rank to rank.
+        num_now: so many buckets come before training goes on, the others beside the next step. None: all of them.
+    """
+
+    buckets: tuple[SwitchBucket, ...]
+    state_bytes: tuple[int, ...]
+    way: Way = Way.SENT
+    num_now: int | None = None
+
+    @cached_property
+    def now(self) -> SwitchPlan:
+        """Return what comes before training goes on."""
+        return replace(self, buckets=self.buckets[: self.num_now], num_now=None)
+
+    @cached_property
+    def later(self) -> SwitchPlan:
+        """Return what comes beside the next step."""
+        return replace(self, buckets=self.buckets[len(self.now.buckets) :], num_now=None)
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """List the tensors that change their home."""
+        return tuple(tensor for bucket in self.buckets if bucket.completes for tensor in bucket.tensors)
+
+    @cached_property
+    def pairs(self) -> Mapping[tuple[int, int], int]:
+        """Return the bytes that travel from each sender to each receiver."""
+        pairs: Counter[tuple[int, int]] = Counter()
+        for sender, receiver, num_bytes in self._messages():
+            pairs[sender, receiver] += num_bytes
+        return dict(sorted(pairs.items()))
+
+    @property
+    def num_messages(self) -> int:
+        """Return the number of messages: one per bucket and pair of ranks."""
+        return sum(1 for _ in self._messages())
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the bytes that travel."""
+        return sum(self.pairs.values())
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """Return the bytes that receivers lack: no plan can do with less."""
+        return sum(least_bytes(tensor.move) for tensor in self.tensors)
+
+    @cached_property
+    def peak_extra_bytes(self) -> int:
+        """Return what a rank holds, at most, beside its state while the change goes on."""
+        if self.num_now is not None:
+            return max(self.now.peak_extra_bytes, self.later.peak_extra_bytes)
+        return max(peak_bytes(self.buckets).values(), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object; dims are intervals of the global tensor."""
+        return {
+            "format": FORMAT,
+            "bytes": self.total_bytes,
+            "least_bytes": self.least_bytes,
+            "later_bytes": self.later.total_bytes,
+            "messages": self.num_messages,
+            "state_bytes": list(self.state_bytes),
+            "peak_extra_bytes": self.peak_extra_bytes,
+            "pairs": [{"sender": a, "receiver": b, "bytes": size} for (a, b), size in self.pairs.items()],
+            "buckets": [_bucket_json(bucket) for bucket in self.buckets],
+        }
+
+    def summary(self) -> str:
+        """Return the plan on one line."""
+        later = f", of them {self.later.total_bytes / 1e6:.4g} MB beside the next step" if self.later.buckets else ""
+        return (
+            f"{len(self.tensors)} tensors in {len(self.buckets)} buckets: {self.total_bytes / 1e6:.4g} MB{later} in "
+            f"{self.num_messages} messages ({self.least_bytes / 1e6:.4g} MB are lacking), at most "
+            f"{self.peak_extra_bytes / 1e6:.4g} MB beside a state of {max(self.state_bytes, default=0) / 1e6:.4g} MB"
+        )
+
+    def __str__(self) -> str:
+        rows = [[str(a), str(b), f"{size / 1e6:.4g}"] for (a, b), size in self.pairs.items()]
+        return f"{self.summary()}\n{table_text(['sender', 'receiver', 'MB'], rows)}" if rows else self.summary()
+
+    def _messages(self) -> Iterator[tuple[int, int, int]]:
+        return (message for bucket in self.buckets for message in bucket.moves.messages)
+
+
+def plan_switch(
+    tensors: Sequence[StateTensor],
+    world: int,
+    *,
+    node_of: Callable[[int], int] = lambda rank: 0,
+    extra_share: float = EXTRA_SHARE,
+    least_extra_bytes: int = LEAST_EXTRA_BYTES,
+    way: Way = Way.SENT,
+    splits: bool = False,
+) -> SwitchPlan:
+    """Plan a change of home; a pure function, the same on every rank.
+
+    Args:
+        tensors: all of the state; those that stay count for its size only.
+        world: number of ranks.
+        node_of: gives the node of a rank; messages inside a node are preferred.
+        extra_share: what may be held beside the state, as a part of that of the rank that holds most; see `share_out`
+            for what one large tensor takes.
+        least_extra_bytes: what may be held beside the state, however small that is.
+        way: how slices get from rank to rank.
+        splits: what optimizers alone use comes after all the rest, in buckets of its own.
+
+    Raises:
+        StateError: a share that is not above 0, or a tensor named twice.
+    """
+    if extra_share <= 0:
+        raise StateError(f"extra_share is {extra_share}; give a part of the state above 0, such as {EXTRA_SHARE}")
+    names = Counter((tensor.parameter, tensor.kind) for tensor in tensors)
+    if len(names) < len(tensors):
+        raise StateError(f"{max(names, key=names.__getitem__)} stands in the state more than once")
+    state = tuple(
+        max(sum(t.part_bytes(t.source, rank) for t in tensors), sum(t.part_bytes(t.target, rank) for t in tensors))
+        for rank in range(world)
+    )
+    moving = [tensor for tensor in tensors if tensor.source != tensor.target]
+    limit = max(int(max(state, default=0) * extra_share), least_extra_bytes)
+
+    def buckets(tensors: Sequence[StateTensor]) -> tuple[SwitchBucket, ...]:
+        together = plan_moves([tensor.move for tensor in tensors], node_of=node_of)
+        return share_out(tensors, together.transfers, limit, way)
+
+    if not splits:
+        return SwitchPlan(buckets(moving), state, way)
+    now, later = (buckets([tensor for tensor in moving if tensor.is_late is late]) for late in (False, True))
+    return SwitchPlan(now + later, state, way, len(now))
+
+
+def _bucket_json(bucket: SwitchBucket) -> list[dict[str, Any]]:
+    transfers: list[list[dict[str, Any]]] = [[] for _ in bucket.tensors]
+    for transfer in bucket.moves.transfers:
+        if transfer.sender != transfer.receiver:
+            dims = [[list(interval) for interval in intervals] for intervals in transfer.dims]
+            transfers[transfer.move].append({"dims": dims, "sender": transfer.sender, "receiver": transfer.receiver})
+    return [
+        {
+            "parameter": tensor.parameter,
+            "kind": tensor.kind,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "source": str(tensor.source),
+            "target": str(tensor.target),
+            "transfers": sent,
+        }
+        for tensor, sent in zip(bucket.tensors, transfers, strict=True)
+    ]

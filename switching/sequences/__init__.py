@@ -1,0 +1,1 @@
+"""Batches of mixed lengths: read, planned ahead off the critical path, and packed."""

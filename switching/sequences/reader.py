@@ -1,0 +1,180 @@
+"""Reads batches of sequences of mixed lengths (nested tensors), and divides them among variants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+from torch import Tensor
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.planner.count.count import program_costs
+from hetu_fx.planner.dispatch.assignment import Candidate
+from hetu_fx.planner.dispatch.candidates import candidate_of
+from hetu_fx.planner.dispatch.policies import SequencePolicy
+from hetu_fx.planner.hydraulis.work import device_seconds
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch, Programs, form_of
+from hetu_fx.program.program import Program
+from hetu_fx.program.sizes import bind
+from hetu_fx.switching.graph_variant import GraphVariant
+from hetu_fx.switching.sequences.form import (
+    SequenceForm,
+    SequenceOptions,
+    form_of_sequences,
+    longest_row,
+)
+from hetu_fx.switching.sequences.planner import Assignments, SequencePlanner
+from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
+from hetu_fx.switching.step.execution import Division, Part, Reading, StepInputs, StepOutputs
+from hetu_fx.switching.step.run_step import run_step
+from hetu_fx.switching.step.variant import Variant
+
+_SHARES = (1, 2, 4)  # these parts of the longest row are what times are fitted to
+_EQUAL_SPEED = 1e12  # FLOP/s of devices that nobody measured: only ratios matter then
+
+
+Rates = Mapping[int, float]
+"""Straggling rates of devices; those that are left out are healthy."""
+
+
+class SequenceReader:
+    """Reads batches of sequences for one model.
+
+    Attributes:
+        planner: plans what runs a batch.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self.programs = programs
+        self._options = SequenceOptions()
+        self.planner = SequencePlanner()
+        self._forms: dict[str, SequenceForm] = {}
+        self._costs: dict[str, dict[int, ProgramCosts]] = {}
+        self._known: dict[tuple[str, str], tuple[Plan, Cluster, Candidate]] = {}
+
+    @property
+    def options(self) -> SequenceOptions:
+        """What the model's inputs mean; assign others on every process."""
+        return self._options
+
+    @options.setter
+    def options(self, options: SequenceOptions) -> None:
+        self._options = options
+        self._forms.clear()
+        self._known.clear()
+
+    @property
+    def policy(self) -> SequencePolicy:
+        """What chooses the variants that run a batch; assign another one on every process."""
+        return self.planner.policy
+
+    @policy.setter
+    def policy(self, policy: SequencePolicy) -> None:
+        self.planner.policy = policy
+
+    def read(self, sequences: Sequences, training: bool) -> Reading[GraphVariant]:
+        """Read a batch.
+
+        Raises:
+            BatchError, CaptureError: the model cannot run it.
+        """
+        key = _key(sequences, training)
+        self._form(key, sequences, training)
+        digest = sha256(repr(sequences.lengths).encode()).hexdigest()[:16]
+        facts = LocalFacts(
+            rows=len(sequences.lengths),
+            signature=f"{key}; {len(sequences.lengths)} sequences, lengths {digest}",
+            longest=max(sequences.lengths),
+        )
+        return Reading(facts, None, partial(self._build, key), partial(self._divide, key, sequences))
+
+    def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant], rates: Rates) -> None:
+        """Begin to plan for a batch to come, on devices of these rates, once one of its form has run."""
+        sequences = sequences_of(batch)
+        key = "" if sequences is None else _key(sequences, training)
+        if sequences is not None and key in self._forms:
+            candidates = self._candidates(key, variants, rates)
+            self.planner.ahead(candidates, self._forms[key].request(sequences.lengths, self.options.tokens))
+
+    def _form(self, key: str, sequences: Sequences, training: bool) -> SequenceForm:
+        if key not in self._forms:
+            form = form_of_sequences(self.programs, sequences, self.options, training)
+            samples = {
+                length: form.sample(sequences, length) for length in (longest_row(sequences) // s for s in _SHARES)
+            }
+            self._costs[key] = {length: _row_costs(form.program, sample) for length, sample in samples.items()}
+            self._forms[key] = form
+        return self._forms[key]
+
+    def _candidates(self, key: str, variants: Sequence[Variant], rates: Rates) -> tuple[Candidate, ...]:
+        return tuple(self._candidate(key, variant, _cluster_of(variant).with_rates(rates)) for variant in variants)
+
+    def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> Candidate:
+        plan, devices, known = self._known.get((key, variant.name), (None, None, None))
+        if known is None or plan is not variant.plan or devices != cluster:  # what is predicted of it may have changed
+            known = candidate_of(variant.name, variant.plan, self._costs[key], cluster)
+            self._known[key, variant.name] = variant.plan, cluster, known
+        return known
+
+    def _build(self, key: str, variant: GraphVariant, inputs: StepInputs) -> object:
+        return variant.stage(self._forms[key].program, False, splits=True)
+
+    def _divide(
+        self, key: str, sequences: Sequences, variants: Sequence[GraphVariant], rates: Rates
+    ) -> Division[GraphVariant]:
+        form = self._forms[key]
+        request = form.request(sequences.lengths, self.options.tokens)
+        planned = self.planner.take(self._candidates(key, variants, rates), request)
+        assignments = planned.assignments
+        numbers = iter(first_rows([micro for found in assignments for micro in found.micro_batches]))
+        rows = [
+            AssignedRows(
+                form.program, sequences, form.filling, found, tuple(next(numbers) for _ in found.micro_batches)
+            )
+            for found in assignments
+        ]
+        world = variants[0].table.size
+        parts = tuple(Part(r.assignment.variant, row_plan(r.assignment, world), partial(_run, r)) for r in rows)
+        counts = tuple(map(sum, zip(*(one.counts for one in rows), strict=True)))
+        graph = form.program.graph
+
+        def output(loss: Tensor) -> Any:
+            return graph.rebuild({form.program.loss_name: loss})
+
+        plans = {variant.name: variant.plan for variant in variants}
+        return Division(parts, counts, output, planned, partial(_work, assignments, plans, self._costs[key]))
+
+
+def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:
+    sizes = bind(program.inputs, sample)
+    return program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False, sizes=sizes)
+
+
+def _run(rows: AssignedRows, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+    return run_step(variant, rows, inputs)
+
+
+def _work(
+    assignments: Assignments, plans: Mapping[str, Plan], costs: Mapping[int, ProgramCosts], cluster: Cluster
+) -> dict[int, float]:
+    """Return the compute seconds of each device for all parts."""
+    parts = [device_seconds(one, plans[one.variant], costs, cluster) for one in assignments]
+    return {rank: math.fsum(part.get(rank, 0.0) for part in parts) for rank in cluster.ranks}
+
+
+def _key(sequences: Sequences, training: bool) -> str:
+    """Return a text that is equal for batches of one form."""
+    parts: Mapping[str, Tensor] = {name: tensors[0] for name, tensors in sequences.inputs.items()}
+    return form_of({**parts, **sequences.others}, training)
+
+
+def _cluster_of(variant: Variant) -> Cluster:
+    """Return the devices; equal ones where nobody measured them."""
+    topology = variant.table.topology
+    return topology if isinstance(topology, Cluster) else Cluster.on_paper([_EQUAL_SPEED] * variant.table.size)

@@ -1,0 +1,165 @@
+"""A batch of sequences of mixed lengths as a step runs it: micro-batches with rows of their own width.
+
+Every rank has all sequences, and an assignment that says which micro-batch of which pipeline has which. Rows are
+filled where they are read. Losses are sums over global counts, so that unequal rows and pipelines add up to the mean
+over all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor
+
+from hetu_fx.batches.packing import Filling, filled
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import BatchError
+from hetu_fx.graph.bind import input_tensors
+from hetu_fx.planner.dispatch.assignment import Assignment, MicroBatch
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch
+from hetu_fx.program.program import Program
+from hetu_fx.program.sizes import Bindings, bind
+from hetu_fx.switching.step.batches import Cut
+from hetu_fx.switching.step.rows import Interval, RowPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The sequences of a batch.
+
+    Attributes:
+        inputs: by input, its part of each sequence, of shape (tokens, ...).
+        others: the arguments that belong to no sequence.
+    """
+
+    inputs: Mapping[str, tuple[Tensor, ...]]
+    others: Mapping[str, Any]
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the tokens of each sequence."""
+        return tuple(map(len, next(iter(self.inputs.values()))))
+
+
+def sequences_of(batch: Batch) -> Sequences | None:
+    """Return the sequences of a batch whose inputs are nested tensors (torch.jagged); None where none is nested.
+
+    Raises:
+        BatchError: inputs have sequences of other lengths than each other, or rows of the whole batch.
+    """
+    if not isinstance(batch, Mapping):
+        if any(isinstance(value, Tensor) and value.is_nested for value in batch):
+            raise BatchError("sequences are passed by keyword: model(input_ids=nested, labels=nested)")
+        return None
+    nested = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.is_nested}
+    if not nested:
+        return None
+    others = {name: value for name, value in batch.items() if name not in nested}
+    _check_others(others)
+    inputs = {name: tuple(value.unbind()) for name, value in nested.items()}
+    _check_lengths({name: tuple(map(len, parts)) for name, parts in inputs.items()})
+    return Sequences(inputs, others)
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    rows = {name: tuple(value.shape) for name, value in others.items() if isinstance(value, Tensor) and value.dim()}
+    if rows:
+        raise BatchError(
+            f"inputs of shapes {rows} stand beside sequences of mixed lengths; pass them as nested tensors too, one "
+            f"entry per token (torch.nested.nested_tensor(parts, layout=torch.jagged))"
+        )
+
+
+def _check_lengths(lengths: Mapping[str, tuple[int, ...]]) -> None:
+    if len(set(lengths.values())) > 1:
+        raise BatchError(f"inputs have sequences of different lengths {dict(lengths)}; give each token one of each")
+    first = next(iter(lengths.values()))
+    if not first or 0 in first:
+        raise BatchError(f"a batch has sequences of {list(first)} tokens; give one or more, of one token or more each")
+
+
+def row_plan(assignment: Assignment, world_size: int) -> RowPlan:
+    """Return which rows each micro-batch has, counted in the order of the assignment; every rank brings all."""
+    sizes = [[len(micro.rows) for micro in micro_batches] for micro_batches in assignment.pipelines]
+    stops = [0, *accumulate(size for pipeline in sizes for size in pipeline)]
+    intervals = iter([Interval(start, stop) for start, stop in pairwise(stops)])
+    micro_batches = tuple(tuple(next(intervals) for _ in pipeline) for pipeline in sizes)
+    starts = [0, *accumulate(map(sum, sizes))]
+    pipelines = tuple(Interval(start, stop) for start, stop in pairwise(starts))
+    return RowPlan((Interval(0, stops[-1]),) * world_size, pipelines, micro_batches)
+
+
+def first_rows(micro_batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+    """Return the number that each micro-batch's first row has for random ops.
+
+    They count rows of their own width, and draw by row or by token counted over rows; no two micro-batches have a
+    row or a token of one number.
+    """
+    found: list[int] = []
+    rows = tokens = 0
+    for micro in micro_batches:
+        first = max(rows, math.ceil(tokens / micro.width))
+        found.append(first)
+        rows = first + len(micro.rows)
+        tokens = rows * micro.width
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class AssignedRows:
+    """What a variant runs of a batch of sequences.
+
+    Attributes:
+        program: the program that runs its rows.
+        sequences: of the whole batch.
+        filling: what else stands in rows.
+        assignment: which micro-batch has which sequences.
+        first_rows: for random ops, of every micro-batch of the assignment.
+    """
+
+    program: Program
+    sequences: Sequences
+    filling: Filling
+    assignment: Assignment
+    first_rows: tuple[int, ...]
+    splits: bool = True
+
+    @property
+    def bindings(self) -> Bindings:
+        """Return no sizes: every micro-batch has its own."""
+        return {}
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the sequences."""
+        return sum(self.sequences.lengths[i] for i in self.assignment.positions)
+
+    @cached_property
+    def counts(self) -> tuple[float, ...]:
+        """Return the counts of all its rows."""
+        made = [self.program.prologue(self._tensors(micro)) for micro in self.assignment.micro_batches]
+        return tuple(map(sum, zip(*made, strict=True)))
+
+    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[Cut]:
+        """Return the micro-batches of this rank's pipeline."""
+        assert shared, "every rank has all sequences"
+        place = plan.place(table.rank)
+        if place is None:
+            return []
+        before = sum(map(len, self.assignment.pipelines[: place[0]]))
+        own = self.assignment.pipelines[place[0]]
+        return [self._cut(micro, self.first_rows[before + i]) for i, micro in enumerate(own)]
+
+    def _cut(self, micro: MicroBatch, first_row: int) -> Cut:
+        tensors = self._tensors(micro)
+        return Cut(tensors, len(micro.rows), first_row, bind(self.program.inputs, tensors))
+
+    def _tensors(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+        rows = filled(self.sequences.inputs, micro.rows, micro.width, self.filling)
+        return input_tensors(self.program.graph, {**rows, **self.sequences.others})

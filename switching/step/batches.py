@@ -1,0 +1,143 @@
+"""Read a call's arguments: which program runs them, its tensors by name, and what other ranks must know."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import BatchError
+from hetu_fx.graph import meta
+from hetu_fx.graph.bind import input_tensors
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch, Programs, batch_of, form_of
+from hetu_fx.program.program import Program
+from hetu_fx.program.sizes import Bindings, bind
+from hetu_fx.switching.step.row_exchange import cut_rows, rows_for_pipeline
+from hetu_fx.switching.step.rows import Interval, RowPlan
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One micro-batch: its tensors by input name, its rows, the number of the first, and what its sizes are."""
+
+    tensors: Mapping[str, Tensor]
+    rows: int
+    first_row: int
+    bindings: Bindings
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """One rank's batch of a step.
+
+    Attributes:
+        program: the program that runs it.
+        tensors: its tensors by input name.
+        facts: what the other ranks must know.
+        bindings: what the graph's symbols stand for; the batch symbol stands for this rank's rows.
+        splits: its micro-batches are not those of the plan, which may have but one.
+    """
+
+    program: Program
+    tensors: Mapping[str, Tensor]
+    facts: LocalFacts
+    bindings: Bindings
+    splits: bool = False
+
+    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[Cut]:
+        """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`."""
+        per_row = {n: t for n, t in self.tensors.items() if n in self.program.row_inputs}
+        others = {n: t for n, t in self.tensors.items() if n not in per_row}
+        mine = rows_for_pipeline(per_row, rows, plan, table, shared=shared)
+        place = plan.place(table.rank)
+        if place is None:
+            return []
+        start = rows.pipelines[place[0]].start
+        return [
+            self._cut(cut_rows(mine, Interval(i.start - start, i.stop - start)) | others, i)
+            for i in rows.micro_batches[place[0]]
+        ]
+
+    def _cut(self, tensors: Mapping[str, Tensor], interval: Interval) -> Cut:
+        symbol = self.program.graph.batch_symbol
+        bindings = dict(self.bindings) if symbol is None else {**self.bindings, symbol: len(interval)}
+        return Cut(tensors, len(interval), interval.start, bindings)
+
+
+def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool) -> ReadBatch:
+    """Read the arguments of a call of the model.
+
+    Raises:
+        BatchError: they do not fit the model's forward or the captured program.
+        CaptureError: the program cannot be captured.
+    """
+    batch = batch_of(programs.signature, args, kwargs)
+    program = programs.find(batch, training)
+    tensors = input_tensors(program.graph, batch)
+    count = _rows(program, tensors)
+    bindings = bind(program.inputs, tensors)
+    sizes = sizes_besides_rows(tensors, program.row_inputs)
+    values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
+    facts = LocalFacts(
+        rows=count,
+        signature=f"{form_of(batch, training)}, graph {program.fingerprint}",
+        sizes=tuple(sizes.values()),
+        size_names=tuple(sizes),
+        longest=_longest(program, tensors),
+        counts=_counts(program, tensors, count),
+        values=tuple(values.values()),
+        value_names=tuple(values),
+    )
+    return ReadBatch(program, tensors, facts, bindings)
+
+
+def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
+    """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
+    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    tensors = input_tensors(program.graph, batch_of(programs.signature, args, kwargs))
+    return _rows(program, tensors), _longest(program, tensors)
+
+
+def _rows(program: Program, tensors: Mapping[str, Tensor]) -> int:
+    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs) if tensors[name].dim()}
+    if len(set(rows.values())) > 1:
+        raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
+    return next(iter(rows.values()), 1)
+
+
+def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:
+    """Return every size but the rows, by a name for messages."""
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        first = 1 if name in row_inputs else 0
+        for dim in range(first, tensor.dim()):
+            sizes[f"dim {dim} of input {name!r}"] = int(tensor.shape[dim])
+    return sizes
+
+
+def longest_side(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> int:
+    """Return the largest dim 1 of the inputs with rows, which is the sequence length where there are sequences."""
+    return max((int(tensors[name].shape[1]) for name in row_inputs if tensors[name].dim() > 1), default=0)
+
+
+def _longest(program: Program, tensors: Mapping[str, Tensor]) -> int:
+    """Return the largest size that the graph leaves open, rows aside: the sequence length."""
+    longest = 0
+    for leaf in program.inputs:
+        for dim, size in enumerate(meta.shape(leaf.node)):
+            if meta.is_symbolic(size) and meta.expression(size) != program.graph.batch_symbol:
+                longest = max(longest, int(tensors[leaf.name].shape[dim]))
+    return longest
+
+
+def _counts(program: Program, tensors: Mapping[str, Tensor], rows: int) -> tuple[float, ...]:
+    if not program.counts or rows == 0:
+        return (0.0,) * len(program.counts)
+    with torch.no_grad():
+        return program.prologue(tensors)

@@ -1,0 +1,172 @@
+"""Run one stage's graph over the micro-batches of a step, in the order that the schedule says.
+
+The engine holds no state between steps. It knows one rank's stage: what it is fed with, what it hands on, and that
+cotangents come back the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.plans.schedule import Action, Phase
+from hetu_fx.program.sizes import Bindings
+from hetu_fx.switching.step.stage_p2p import Channel
+from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, ResultKind, Slot, SlotKind
+
+Feeds = Mapping[tuple[SlotKind, str], Any]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch as one stage sees it: its inputs and random state, and what its sizes are."""
+
+    rows: int
+    feeds: Feeds
+    bindings: Bindings
+
+
+@dataclass
+class Outcome:
+    """What a stage has made of a step.
+
+    Attributes:
+        timer: time in this rank's own ops.
+        loss: sum of the micro-batches' losses; None if the stage has none, or no rows.
+        values: per output name, one tensor per micro-batch that had rows.
+        updates: new buffer values by name, of the last micro-batch.
+    """
+
+    timer: ComputeTimer
+    loss: Tensor | None = None
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    received: dict[str, Tensor]
+    sent: dict[str, Tensor]
+    loss: Tensor | None
+
+
+class Engine:
+    """Runs the stage graph of one rank."""
+
+    def __init__(
+        self, device: DeviceGraph, module: Callable[..., Any], inward: Sequence[Channel], outward: Sequence[Channel]
+    ) -> None:
+        self.device, self.module = device, module
+        self.inward, self.outward = tuple(inward), tuple(outward)
+
+    def run(
+        self,
+        order: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        shared: Feeds,
+        *,
+        train: bool,
+        timer: ComputeTimer,
+        skips_empty: bool = True,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> Outcome:
+        """Run the actions in order; gradients accumulate in the leaves among `shared`.
+
+        Args:
+            order: forwards, and backwards if `train`.
+            micro_batches: by number.
+            shared: parameters, buffers, constants and counts, the same for all micro-batches.
+            train: keep what backwards need.
+            timer: runs while this rank computes.
+            skips_empty: pass over micro-batches without rows, all stages alike; not where replicas talk in the middle
+                of the model.
+            before_last_backward: called once, before the backward that completes the gradients.
+        """
+        outcome, flights = Outcome(timer=timer), {}
+        todo = [action for action in order if micro_batches[action.micro_batch].rows or not skips_empty]
+        last = max((i for i, action in enumerate(todo) if action.phase is Phase.BACKWARD), default=None)
+        for number, action in enumerate(todo):
+            micro = micro_batches[action.micro_batch]
+            if number == last and before_last_backward is not None:
+                before_last_backward()
+            if action.phase is Phase.FORWARD:
+                flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
+            else:
+                self._backward(micro, flights.pop(action.micro_batch), outcome)
+        for channel in (*self.inward, *self.outward):
+            channel.finish()
+        return outcome
+
+    def forward(self, micro: MicroBatch, shared: Feeds, outcome: Outcome) -> tuple[Any, ...]:
+        """Run one micro-batch of a pipeline of one stage under ordinary autograd; return the raw results."""
+        return self._call(self._arguments(micro, shared, {}), outcome)
+
+    def _forward(self, micro: MicroBatch, shared: Feeds, outcome: Outcome, train: bool) -> _Flight:
+        received = self._receive(micro, train)
+        with torch.set_grad_enabled(train):
+            results = self._call(self._arguments(micro, shared, received), outcome)
+        flight = _Flight(received, {}, None)
+        for result, value in zip(self.device.results, results, strict=True):
+            match result.kind:
+                case ResultKind.SENT:
+                    flight.sent[result.name] = value
+                case ResultKind.LOSS:
+                    flight.loss = value
+                    outcome.loss = value.detach() if outcome.loss is None else outcome.loss + value.detach()
+                case ResultKind.VALUE:
+                    outcome.values.setdefault(result.name, []).append(value.detach())
+                case ResultKind.BUFFER_UPDATE:
+                    outcome.updates[result.name] = value.detach()
+        for channel in self.outward:
+            channel.send([flight.sent[name].detach() for name in channel.names], micro.bindings)
+        return flight
+
+    def _receive(self, micro: MicroBatch, train: bool) -> dict[str, Tensor]:
+        received: dict[str, Tensor] = {}
+        for channel in self.inward:
+            for handover, tensor in zip(channel.handovers, channel.receive(micro.bindings), strict=True):
+                received[handover.value.name] = tensor.requires_grad_(train and handover.value.differentiable)
+        return received
+
+    def _backward(self, micro: MicroBatch, flight: _Flight, outcome: Outcome) -> None:
+        cotangents = self._cotangents(micro)
+        roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append((flight.loss, torch.ones_like(flight.loss)))
+        with outcome.timer:
+            if roots:
+                torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+        for channel in self.inward:
+            channel.send_back([_gradient(flight.received[name]) for name in channel.returned], micro.bindings)
+
+    def _cotangents(self, micro: MicroBatch) -> dict[str, Tensor]:
+        """Collect the cotangents of sent values; one read by several stages gets their sum."""
+        total: dict[str, Tensor] = {}
+        for channel in self.outward:
+            for name, grad in zip(channel.returned, channel.receive_back(micro.bindings), strict=True):
+                total[name] = total[name] + grad if name in total else grad
+        return total
+
+    def _arguments(self, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
+        return [self._feed(slot, micro, shared, received) for slot in self.device.slots]
+
+    def _feed(self, slot: Slot, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
+        if slot.kind is SlotKind.RECEIVED:
+            return received[slot.name]
+        key = (slot.kind, slot.name)
+        return micro.feeds[key] if key in micro.feeds else shared[key]
+
+    def _call(self, arguments: list[Any], outcome: Outcome) -> tuple[Any, ...]:
+        with outcome.timer:
+            return tuple(self.module(*arguments))
+
+
+def _gradient(received: Tensor) -> Tensor:
+    return torch.zeros_like(received) if received.grad is None else received.grad

@@ -1,0 +1,190 @@
+"""How a model runs, as far as planning and the runtime need to know: as captured graphs, or as the module it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.sequences.planner import Planned
+from hetu_fx.switching.step.loss import Guess
+from hetu_fx.switching.step.rows import RowPlan
+from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.switching.step.variant import Variant
+
+V = TypeVar("V", bound=Variant)
+
+
+def check_takes_any_row(plan: Plan, length: int | None = None) -> None:
+    """Raise `PlanError` for pipelines that do not take rows of a length (None: of any).
+
+    Rows go to pipelines by share; sequences of a batch of mixed lengths go by their own.
+    """
+    limits = {i: p.max_length for i, p in enumerate(plan.pipelines) if p.max_length is not None}
+    limited = {i: most for i, most in limits.items() if length is None or most < length}
+    if limited:
+        raise PlanError(
+            f"pipelines take sequences up to a length of their own, {limited} by index, but rows are handed out by "
+            f"shares, whatever their length{'' if length is None else f' of {length}'}; give a plan all of whose "
+            f"pipelines take them (without max_length), or pass sequences of mixed lengths as nested tensors"
+        )
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step needs besides the batch; see `Runtime` for where it comes from.
+
+    Attributes:
+        counts: global counts, in the order of the batch's local ones.
+        rows: which rows each rank brings and each pipeline takes.
+        step: number of the training step.
+        seed: of the numbers that graphs draw.
+        buffers: of the model.
+        shared: every rank passes the same batch.
+        outputs: which outputs are wanted: "auto", "all" or "loss".
+        syncs_gradients: gradients go home in this step; otherwise they are kept for a later one.
+        guess: what the gradient of the loss will be.
+        timer: to run while this rank computes, in backward too.
+        stand_by: what a rank without work does while the others compute.
+    """
+
+    counts: tuple[float, ...]
+    rows: RowPlan
+    step: int
+    seed: int
+    buffers: Buffers
+    shared: bool
+    outputs: str
+    syncs_gradients: bool
+    guess: Guess
+    timer: ComputeTimer
+    stand_by: Callable[[], None]
+
+    def wants_values(self, *, has_loss: bool, training: bool) -> bool:
+        """Tell whether other outputs than the loss are wanted: always where there is none."""
+        return not has_loss or self.outputs == "all" or (self.outputs == "auto" and not training)
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """What a step returns on this rank: the model's output, and the loss.
+
+    Attributes:
+        output: as the model returns it; None in the place of what was not asked for.
+        loss: of the whole batch; None if the model has none.
+    """
+
+    output: Any
+    loss: Tensor | None
+
+
+Run = Callable[[V, StepInputs], StepOutputs]
+Work = Callable[[Cluster], Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class Part(Generic[V]):
+    """A part of a step that one variant runs: its name, the rows, and how it runs them (collective)."""
+
+    variant: str
+    rows: RowPlan
+    run: Run[V]
+
+
+@dataclass(frozen=True)
+class Division(Generic[V]):
+    """A batch of sequences, divided into parts that run one after another: their losses and gradients add up.
+
+    Attributes:
+        parts: in the order in which they run.
+        counts: those of the whole batch.
+        output: makes what the model returns of the loss.
+        planned: what all parts together are expected to take, and what planning them took.
+        work: the compute seconds that each of these devices is expected to take while it is healthy.
+    """
+
+    parts: tuple[Part[V], ...]
+    counts: tuple[float, ...]
+    output: Callable[[Tensor], Any]
+    planned: Planned
+    work: Work
+
+
+@dataclass(frozen=True)
+class Reading(Generic[V]):
+    """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective).
+
+    A batch of sequences of mixed lengths has `divide` in place of `run`: from the variants that it may run on, and the
+    devices' straggling rates, to its division. `build` makes what a variant lacks to run it, and `rehearse` runs it and
+    leaves no trace (None where that cannot be); both are collective.
+    """
+
+    facts: LocalFacts
+    run: Run[V] | None
+    build: Callable[[V, StepInputs], object]
+    divide: Callable[[Sequence[V], Mapping[int, float]], Division[V]] | None = None
+    rehearse: Callable[[V, StepInputs], None] | None = None
+
+
+class Execution(Protocol[V]):
+    """A way of running one model; made from an example batch, alike on all ranks.
+
+    Attributes:
+        forward: the model's own forward.
+        loss_fn: makes the loss of its output; None if the model does.
+        example_rows: rows of the example batch.
+    """
+
+    forward: Callable[..., Any]
+    loss_fn: Callable[..., Any] | None
+    example_rows: int
+
+    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
+        """Return what a step of so many rows costs; what it holds only if asked, as finding that out takes a while."""
+
+    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
+        """Make the best plan for a cluster. Raises PlanError if none fits."""
+
+    def check(self, plan: Plan, world_size: int) -> None:
+        """Raise PlanError unless the model can run under the plan."""
+
+    def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
+        """Return where the plan reads each parameter, by name; those that it never reads are left out.
+
+        Raises HetuFxError if the model cannot run under the plan.
+        """
+
+    def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
+        """Return what is found out of a plan before any rank can run it, as bytes; None where that is nothing.
+
+        It takes a while, and depends on no rank: another process can do it, while this one trains.
+        """
+
+    def variant(
+        self,
+        name: str,
+        plan: Plan,
+        table: GroupTable,
+        homes: Mapping[str, nn.Parameter],
+        planned_rates: Mapping[int, float],
+        twin: V | None = None,
+        deduced: bytes | None = None,
+    ) -> V:
+        """Make a plan ready to run; `twin` is a variant of the same compute layout, whose graphs it shares.
+
+        `deduced` is what `deduced` has returned for the plan, here or in another process.
+        """
+
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[V]:
+        """Read the arguments of a call of the model. Raises HetuFxError if they do not fit it."""

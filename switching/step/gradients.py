@@ -1,0 +1,238 @@
+"""Gradients of one step: collected at the compute parameters, brought home while backward still runs.
+
+Compute parameters are leaves of autograd. As soon as a leaf's gradient is complete it is handed to the bridge, whose
+buckets travel beside the rest of the backward. The anchor, a zero that every rank adds to its loss, ties the step to
+the home parameters: its backward runs last, waits for the buckets and gives the home gradients to autograd.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.errors import StateError
+from hetu_fx.switching.bridge.bridge import Bridge, Reduction
+from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.step.loss import LossGradient, applied
+from hetu_fx.switching.step.timer import ComputeTimer
+
+
+class KeptBack:
+    """What steps leave behind: gradients under `no_sync`, local to this rank, until a step synchronises them."""
+
+    def __init__(self) -> None:
+        self.local: dict[str, Tensor] = {}
+        self.bridge: Bridge | None = None
+        self.under_way: Reduction | None = None
+        self.begun: weakref.WeakSet[Collector] = weakref.WeakSet()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tell whether there is a step that can have its backward and has not had it."""
+        return bool(self.begun)
+
+    def settle(self) -> None:
+        """Wait for the messages of a step whose loss was never asked for its gradient, and drop what they bring."""
+        left, self.under_way = self.under_way, None
+        if left is not None:
+            left.finish()
+
+    def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add a step's gradients; they lie as `bridge` says."""
+        self.bridge = bridge
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                kept = self.local.get(name)
+                self.local[name] = gradient if kept is None else kept.add_(gradient)
+
+    def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Return a gradient with what was kept of it; nothing is kept of it any more."""
+        kept = self.local.pop(name, None)
+        return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
+
+    def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Bring what was kept for `homes` into `.grad`; collective if something was kept, on all ranks alike."""
+        self.settle()
+        bridge, self.bridge = self.bridge, None
+        if bridge is None:
+            return
+        kept, self.local = self.local, {}
+        wanted = {name: piece for name, piece in bridge.reduce(kept).items() if name in homes}
+        for name, gradient in as_home(wanted, homes).items():
+            home = homes[name]
+            home.grad = gradient if home.grad is None else home.grad + gradient
+
+
+class Collector:
+    """Collects one step's gradients.
+
+    Args:
+        bridge: brings them home.
+        compute: this rank's compute parameters by name.
+        trained: names of those that get gradients.
+        homes: the home parameters by name.
+        kept: gradients of earlier steps that wait to be synchronised.
+        syncs: bring them home in this step; otherwise they are kept.
+        loss_gradient: what gradients are to be multiplied by in the end.
+        ran_ahead: backward runs in forward, long before the gradient of the loss is known.
+        overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
+            messages must not be interleaved with those of the bridge.
+        timer: stopped when backward has run.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        compute: Mapping[str, Tensor],
+        trained: frozenset[str],
+        homes: Mapping[str, nn.Parameter],
+        kept: KeptBack,
+        *,
+        syncs: bool,
+        loss_gradient: LossGradient,
+        ran_ahead: bool,
+        overlaps: bool,
+        timer: ComputeTimer,
+    ) -> None:
+        self.bridge, self.homes, self.kept, self.syncs, self.timer = bridge, homes, kept, syncs, timer
+        self.trained = tuple(name for name in homes if name in trained)
+        self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
+        self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
+        self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
+        kept.settle()
+        kept.begun.add(self)
+
+    @property
+    def _sums_first(self) -> bool:
+        """Whether gradients are summed over ranks before they are multiplied: not with those of earlier steps, which
+        have been multiplied."""
+        return self._reduction is not None and self.kept.bridge is None
+
+    @property
+    def _may_travel(self) -> bool:
+        return self._overlaps and self._reduction is not None and (self._sums_first or not self._ran_ahead)
+
+    def listen(self) -> None:
+        """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
+
+        The hooks must not own the collector, which owns the leaves: python cannot collect a cycle through a tensor's
+        hooks, and every step would leave its parameters behind.
+        """
+        if not self._may_travel or not self.bridge.sends_gradients:
+            return
+        myself = weakref.ref(self)
+
+        def arrived(name: str, leaf: Tensor) -> None:
+            collector = myself()
+            assert collector is not None, "the anchor keeps the collector until backward has run"
+            collector._arrived(name, leaf)
+
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(arrived, name))
+
+    def anchor(self) -> Tensor:
+        """Return the zero that this rank's loss must have added, so that its backward ends in `finish`.
+
+        Make it before the forward: among nodes that are ready, autograd runs the youngest first, and this one must
+        come last.
+        """
+        device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
+        anchor: Tensor = applied(_Anchor, self, device, *(self.homes[name] for name in self.trained))
+        return anchor
+
+    def ran(self) -> None:
+        """Hand on all that is left once a backward has run ahead.
+
+        Every rank starts all messages in the same call, as nobody can know whether the loss will be asked for its
+        gradient.
+        """
+        if not self._may_travel:
+            return
+        assert self._reduction is not None
+        for name, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                self._arrived(name, leaf)
+        self._reduction.start()
+        self.kept.under_way = self._reduction
+
+    def _arrived(self, name: str, leaf: Tensor) -> None:
+        assert self._reduction is not None
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None and not self._sums_first:
+            self._multiply([gradient])
+        self._reduction.ready(name, self.kept.take(name, gradient))
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return the home gradients, once backward has run; empty if they are kept back.
+
+        Raises:
+            StateError: the parameters have changed their home since the forward.
+        """
+        self.timer.stop()
+        self.kept.begun.discard(self)
+        if self.bridge.is_outdated:
+            self._refuse()
+        left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+        sums_first = self._sums_first
+        if not sums_first:
+            self._multiply(list(left.values()))
+        if self._reduction is None:
+            self.kept.add(self.bridge, left)
+            return {}
+        self.kept.bridge = self.kept.under_way = None
+        for name in {**left, **self.kept.local}:
+            self._reduction.ready(name, self.kept.take(name, left.get(name)))
+        home = self._reduction.finish()
+        if sums_first:
+            self._multiply(list(home.values()))
+        return as_home(home, self.homes)
+
+    def _refuse(self) -> NoReturn:
+        """Wait for what is under way, which the next step would wait for in vain, and say why it comes too late."""
+        self._loss_gradient.correction()
+        if self._reduction is not None and not self._ran_ahead:
+            self._reduction.finish()
+        raise StateError(
+            "the parameters' home has changed between this step's forward and its backward; change it between steps: "
+            "after backward, or before the next forward"
+        )
+
+    def _multiply(self, gradients: list[Tensor]) -> None:
+        """Multiply gradients by what backward ran without of the loss's."""
+        factor = self._loss_gradient.correction()
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+
+class _Anchor(torch.autograd.Function):
+    """A zero that depends on the home parameters; its backward gives them the collected gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, collector: Collector, device: torch.device, *homes: Tensor) -> Tensor:
+        """Return zero."""
+        ctx.collector = collector
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Return the home gradients, None for parameters without one."""
+        collector: Collector = ctx.collector
+        home = collector.finish()
+        return (None, None, *(home.get(name) for name in collector.trained))
+
+
+def as_home(pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Wrap pieces of gradients in the layouts of their parameters."""
+    return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}
+
+
+def layout_of(home: nn.Parameter) -> Any:
+    """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
+    assert isinstance(home, HomeTensor)
+    return home.home_layout

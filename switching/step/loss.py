@@ -1,0 +1,127 @@
+"""The loss of a step: one for all ranks, from what each contributes; its gradient back to each.
+
+Both are sums over ranks that nobody waits for before they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.comm_ops.wire.async_collectives import Exchange, sum_all
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.switching.home.async_tensor import Pending
+from hetu_fx.switching.step.timer import ComputeTimer
+
+
+@dataclass
+class Guess:
+    """What the gradient of the loss will be: that of the last step, the same on all ranks."""
+
+    value: float = 1.0
+
+
+class LossGradient:
+    """The gradient of one step's loss: the average of what comes in on each rank.
+
+    Backward runs with a guess while ranks work out the average, and what it makes is multiplied by `correction`.
+    A GradScaler's scale is in the guess, so that gradients of half precision do not underflow on the way.
+
+    Args:
+        table: the ranks.
+        guess: kept from step to step.
+        ran_with: what backward has run with, if it has run already.
+    """
+
+    def __init__(self, table: GroupTable, guess: Guess, ran_with: float | None = None) -> None:
+        self.table, self.guess = table, guess
+        self._is_known = table.size == 1 and ran_with is None
+        self._ran_with = guess.value if ran_with is None else ran_with
+        self._mean: Tensor | None = None
+        self._sum = Exchange()
+        self._correction = 1.0
+
+    def begin(self, gradient: Tensor) -> Tensor:
+        """Start to average what comes in; return what backward is to run with."""
+        if self._is_known:
+            return gradient
+        self._mean = gradient.detach().clone() / self.table.size
+        self._sum = _started_sum(self._mean, self.table)
+        return torch.full_like(gradient, self._ran_with)
+
+    def correction(self) -> float:
+        """Wait for the average; return it over the guess (1 where the loss has not been asked for its gradient)."""
+        if self._mean is not None:
+            self._sum.wait()
+            self._correct(float(self._mean))
+            self._mean = None
+        return self._correction
+
+    def _correct(self, mean: float) -> None:
+        if math.isfinite(mean) and mean != 0:
+            self.guess.value = mean
+        self._correction = mean / self._ran_with
+
+
+class GlobalLoss(torch.autograd.Function):
+    """The loss of the whole batch on every rank, from what each rank contributes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, gradient: LossGradient, contributes: bool, scale: float, timer: ComputeTimer
+    ) -> Tensor:
+        """Sum the contributions of all ranks, times `scale`."""
+        ctx.gradient, ctx.scale, ctx.dtype, ctx.timer = gradient, scale, local.dtype, timer
+        total = local.detach() * scale if contributes else torch.zeros_like(local)
+        return _summed(total, gradient.table, waits=not ctx.needs_input_grad[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Give every rank of a stage all of the gradient."""
+        guessed = ctx.gradient.begin(gradient)
+        ctx.timer.start()
+        return (guessed * ctx.scale).to(ctx.dtype), None, None, None, None
+
+
+class PendingLoss(Pending):
+    """A loss whose sum over ranks is under way; backward can start without it."""
+
+    exchange: Exchange
+    total: Tensor
+
+    @classmethod
+    def settle(cls, pending: Sequence[PendingLoss]) -> None:
+        """Wait for the sums."""
+        for loss in pending:
+            if loss.value is None:
+                loss.exchange.wait()
+                loss.value = loss.total
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self + 0)
+
+
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Run an autograd function; torch leaves `apply` without types."""
+    return function.apply(*arguments)
+
+
+def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
+    """Sum in place over all ranks; unless it `waits`, what a rank's host would have to wait for stays pending."""
+    exchange = _started_sum(total, table)
+    if waits or table.size == 1 or not total.is_cpu:
+        exchange.wait()
+        return total
+    loss = torch.Tensor._make_subclass(PendingLoss, total)
+    loss.exchange, loss.total, loss.value = exchange, total, None
+    return loss
+
+
+def _started_sum(tensor: Tensor, table: GroupTable) -> Exchange:
+    with using(table):
+        return sum_all(tensor, range(table.size))

@@ -1,0 +1,95 @@
+"""Bring the rows of a step to the pipelines that run them, and outputs back to the ranks that asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, plan_moves
+from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.step.rows import Interval, RowPlan
+
+Layout = tuple[tuple[int, ...], int]  # shape and bytes of one element
+
+
+def rows_for_pipeline(
+    tensors: Mapping[str, Tensor], rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool
+) -> dict[str, Tensor]:
+    """Return this rank's pipeline's rows of every per-row tensor; nothing for a rank outside the plan.
+
+    Collective, unless `shared`: then every rank has all rows already.
+    """
+    pipeline = next((i for i, p in enumerate(plan.pipelines) if table.rank in p.devices), None)
+    if shared:
+        return {} if pipeline is None else cut_rows(tensors, rows.pipelines[pipeline])
+    layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.element_size()) for tensor in tensors.values())
+    moves = _row_moves(rows, plan, layouts)
+    moved = run_moves(moves, list(tensors.values()), table)
+    return {name: tensor for name, tensor in zip(tensors, moved, strict=True) if tensor is not None}
+
+
+def cut_rows(tensors: Mapping[str, Tensor], interval: Interval) -> dict[str, Tensor]:
+    """Return the rows of an interval, as views."""
+    return {name: tensor[interval.start : interval.stop] for name, tensor in tensors.items()}
+
+
+@lru_cache(maxsize=256)
+def _row_moves(rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...]) -> BsrPlan:
+    source, target = rows.source(), rows.target(plan)
+    return plan_moves([Move(source, target, shape, itemsize) for shape, itemsize in layouts])
+
+
+def value_source(
+    groups: Sequence[Sequence[int]],
+    shardings: Sequence[Sharding],
+    rows_dim: int | None,
+    rows: RowPlan,
+    *,
+    summed: bool = False,
+) -> Annotation:
+    """Return where an output lies after the pipelines have run.
+
+    That is by rows over the pipelines; as summands of a sum over rows; or, if rows do not matter, on the first
+    pipeline that had some.
+    """
+    if len(groups) == 1 or (rows_dim is None and not summed):
+        first = next(i for i, interval in enumerate(rows.pipelines) if len(interval))
+        return Annotation((DeviceGroup(tuple(groups[first])),), (shardings[first],))
+    devices = tuple(DeviceGroup(tuple(group)) for group in groups)
+    top = Partial(len(groups)) if rows_dim is None else Split(rows_dim, tuple(map(len, rows.pipelines)))
+    return Annotation(devices, tuple(shardings), top)
+
+
+def value_target(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annotation:
+    """Return where an output is to lie: each rank's own rows, or all of it on every rank."""
+    world = len(rows.owned)
+    if world == 1:
+        return Annotation.on((0,))
+    if shared or rows_dim is None:
+        return Annotation.on(tuple(range(world)), Duplicate(world))
+    return Annotation.on(tuple(range(world)), Split(rows_dim, tuple(map(len, rows.owned))))
+
+
+@lru_cache(maxsize=256)
+def one_move(source: Annotation, target: Annotation, shape: tuple[int, ...], itemsize: int) -> BsrPlan:
+    """Return the plan that moves one tensor."""
+    return plan_moves([Move(source, target, shape, itemsize)])
+
+
+def move_tensor(
+    tensor: Tensor | None,
+    source: Annotation,
+    target: Annotation,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    table: GroupTable,
+) -> Tensor | None:
+    """Move one tensor; collective. `tensor` is this rank's piece, None where it has none."""
+    like = [torch.empty(0, dtype=dtype)]
+    return run_moves(one_move(source, target, shape, dtype.itemsize), [tensor], table, like=like)[0]

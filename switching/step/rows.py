@@ -1,0 +1,82 @@
+"""Which rows of the global batch each rank brings, and which each micro-batch of each pipeline takes.
+
+The global batch is the concatenation of the ranks' rows in rank order; pipelines take consecutive intervals of it,
+micro-batches consecutive intervals of their pipeline's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
+from hetu_fx.plans.plan import Plan, split_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Rows start (inclusive) to stop (exclusive) of the global batch."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Where rows come from and go to in one step.
+
+    Attributes:
+        owned: the interval that each rank brings.
+        pipelines: the interval of each pipeline.
+        micro_batches: for each pipeline, the intervals of its micro-batches (some may be empty).
+    """
+
+    owned: tuple[Interval, ...]
+    pipelines: tuple[Interval, ...]
+    micro_batches: tuple[tuple[Interval, ...], ...]
+
+    @property
+    def total(self) -> int:
+        """Return the number of rows of the global batch."""
+        return self.pipelines[-1].stop
+
+    def source(self) -> Annotation:
+        """Return the annotation of a per-row tensor as the ranks bring it; at least one row must exist."""
+        return _by_rows(tuple(range(len(self.owned))), tuple(map(len, self.owned)))
+
+    def target(self, plan: Plan) -> Annotation:
+        """Return the annotation of a per-row tensor as the plan's pipelines read it: each a full copy of its rows."""
+        groups = tuple(DeviceGroup(pipeline.devices) for pipeline in plan.pipelines)
+        shardings = tuple(Sharding((Duplicate(len(group.ranks)),)) for group in groups)
+        top = Split(0, tuple(map(len, self.pipelines))) if len(groups) > 1 else None
+        return Annotation(groups, shardings, top)
+
+
+def _by_rows(ranks: tuple[int, ...], rows: tuple[int, ...]) -> Annotation:
+    if len(ranks) == 1:
+        return Annotation.on(ranks)
+    return Annotation.on(ranks, Split(0, rows))
+
+
+def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPlan:
+    """Return the row plan of a step.
+
+    Args:
+        plan: says the pipelines' shares and micro-batches.
+        owned_rows: rows that each rank brings.
+        shared: all ranks bring the same rows (`data="global"`).
+    """
+    total = owned_rows[0] if shared else sum(owned_rows)
+    owned = tuple(Interval(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
+    split = split_rows(total, plan)
+    pipelines = _intervals(0, tuple(map(sum, split)))
+    micro = tuple(_intervals(p.start, rows) for p, rows in zip(pipelines, split, strict=True))
+    return RowPlan(owned, pipelines, micro)
+
+
+def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[Interval, ...]:
+    stops = [start + stop for stop in accumulate(sizes)]
+    return tuple(Interval(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))

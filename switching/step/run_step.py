@@ -1,0 +1,227 @@
+"""Run one step of one variant's graphs on this rank, from agreed facts to a loss and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetu_fx.errors import StateError
+from hetu_fx.graph import meta
+from hetu_fx.plans.schedule import actions, forwards
+from hetu_fx.switching.graph_variant import GraphVariant
+from hetu_fx.switching.step.assigned_rows import AssignedRows
+from hetu_fx.switching.step.batches import Cut, ReadBatch
+from hetu_fx.switching.step.compiled_plans import StagePlan
+from hetu_fx.switching.step.engine import Feeds, MicroBatch, Outcome
+from hetu_fx.switching.step.execution import StepInputs, StepOutputs
+from hetu_fx.switching.step.gradients import Collector
+from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
+from hetu_fx.switching.step.outputs import ValueRoute, anchored, hand_out, value_routes
+from hetu_fx.switching.step.rows import Interval
+from hetu_fx.transforms.specialize.device_graph import ResultKind, SlotKind
+
+StepBatch = ReadBatch | AssignedRows
+
+
+def run_step(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StepOutputs:
+    """Run one step; collective over the world."""
+    with _without_autocast():
+        return _Step(variant, batch, inputs).run()
+
+
+def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
+    """Return what runs a batch under a variant; collective where it has to be made."""
+    return variant.stage(batch.program, _wants_values(batch, inputs), splits=batch.splits)
+
+
+def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
+    graph = batch.program.graph
+    return inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+
+
+class _Step:
+    """One step: read top to bottom in `run`."""
+
+    def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
+        self.variant, self.batch, self.inputs = variant, batch, inputs
+        self.table = variant.table
+        self.program = batch.program
+        self.wants_values = _wants_values(batch, inputs)
+        self.stage = stage_of(variant, batch, inputs)
+        self.device = self.stage.device
+        self.interval = self._own_interval()
+        self.trains = torch.is_grad_enabled() and bool(variant.trained)
+        self.runs_ahead = self.trains and not self.stage.deduced.annotated.runs_in_step
+        self.scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
+        self.loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / self.scale if self.runs_ahead else None)
+        self.outcome = Outcome(timer=inputs.timer)
+
+    def run(self) -> StepOutputs:
+        micro_batches = self._micro_batches()
+        compute = self.variant.compute.gather(self.stage.bridge)
+        if self.device is None:
+            self.inputs.stand_by()
+        if not self.trains:
+            local, values = self._evaluate(micro_batches, compute)
+        elif self.runs_ahead:
+            local, values = self._run_scheduled(micro_batches, compute)
+        else:
+            local, values = self._run_under_autograd(micro_batches, compute)
+        self._write_buffers()
+        made = self._returned(values) if self.wants_values else {}
+        loss = None if local is None else self._global_loss(local)
+        if loss is not None:
+            made[self.program.loss_name] = loss
+        return StepOutputs(self.program.graph.rebuild(made), loss)
+
+    def _own_interval(self) -> Interval:
+        if self.device is None:
+            return Interval(0, 0)
+        return self.inputs.rows.pipelines[self.device.layout.pipeline]
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        inputs = self.inputs
+        cuts = self.batch.cuts(inputs.rows, self.variant.plan, self.table, shared=inputs.shared)
+        return [self._micro_batch(cut) for cut in cuts]
+
+    def _micro_batch(self, cut: Cut) -> MicroBatch:
+        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in cut.tensors.items()}
+        state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
+        feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
+        return MicroBatch(cut.rows, feeds, cut.bindings)
+
+    def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:
+        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.PARAMETER, n): t for n, t in compute.items()}
+        for name, annotation in self.stage.buffers.items():
+            part = self.inputs.buffers.read(name, annotation)
+            # A buffer that this step updates is written before backward, which may still need the old value.
+            feeds[SlotKind.BUFFER, name] = part.clone() if name in self.stage.updates else part
+        feeds.update({(SlotKind.CONSTANT, name): value for name, value in self.stage.constants.items()})
+        for name, dtype, count in zip(self.program.counts, self.stage.count_dtypes, self.inputs.counts, strict=True):
+            feeds[SlotKind.COUNT, name] = torch.tensor(count, dtype=dtype)
+        return feeds
+
+    def _evaluate(
+        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        engine = self.stage.engine
+        if engine is not None:
+            order, skips = forwards(len(micro_batches)), not self.stage.talks_in_step
+            feeds, timer = self._shared_feeds(compute), self.outcome.timer
+            self.outcome = engine.run(order, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
+        return self._local_loss(self.outcome.loss), self._joined()
+
+    def _joined(self) -> dict[str, Tensor]:
+        """Return this rank's pieces of the outputs, of all micro-batches together."""
+        made = self.outcome.values
+        if not made:
+            return {}
+        return {route.name: route.joined(made[route.name]) for route in self._routes() if route.name in made}
+
+    def _run_under_autograd(
+        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Run a stage without neighbours, so that backward is ordinary autograd."""
+        collector = self._collector(compute)
+        collector.listen()
+        anchor = collector.anchor()
+        results: dict[tuple[ResultKind, str], Tensor] = {}
+        if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
+            raw = self.stage.engine.forward(micro_batches[0], self._shared_feeds(collector.leaves), self.outcome)
+            assert self.device is not None
+            results = {(r.kind, r.name): value for r, value in zip(self.device.results, raw, strict=True)}
+        for (kind, name), value in results.items():
+            if kind is ResultKind.BUFFER_UPDATE:
+                self.outcome.updates[name] = value.detach()
+        loss = next((value for (kind, _), value in results.items() if kind is ResultKind.LOSS), None)
+        local = self._local_loss(loss)
+        values = {name: value for (kind, name), value in results.items() if kind is ResultKind.VALUE}
+        if local is None:
+            return None, anchored(self._routes(), values, anchor)
+        return local + anchor.to(local.dtype), values
+
+    def _run_scheduled(
+        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Run forwards and backwards now; hand the gradients out in backward."""
+        if self.program.loss_name == "":
+            raise StateError(
+                "a plan with pipeline stages or several micro-batches runs backward inside forward, so the loss must "
+                "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
+            )
+        collector = self._collector(compute)
+        anchor = collector.anchor()
+        if self.stage.engine is not None and self.device is not None:
+            layout = self.device.layout
+            order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
+            feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
+            run, listen = self.stage.engine.run, collector.listen
+            self.outcome = run(order, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
+        collector.ran()
+        loss = self._local_loss(self.outcome.loss)
+        assert loss is not None
+        return loss + anchor.to(loss.dtype), self._joined()
+
+    def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
+        """Make the compute tensors leaves of this step's autograd graph."""
+        return Collector(
+            self.stage.bridge,
+            compute,
+            self.variant.trained,
+            self.variant.homes,
+            self.variant.kept_back,
+            syncs=self.inputs.syncs_gradients,
+            loss_gradient=self.loss_gradient,
+            ran_ahead=self.runs_ahead,
+            overlaps=not self.stage.talks_in_step,
+            timer=self.outcome.timer,
+        )
+
+    def _local_loss(self, loss: Tensor | None) -> Tensor | None:
+        """Return this rank's part of the loss, zero where it computes none; None for a model without loss."""
+        if loss is not None or self.program.loss_name == "":
+            return loss
+        node = self.program.graph.loss
+        assert node is not None
+        return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=self.variant.device)
+
+    def _global_loss(self, local: Tensor) -> Tensor:
+        contributes, timer = self.stage.contributes_loss, self.outcome.timer
+        loss: Tensor = applied(GlobalLoss, local, self.loss_gradient, contributes, self.scale, timer)
+        return loss
+
+    def _routes(self) -> tuple[ValueRoute, ...]:
+        bindings = self.batch.bindings
+        return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
+
+    def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        apart = self.trains and not self.program.loss_name
+        return hand_out(
+            self._routes(),
+            values,
+            self.table,
+            shared=self.inputs.shared,
+            has_work=self._has_work(),
+            differentiable=apart,
+        )
+
+    def _has_work(self) -> bool:
+        return self.device is not None and len(self.interval) > 0
+
+    def _write_buffers(self) -> None:
+        if self.trains and self.stage.updates:
+            self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Run a graph as it is: the casts of an ambient autocast were written into it when it was captured."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -1,0 +1,119 @@
+"""Time that a rank spends in its own ops, without waiting for others: what health is judged by.
+
+A GPU works on while its host is ahead, so that its time is told by events on its stream, not by the host's clock.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from hetu_fx.comm_ops.wire.groups import set_working
+
+
+class Clock(Protocol):
+    """Marks moments of a device, and tells the time between them."""
+
+    def now(self) -> Any:
+        """Mark the moment at which the device has done what it was given so far."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the time between two moments, once the device has come to the second."""
+
+
+class HostClock:
+    """The clock of a device that does what it is given at once."""
+
+    def now(self) -> float:
+        """Return the host's time."""
+        return perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Return the difference."""
+        return end - start
+
+
+class StreamClock:
+    """The clock of a device that has a stream of work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+
+    def now(self) -> Any:
+        """Put an event on the stream that the work is on."""
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Wait until the second event has happened; return the time between them."""
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock by which work on a device is timed."""
+    return HostClock() if device.type == "cpu" else StreamClock(device)
+
+
+class ComputeTimer:
+    """Adds up the time between the first start and the last stop of each stretch, less what communication pauses.
+
+    Parts of a step may be backward at once: what is started twice goes on until it is stopped twice.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
+        self._counted, self._spans = 0.0, list[tuple[Any, Any]]()
+        self._since: Any = None
+        self._starts = self._pauses = 0
+
+    @property
+    def seconds(self) -> float:
+        """The time so far; waits until the device has done what was timed."""
+        self._counted += sum(self._clock.seconds(*span) for span in self._spans)
+        self._spans.clear()
+        return self._counted
+
+    def start(self) -> None:
+        """Start counting; nothing but to be stopped once more if it counts."""
+        self._starts += 1
+        if self._starts == 1:
+            self._pauses, self._since = 0, self._clock.now()
+            set_working(self)
+
+    def stop(self) -> None:
+        """Stop counting, once for every start; nothing if it has not been started."""
+        if self._starts == 1:
+            self._close()
+            set_working(None)
+        self._starts = max(0, self._starts - 1)
+
+    def pause(self) -> None:
+        """Leave out what follows, until as many calls of `resume`."""
+        self._pauses += 1
+        self._close()
+
+    def resume(self) -> None:
+        """Count again, unless another pause lasts."""
+        self._pauses -= 1
+        if self._pauses == 0:
+            self._since = self._clock.now()
+
+    def _close(self) -> None:
+        if self._since is not None:
+            self._spans.append((self._since, self._clock.now()))
+            self._since = None
+
+    def __enter__(self) -> ComputeTimer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

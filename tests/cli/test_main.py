@@ -1,0 +1,97 @@
+"""The command line: thin, quick to start, and errors without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetu_fx.cli.main import COMMANDS, main
+from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.passes import GRAPH_PASSES
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        assert left.value.code == 0
+        assert f"hetu-fx {name}" in capsys.readouterr().out
+
+
+def test_help_imports_no_torch() -> None:
+    program = "import sys; from hetu_fx.cli.main import make_parser; make_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=120).returncode == 0
+
+
+def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "--speeds", "fast", "--", "true"]) == 2
+    assert capsys.readouterr().err == "hetu-fx: speed 'fast' is not a number\n"
+
+
+def test_emulate_without_speeds_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "--", "true"]) == 2
+    assert "--speeds 0.8,0.4,0.2,0.2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["--dry-run", "--dry_run"])
+def test_dashes_and_underscores_mean_the_same(capsys: pytest.CaptureFixture[str], spelling: str) -> None:
+    arguments = ["emulate", "--speeds=0.2,0.1", "--limit=affinity", spelling, "--", "python", "--my_option"]
+    assert main(arguments) == 0
+    assert "python --my_option &" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["2", "two=0.1", "=0.1"])
+def test_a_change_that_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["emulate", f"--set={text}"]) == 2
+    assert "write it like --set 2=0.1" in capsys.readouterr().err
+
+
+def test_a_change_needs_a_running_emulation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETU_FX_EMULATE_CONTROL", "/no/such/folder")
+    assert main(["emulate", "--set", "0=0.1"]) == 2
+    assert "no running emulation in /no/such/folder" in capsys.readouterr().err
+
+
+def test_env_shows_versions_and_what_can_be_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    shown = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert shown["torch"].startswith("2.")
+    assert {"python", "devices", "collectives", "emulated speeds", "emulated nodes"} <= shown.keys()
+
+
+def test_a_plan_file_is_shown_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    Plan.single().write(one)
+    Plan.data_parallel([0, 1], [3, 1]).write(two)
+    assert main(["plan", str(two)]) == 0
+    assert "1f1b" in capsys.readouterr().out
+    assert main(["plan", str(two), "--against", str(one)]) == 0
+    assert "+ pipelines[1]: 1 row: [1]" in capsys.readouterr().out
+
+
+def test_passes_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")]
+    assert shown == [graph_pass.name for graph_pass in GRAPH_PASSES]
+
+
+def test_a_broken_plan_file_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "hetu_fx.plan/1", "pipeline": []}')
+    assert main(["plan", str(tmp_path / "plan.json")]) == 2
+    assert "unknown key 'pipeline' (did you mean 'pipelines'?)" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(60)
+def test_the_status_of_the_command_is_ours() -> None:
+    script = f"test $RANK = 0 || kill -{signal.SIGUSR1.value} $$"
+    arguments = ["emulate", "--speeds", "0.2,0.1", "--", "sh", "-c", script]
+    done = subprocess.run([sys.executable, "-m", "hetu_fx.cli", *arguments], check=False, env=os.environ)
+    assert done.returncode == 128 + signal.SIGUSR1

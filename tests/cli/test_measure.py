@@ -1,0 +1,84 @@
+"""`hetu-fx measure`: two files out, which `hetu-fx plan` reads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetu_fx.planner.measure.blocks
+from hetu_fx.cli.main import main
+from hetu_fx.cli.measure import Progress, local_device
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.values.profile_file import Profile
+from tests.planner.measure.test_blocks import run_by_size
+
+EXAMPLE = """
+from tests.model_zoo import causal_batch, llama
+
+def small():
+    return llama(num_key_value_heads=2), causal_batch(4, 16)
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "seconds_of", run_by_size)
+    monkeypatch.setattr(hetu_fx.planner.measure.blocks, "_CELL_SECONDS", 0.0)
+    Path("my_example.py").write_text(EXAMPLE)
+
+
+def test_devices_and_blocks_are_measured_and_planned_from_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "my_example:small"]) == 0
+    shown = capsys.readouterr()
+    assert "GFLOP/s" in shown.out
+    assert "kept KB/token" in shown.out
+    assert "0/8 block 1 on 1 x 4 tokens" in shown.err
+    assert [device.source for device in Cluster.read("cluster.json").devices] == ["measured"]
+    assert [time.source for time in Profile.read("profile.json").times] == ["measured", "measured"]
+    assert main(["plan", "--cluster", "cluster.json", "--profile", "profile.json"]) == 0
+    assert "predicted step" in capsys.readouterr().out
+
+
+def test_without_a_model_only_the_devices_are_measured() -> None:
+    assert main(["measure", "--cluster", "mine.json"]) == 0
+    assert Cluster.read("mine.json").ranks == (0,)
+    assert not Path("profile.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_example", "names no function; write it like MODULE:FUNCTION"),
+        ("no_such_example:small", "No module named 'no_such_example'; start in the folder of the module"),
+        ("my_example:large", "module my_example has no function large"),
+        ("my_example:number", "module my_example has no function number"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", name]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_on_a_terminal_a_bar_shows_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress() as progress:
+        progress.tell("block 1 on 2 x 64 tokens", 1, 4)
+    shown = capsys.readouterr().err
+    assert "block 1 on 2 x 64 tokens" in shown
+    assert "25%" in shown
+
+
+def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (local_device("cuda"), local_device("cuda:1"), local_device("cpu")) == ("cuda:3", "cuda:1", "cpu")

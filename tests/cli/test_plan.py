@@ -1,0 +1,161 @@
+"""`hetu-fx plan`: files in, a plan and its reasons out; neither a model nor devices are there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hetu_fx.cli.main import main
+from hetu_fx.cli.plan import print_table
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.plans.plan import Plan
+from tests.planner.examples import paper, transformer
+
+COSTS = transformer(rows=16, length=128, width=128)
+CLUSTER = paper(4, 4, 2, nodes="aab", inter=Link(1e9, 1e-5))
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs the command on files of its own; it returns status, output and errors."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Profile(COSTS).write("profile.json")
+    CLUSTER.write("cluster.json")
+
+    def called(
+        *words: str, files: Sequence[str] = ("--cluster=cluster.json", "--profile=profile.json")
+    ) -> tuple[int, str, str]:
+        status = main(["plan", *files, *words])
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    return called
+
+
+def test_a_plan_is_made_from_files_and_explained(run: Run) -> None:
+    status, out, _ = run()
+    made = make_plan(COSTS, CLUSTER)
+    assert status == 0
+    assert out == f"{made.explain()}\n"
+    assert "bound by device" in out
+
+
+def test_json_is_the_plan_and_nothing_else(run: Run) -> None:
+    _, out, _ = run("--json", "--out=plan.json")
+    plan = Plan.from_json(json.loads(out))
+    assert plan == Plan.read("plan.json") == make_plan(COSTS, CLUSTER)
+    assert plan.predicted is not None
+
+
+def test_the_output_is_the_same_from_the_cache_and_without_it(run: Run, tmp_path: Path) -> None:
+    first = run("--search=malleus")
+    kept = list((tmp_path / "cache" / "hetu_fx" / "plans").iterdir())
+    assert len(kept) == 1
+    assert run("--search=malleus") == first
+    assert run("--search=malleus", "--no-cache") == first
+
+
+def test_rows_may_be_others_than_the_profiles(run: Run) -> None:
+    _, out, _ = run("--rows=32", "--json")
+    assert Plan.from_json(json.loads(out)) == make_plan(transformer(rows=32, length=128, width=128), CLUSTER)
+
+
+def test_what_if_shows_what_changes_and_what_it_costs(run: Run) -> None:
+    _, out, _ = run("--without", "1", "--rate", "2=2.5", "--link", "100mbit")
+    lines = out.splitlines()
+    start = lines.index("what if without 1, rate 2=2.5, link 100mbit:")
+    changed = Cluster(CLUSTER.devices, CLUSTER.intra, Link(100e6 / 8, 1e-5)).with_rates({2: 2.5}).without([1])
+    assert lines[:start] == make_plan(COSTS, changed).explain().splitlines()
+    assert lines[-1].startswith("predicted step: ")
+    assert lines[-1].endswith(" %)")
+
+
+def test_what_if_nothing_else_is_best_says_no_difference(run: Run) -> None:
+    _, out, _ = run("--rate", "2=1.0001")
+    assert "no difference" in out
+
+
+def test_a_plan_by_hand_is_priced_and_told_when_it_does_not_fit(run: Run) -> None:
+    Plan.single(2).write("mine.json")
+    _, out, _ = run("mine.json")
+    assert "bound by device 2" in out
+    paper(4, 4, 2, memory_bytes=1000).write("cluster.json")
+    _, out, _ = run("mine.json")
+    assert "does not fit: device 2 needs" in out
+
+
+def test_figures_that_are_estimates_are_named(run: Run) -> None:
+    document = CLUSTER.to_json()
+    document["devices"] = [{"rank": rank, "kind": "A100-80G"} for rank in range(2)]
+    Path("cluster.json").write_text(json.dumps(document))
+    Profile(COSTS, source="estimate").write("profile.json")
+    _, out, _ = run()
+    lines = out.splitlines()
+    assert "estimate: devices [0, 1] have the public figures of A100-80G, which programs do not reach" in lines
+    assert "estimate: the program's costs are counted from its graph, not measured" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--search=maleus"], "unknown search 'maleus' (did you mean 'malleus'?)"),
+        (["--without", "7"], "--without [7]: the cluster has ranks [0, 1, 2]; name some of them, not all"),
+        (["--without", "0", "1", "2"], "name some of them, not all"),
+        (["--rate", "2"], "'2' is not a rank and its straggling rate; write it like --rate 2=2.5"),
+        (["--rate", "9=2"], "rates for ranks [9]"),
+        (["--rate", "1=0"], "device 1 has rate 0.0"),
+        (["--link", "fast"], "link rate 'fast' is not a rate"),
+        (["--rows", "0"], "rows 0"),
+        (["no.json"], "cannot read no.json"),
+        (["--profile=no.json"], "cannot read no.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(run: Run, words: list[str], message: str) -> None:
+    status, out, err = run(*words)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster=cluster.json"], "give --profile FILE too"),
+        (["--profile=profile.json"], "give --cluster FILE too"),
+        ([], "planning needs --cluster FILE and --profile FILE"),
+        (["--without", "1"], "--without needs --cluster FILE and --profile FILE"),
+    ],
+)
+def test_what_is_missing_is_said(run: Run, words: list[str], message: str) -> None:
+    status, _, err = run(*words, files=())
+    assert status == 2
+    assert message in err
+
+
+def test_a_link_between_nodes_needs_nodes(run: Run) -> None:
+    paper(4, 4).write("cluster.json")
+    assert "one node only" in run("--link", "1gbit")[2]
+
+
+@pytest.mark.parametrize(
+    ("terminal", "rich", "drawn"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_tables_are_drawn_on_a_terminal_that_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, rich: bool, drawn: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    print_table(["device", "busy"], [["7", "98 %"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines == ["device  busy", "7       98 %"]) is not drawn
+    assert any("98 %" in line for line in lines)

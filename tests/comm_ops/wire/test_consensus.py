@@ -1,0 +1,153 @@
+"""What ranks tell each other before a step; a world of one, and the messages of others made up here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetu_fx.comm_ops.wire import consensus
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, any_of, by_first, together
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import BatchError, OtherRankError, PlanError
+
+FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), 0.5)
+ALONE = GroupTable.dry(0, 1)
+TWO = GroupTable.dry(0, 2)
+
+
+def told(mine: object, theirs: LocalFacts | Exception) -> object:
+    """Return what the other rank brings to where this one brings `mine`: a signature, or an error if it has one."""
+    if isinstance(theirs, Exception):
+        return consensus._RankError(1, type(theirs).__name__, str(theirs))
+    return theirs.signature if isinstance(mine, str) else None
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Give a function that says with what the other of two ranks comes."""
+
+    def comes_with(theirs: LocalFacts | Exception) -> None:
+        monkeypatch.setattr(consensus, "_exchange", lambda _, row: [row, consensus._encode(theirs)])
+        monkeypatch.setattr(consensus, "of_all", lambda _, mine: [mine, told(mine, theirs)])
+        monkeypatch.setattr(consensus, "any_of", lambda _, flags: (True,) * len(flags))
+
+    return comes_with
+
+
+def test_a_rank_alone_agrees_with_itself() -> None:
+    assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,), probe_seconds=(0.0,), update_seconds=(0.0,))
+
+
+def test_a_rank_alone_raises_its_error() -> None:
+    with pytest.raises(BatchError, match="no rows"):
+        agree(ALONE, BatchError("no rows"))
+
+
+def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
+    other(replace(FACTS, rows=1, longest=9, counts=(3.0,), compute_seconds=2.0))
+    zeros = (0.0, 0.0)
+    assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), probe_seconds=zeros, update_seconds=zeros)
+
+
+def test_ranks_that_ask_to_be_drained_are_told_to_all(other: Any) -> None:
+    other(replace(FACTS, is_leaving=True))
+    assert agree(TWO, FACTS).leaving == (1,)
+    assert agree(ALONE, replace(FACTS, is_leaving=True)).leaving == (0,)
+
+
+def test_a_plan_that_is_ready_and_probes_are_told_to_all(other: Any) -> None:
+    other(replace(FACTS, has_plan=True, probe_seconds=0.25))
+    facts = agree(TWO, replace(FACTS, probe_seconds=0.5))
+    assert facts.has_plan
+    assert facts.probe_seconds == (0.5, 0.25)
+    assert agree(ALONE, replace(FACTS, has_plan=True)).has_plan
+
+
+def test_what_one_rank_knows_of_a_joining_process_all_learn(other: Any) -> None:
+    other(replace(FACTS, is_joined=True))
+    assert agree(TWO, FACTS).is_joined
+    assert agree(ALONE, replace(FACTS, is_joined=True)).is_joined
+
+
+def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:
+    other(PlanError("too few blocks"))
+    with pytest.raises(BatchError, match=r"could not start this step: rank 1: PlanError: too few blocks"):
+        agree(TWO, FACTS)
+
+
+def test_a_rank_raises_its_own_error_unchanged(other: Any) -> None:
+    other(FACTS)
+    with pytest.raises(PlanError, match="mine"):
+        agree(TWO, PlanError("mine"))
+
+
+def test_other_keys_on_another_rank_are_shown_side_by_side(other: Any) -> None:
+    other(replace(FACTS, signature="training y:float32[2]"))
+    with pytest.raises(BatchError, match=r"rank 0: training x:float32\[2\]; rank 1: training y:float32\[2\]"):
+        agree(TWO, FACTS)
+
+
+def test_unequal_lengths_are_refused_with_the_way_out(other: Any) -> None:
+    other(replace(FACTS, sizes=(9,)))
+    with pytest.raises(BatchError, match=r"dim 1 of input 'x' has sizes \[7, 9\] on ranks 0 to 1; pad"):
+        agree(TWO, FACTS)
+
+
+def test_a_rank_without_rows_may_have_any_length(other: Any) -> None:
+    other(replace(FACTS, rows=0, sizes=(0,), counts=(0.0,)))
+    assert agree(TWO, FACTS).rows == (4, 0)
+
+
+def test_numbers_that_differ_are_refused_with_the_values(other: Any) -> None:
+    mine, theirs = (replace(FACTS, values=(value,), value_names=("input 'count'",)) for value in (37.0, 41.0))
+    other(theirs)
+    with pytest.raises(BatchError, match=r"input 'count' is \[37.0, 41.0\] on ranks 0 to 1; what has no rows is one"):
+        agree(TWO, mine)
+
+
+def test_numbers_that_are_not_a_number_everywhere_agree(other: Any) -> None:
+    facts = replace(FACTS, values=(float("nan"),), value_names=("input 'count'",))
+    other(facts)
+    assert agree(TWO, facts).rows == (4, 4)
+
+
+def test_more_sizes_than_a_message_holds_are_an_error_that_travels(other: Any) -> None:
+    other(FACTS)
+    with pytest.raises(BatchError, match=r"the batch has 25 sizes, 1 counts and 0 numbers.*pass fewer tensors"):
+        agree(TWO, replace(FACTS, sizes=(1,) * 25))
+
+
+def test_messages_of_facts_and_errors_have_one_length() -> None:
+    lengths = {len(consensus._encode(entry)) for entry in (FACTS, BatchError("no"), LocalFacts(0, ""))}
+    assert len(lengths) == 1
+
+
+def test_different_texts_have_different_exact_digests() -> None:
+    first, second = (consensus.digest_of(text) for text in ("a", "b"))
+    assert first != second
+    assert int(float(first)) == first
+
+
+@pytest.mark.parametrize(("error", "kind"), [(PlanError("too few: 2"), PlanError), (OSError("full"), OtherRankError)])
+def test_what_fails_on_another_rank_only_fails_here_in_the_same_way(other: Any, error: Exception, kind: Any) -> None:
+    other(error)
+    with pytest.raises(kind, match=f"another rank failed: rank 1: {type(error).__name__}: {error}") as caught:
+        together(TWO, lambda: 3)
+    assert caught.type is kind
+
+
+def test_doing_together_alone_gives_the_result_or_the_error() -> None:
+    def fail() -> int:
+        raise PlanError("mine")
+
+    assert together(ALONE, lambda: 3) == by_first(ALONE, lambda: 3) == 3
+    with pytest.raises(PlanError, match="mine"):
+        together(ALONE, fail)
+    with pytest.raises(PlanError, match="mine"):
+        by_first(ALONE, fail)
+
+
+def test_alone_the_flags_of_any_rank_are_ones_own() -> None:
+    assert any_of(ALONE, [True, False]) == (True, False)

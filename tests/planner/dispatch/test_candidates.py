@@ -1,0 +1,41 @@
+"""What a device is expected to compute follows from the rows that its pipeline got, and from its part of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetu_fx.planner.dispatch.assignment import Assignment, MicroBatch
+from hetu_fx.planner.hydraulis.work import device_seconds
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from tests.planner.examples import paper, transformer
+
+BY_LENGTH = {length: transformer(rows=1, length=length) for length in (16, 32, 64)}
+CLUSTER = paper(8, 8, 8, 8)
+UNEQUAL = Plan((Pipeline((Stage((0,)), Stage((1,)))), Pipeline((Stage((2,)),)), Pipeline((Stage((3,)),))))
+
+
+def seconds(*pipelines: tuple[MicroBatch, ...]) -> dict[int, float]:
+    return device_seconds(Assignment("one", pipelines, 0.0), UNEQUAL, BY_LENGTH, CLUSTER)
+
+
+def row(width: int, count: int = 1) -> MicroBatch:
+    return MicroBatch(tuple((i,) for i in range(count)), width)
+
+
+def test_stages_share_the_work_of_their_pipeline_and_others_have_their_own() -> None:
+    found = seconds((row(48),), (row(48),), ())
+    assert found[0] + found[1] == pytest.approx(found[2], rel=0.1), "each stage has half of the blocks"
+    assert 3 not in found
+
+
+def test_work_adds_up_over_micro_batches_which_cost_something_besides_their_tokens() -> None:
+    found = seconds((row(32),), (row(20), row(44)), (row(64),))
+    alone = [seconds((), (row(width),), ())[2] for width in (20, 44)]
+    assert found[2] == pytest.approx(sum(alone))
+    assert found[2] > found[3]
+
+
+def test_a_row_is_expected_to_take_what_one_of_its_length_was_counted_for() -> None:
+    assigned, counted = Assignment("one", ((), (row(48),), ()), 0.0), {48: transformer(rows=1, length=48)}
+    expected = device_seconds(assigned, UNEQUAL, counted, CLUSTER)
+    assert device_seconds(assigned, UNEQUAL, BY_LENGTH, CLUSTER) == pytest.approx(expected)

@@ -1,0 +1,124 @@
+"""From seconds of shards to what a profile says; nothing here takes time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.errors import ProfileError
+from hetu_fx.planner.measure.fit import (
+    BlockSample,
+    block_time,
+    calibrated,
+    degrees_of,
+    distinct_blocks,
+    fastest_of,
+    lengths_of,
+    slowdown,
+)
+from hetu_fx.planner.price.stage import compute_lines
+from hetu_fx.planner.values.block_times import BlockTime
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.plans.plan import Stage
+from tests.planner.examples import paper, transformer
+
+LENGTH = 64
+COSTS = transformer(length=LENGTH)
+LENGTHS = (16, 32, 48, 64)
+
+
+def samples(degree: int, a: float, b: float, c: float, count: int = 1) -> list[BlockSample]:
+    """Return samples that lie on a curve."""
+    return [BlockSample(degree, s, a * s * s + b * s + c, 100.0 * s / degree, count) for s in LENGTHS]
+
+
+def test_each_distinct_block_is_timed_once_and_away_from_the_ends() -> None:
+    dense, sparse = COSTS.blocks[0], replace(COSTS.blocks[0], flops=2 * COSTS.blocks[0].flops)
+    mixed = replace(COSTS, blocks=(dense, sparse, dense, dense))
+    assert distinct_blocks(mixed) == ((2, 3), (1, 1))
+    assert distinct_blocks(COSTS) == ((2, 4),)
+
+
+def test_degrees_cut_the_units_evenly() -> None:
+    assert [degrees_of(units) for units in (1, 2, 3, 12, 16)] == [(1,), (1, 2), (1,), (1, 2, 4), (1, 2, 4, 8)]
+
+
+def test_sequences_that_would_take_too_long_are_shortened() -> None:
+    assert lengths_of(4096, 10.0, 90.0) == (1024, 2048, 3072, 4096)
+    assert lengths_of(4096, 180.0, 90.0) == (512, 1024, 1536, 2048)
+    with pytest.raises(ProfileError, match="too short for a curve; give a batch with rows of 4 tokens"):
+        lengths_of(4096, 1e6, 1.0)
+
+
+def test_the_curve_of_a_block_is_found_again() -> None:
+    time = block_time("paper", samples(1, 1e-6, 2e-5, 3e-4), COSTS, LENGTH, paper(1))
+    assert (time.a, time.b, time.c) == (pytest.approx(1e-6), pytest.approx(2e-5), pytest.approx(3e-4))
+    assert time.r_squared == pytest.approx(1.0)
+    assert (time.kind, time.tensor_parallel, time.source) == ("paper", 1, "measured")
+
+
+def test_blocks_count_as_often_as_they_stand_in_the_model() -> None:
+    mixed = [*samples(1, 0.0, 1e-5, 0.0, count=3), *samples(1, 0.0, 5e-5, 0.0, count=1)]
+    time = block_time("paper", mixed, COSTS, LENGTH, paper(1))
+    assert time.b == pytest.approx(2e-5)
+    assert time.bytes_per_token == pytest.approx(100.0)
+
+
+def test_a_group_pays_for_its_communication_and_its_meetings() -> None:
+    cluster = Cluster.on_paper([1e9, 1e9], intra=Link(1e8, 1e-4), meeting_seconds=[2e-3, 2e-3])
+    time = block_time("paper", samples(2, 0.0, 1e-5, 0.0), COSTS, LENGTH, cluster)
+    block = COSTS.blocks[0]
+    assert time.c == pytest.approx(4 * (2 * 1e-4 + 2 * 2e-3))  # two sums in the forward, two in the backward
+    sent = block.reduced_bytes + block.returned_bytes
+    assert time.b == pytest.approx(1e-5 + sent / 1e8 / LENGTH)
+
+
+def test_times_that_do_not_grow_with_the_length_are_refused_with_the_way_out() -> None:
+    falling = [BlockSample(1, length, 1.0 / length, 0.0) for length in LENGTHS]
+    with pytest.raises(ProfileError, match=r"a block on 1 x 'paper': no curve .* measure longer sequences"):
+        block_time("paper", falling, COSTS, LENGTH, paper(1))
+
+
+def test_alpha_is_the_slowdown_on_smaller_groups() -> None:
+    times = [BlockTime("paper", degree, 0.0, 1e-5 / degree, 1e-4) for degree in (1, 2, 4)]
+    alpha = slowdown(times, 100)
+    assert alpha.factors == {1: pytest.approx(11 / 3.5), 2: pytest.approx(6 / 3.5), 4: 1.0}
+
+
+def test_the_fastest_healthy_device_of_a_kind_is_the_one_that_times_hold_for() -> None:
+    cluster = paper(1, 3, 3, 2).with_rates({1: 9.0})
+    assert fastest_of("paper", cluster).rank == 1
+
+
+def seconds_of_a_row(cluster: Cluster, parts: PartCosts = COSTS.blocks[0]) -> float:
+    """Return the seconds of a block for a row, as counted."""
+    return compute_lines(Stage((0,)), parts, cluster)[0](1)
+
+
+OVERHEAD = PartCosts(num_ops=COSTS.blocks[0].num_ops)
+
+
+def test_a_measured_kind_gets_the_speed_at_which_its_blocks_take_as_long_as_measured() -> None:
+    cluster = paper(2, 1)
+    overhead = seconds_of_a_row(cluster, OVERHEAD)
+    time = BlockTime("paper", 1, 0.0, 4 * (seconds_of_a_row(cluster) - overhead) / LENGTH, overhead)
+    found = calibrated(cluster, Profile(COSTS, LENGTH, times=(time,)))
+    assert [d.flops_per_second for d in found.devices] == [pytest.approx(0.5e9), pytest.approx(0.25e9)]
+    assert seconds_of_a_row(found) == pytest.approx(time.seconds(LENGTH))
+
+
+def test_of_times_that_are_all_overhead_half_counts_as_work() -> None:
+    overhead = seconds_of_a_row(paper(1), OVERHEAD)
+    time = BlockTime("paper", 1, 0.0, overhead / 4 / LENGTH)
+    (found,) = calibrated(paper(1), Profile(COSTS, LENGTH, times=(time,))).devices
+    work = seconds_of_a_row(paper(1)) - overhead
+    assert found.flops_per_second == pytest.approx(1e9 * work / (overhead / 8))
+
+
+def test_a_kind_that_nobody_timed_keeps_its_speed() -> None:
+    time = BlockTime("other", 1, 0.0, 1.0)
+    assert calibrated(paper(2, 1), Profile(COSTS, LENGTH, times=(time,))) == paper(2, 1)
+    assert calibrated(paper(2), Profile(COSTS, 0, times=(replace(time, kind="paper"),))) == paper(2)

@@ -1,0 +1,60 @@
+import pytest
+
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.search.regions import CLASSES, cuts
+from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.program import ProgramCosts
+from tests.planner.examples import paper, transformer
+
+COSTS = transformer(layers=12, rows=48, length=256, width=512)
+NODES = "".join(8 * letter for letter in "abcdefgh")
+
+
+def of(*speeds: float, memory_bytes: int = 1 << 40) -> Cluster:
+    return paper(*speeds, nodes=NODES[: len(speeds)], inter=Link(1e9, 1e-5), memory_bytes=memory_bytes)
+
+
+def test_classes_in_order_are_cut_in_regions_some_of_which_are_left_out() -> None:
+    found = set(cuts((0, 1)))
+    assert found == {((0,), (1,)), ((0,),), ((1,),), ((0, 1),), ()}
+
+
+def test_two_kinds_are_used_in_proportion_to_their_speed() -> None:
+    cluster = of(*[1000] * 16, *[300] * 16)
+    plan = make_plan(COSTS, cluster, search="classes")
+    assert plan.predicted is not None
+    assert plan.predicted.seconds == predict(plan, COSTS, cluster).seconds
+    alone = make_plan(COSTS, of(*[1000] * 16), search="classes")
+    assert alone.predicted is not None
+    assert plan.predicted.seconds < 0.95 * alone.predicted.seconds
+    plan.check(num_blocks=12, world_size=32)
+
+
+def test_blocks_go_where_there_is_memory() -> None:
+    cluster = of(*[1000] * 8, *[300] * 8, memory_bytes=int(2.5 * COSTS.whole.parameter_bytes))
+    plan = make_plan(COSTS, cluster, search="classes")
+    assert plan.predicted is not None
+    assert not memory_problems(plan.predicted, cluster, 0.9)
+    assert all(len(pipeline.devices) > 1 for pipeline in plan.pipelines)
+
+
+def test_blocks_that_differ_are_cut_where_it_is_even() -> None:
+    heavy = transformer(layers=1, width=512, length=768).blocks[0]
+    blocks = (heavy, *COSTS.blocks[1:])
+    costs = ProgramCosts(48, COSTS.before, blocks, COSTS.after, COSTS.boundary_bytes, COSTS.units)
+    found = CLASSES.find(Problem(Profile(costs), of(*[1000] * 4)))
+    piped = [plan for plan in found if len(plan.pipelines[0].stages) == 2]
+    assert piped
+    assert all((plan.pipelines[0].stages[0].blocks or 0) < 6 for plan in piped)
+
+
+def test_too_many_classes_are_refused() -> None:
+    cluster = paper(*range(1, 9))
+    assert len(classes_of(Problem(Profile(COSTS), cluster))) == 8
+    with pytest.raises(PlanError, match="it plans for up to 6 classes"):
+        make_plan(COSTS, cluster, search="classes")

@@ -1,0 +1,28 @@
+import pytest
+
+from hetu_fx.planner.price.step import stage_costs, update_line
+from hetu_fx.planner.stage_estimate import stage_estimate
+from hetu_fx.plans.plan import Pipeline, Stage
+from tests.planner.examples import paper, transformer
+
+COSTS = transformer(layers=4, units=4)
+CLUSTER = paper(100, 100, 50)
+MEMORY = {0: 7000, 1: 5000, 2: 6000}
+
+
+def test_of_devices_with_equal_shares_the_one_with_least_memory_stands_for_all() -> None:
+    even = stage_estimate(Stage((0, 1)), 1, 3, COSTS, CLUSTER, MEMORY)
+    assert [(held.memory, held.piece.share) for held in even.holdings] == [(5000, 0.5)]
+    uneven = stage_estimate(Stage((0, 1, 2), (2, 1, 1)), 1, 3, COSTS, CLUSTER, MEMORY)
+    assert [(held.memory, held.piece.share) for held in uneven.holdings] == [(7000, 0.5), (5000, 0.25)]
+
+
+def test_seconds_are_those_of_the_cost_model_without_hand_overs() -> None:
+    stage = Stage((0, 2), (3, 1), 4)
+    found = stage_estimate(stage, 0, 4, COSTS, CLUSTER, MEMORY)
+    (priced,) = stage_costs(Pipeline((stage,)), COSTS, CLUSTER)
+    assert found.seconds(3) == pytest.approx(priced.seconds(3), rel=1e-12)
+    shares = zip((0, 2), (0.75, 0.25), strict=True)
+    whole = COSTS.stage(0, 4)
+    lines = [update_line(whole.parameter_bytes_at(share), CLUSTER.device(rank)) for rank, share in shares]
+    assert found.update == lines[0].upper(lines[1])

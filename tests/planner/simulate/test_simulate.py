@@ -1,0 +1,215 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.simulate.result import Simulation
+from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, ZeroBubble
+from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.simulate.timeline import Event
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.tied import Tied
+from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
+from tests.planner.examples import paper, transformer
+
+WORK = ("forward", "backward", "input gradient", "weight gradient")
+
+
+def blocks_only(layers: int, rows: int) -> ProgramCosts:
+    """Return a program of equal blocks that costs nothing but compute: a second a row and block at 3 GFLOP/s."""
+    empty, block = PartCosts(), PartCosts(flops=1e9, split_flops=1e9)
+    return ProgramCosts(rows, empty, (block,) * layers, empty, (0.0,) * (layers - 1), units=4)
+
+
+def free(*speeds: float) -> Cluster:
+    """Return devices whose links cost nothing to speak of."""
+    return replace(paper(*speeds), intra=Link(1e30), inter=Link(1e30))
+
+
+def pipeline(*devices: int, micro_batches: int = 1, rows: int = 1) -> Pipeline:
+    return Pipeline(tuple(Stage((device,)) for device in devices), rows=rows, micro_batches=micro_batches)
+
+
+def events(step: Simulation, *kinds: str, device: int | None = None) -> list[Event]:
+    return [e for e in step.timeline.events if e.kind in kinds and device in (None, e.device)]
+
+
+def work_seconds(step: Simulation) -> float:
+    """Return the time from the first forward to the last backward."""
+    own = events(step, *WORK)
+    return max(e.end_seconds for e in own) - min(e.start_seconds for e in own)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 8), (4, 4), (4, 12)])
+def test_equal_stages_take_the_textbook_time(schedule: Schedule, stages: int, micro_batches: int) -> None:
+    plan = Plan((pipeline(*range(stages), micro_batches=micro_batches),), schedule=schedule)
+    step = simulate(plan, blocks_only(stages, micro_batches), free(*[3.0] * stages))
+    assert work_seconds(step) == pytest.approx(micro_batches + stages - 1)
+    share = (stages - 1) / (micro_batches + stages - 1)
+    assert list(step.bubbles.values()) == pytest.approx([share] * stages)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("1f1b", 8 + 3), (Interleaved(2), 8 + 3 / 2), (ZeroBubble(), 8 + 3 / 3)]
+)
+def test_schedules_on_paper_have_smaller_bubbles(schedule: PaperSchedule, expected: float) -> None:
+    plan = Plan((pipeline(*range(4), micro_batches=8),))
+    step = simulate(plan, blocks_only(4 * 2, 8), free(*[6.0] * 4), schedule=schedule)
+    assert work_seconds(step) == pytest.approx(expected, rel=0.03)
+
+
+def test_a_plan_cannot_name_a_schedule_that_only_a_simulation_runs() -> None:
+    with pytest.raises(PlanError, match="'zero-bubble' can be simulated, but not run; use '1f1b' or 'gpipe'"):
+        replace(Plan.single(), schedule="zero-bubble")  # type: ignore[arg-type]
+
+
+def test_one_device_after_the_other_is_what_the_cost_model_says() -> None:
+    for plan in (Plan.single(), Plan.tensor_parallel((0, 1)), Plan((pipeline(0, 1),))):
+        costs, cluster = transformer(), paper(2, 2)
+        assert simulate(plan, costs, cluster).seconds == pytest.approx(predict(plan, costs, cluster).seconds, rel=1e-3)
+
+
+def test_an_even_pipeline_is_what_the_cost_model_says() -> None:
+    plan, costs, cluster = Plan((pipeline(0, 1, micro_batches=4),)), transformer(vocabulary=1), paper(2, 2)
+    assert simulate(plan, costs, cluster).seconds == pytest.approx(predict(plan, costs, cluster).seconds, rel=0.03)
+
+
+def test_what_waits_for_nobody_is_faster_than_the_formula_which_charges_the_largest() -> None:
+    plan = Plan((pipeline(0, 1, 2, micro_batches=4),))
+    costs, cluster = transformer(layers=6, rows=9), paper(8, 1, 4)
+    assert simulate(plan, costs, cluster).seconds < predict(plan, costs, cluster).seconds
+
+
+def test_a_straggler_holds_up_its_pipeline() -> None:
+    plan, costs = Plan((pipeline(0, 1, micro_batches=8),)), blocks_only(2, 8)
+    slow = simulate(plan, costs, free(3.0, 3.0).with_rates({1: 2.0}))
+    assert work_seconds(slow) == pytest.approx(8 * 2 + 1)
+    assert slow.bubbles[0] == pytest.approx(1 - 8 / 17)
+
+
+def test_the_slowest_of_a_group_sets_its_pace() -> None:
+    step = simulate(Plan.tensor_parallel((0, 1)), blocks_only(2, 4), free(3.0, 1.5))
+    assert step.bubbles[1] == pytest.approx(0.0, abs=1e-6)
+    assert step.bubbles[0] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_message_delays_the_receiver_and_not_the_sender() -> None:
+    costs = replace(blocks_only(2, 2), boundary_bytes=(1e9,))
+    cluster = replace(paper(3.0, 3.0), intra=Link(2e9))
+    step = simulate(Plan((pipeline(0, 1, micro_batches=2),)), costs, cluster)
+    ends = {e.name: e for e in events(step, "forward", device=0)}
+    assert ends["forward 1"].start_seconds == ends["forward 0"].end_seconds
+    (first, _) = events(step, "forward", device=1)
+    assert first.start_seconds == pytest.approx(ends["forward 0"].end_seconds + 0.5)
+
+
+def test_gradients_travel_beside_the_backward_of_earlier_blocks() -> None:
+    block = PartCosts(flops=1e9, parameter_bytes=float(20 << 20))
+    costs = ProgramCosts(2, PartCosts(), (block,) * 4, PartCosts(), (0.0,) * 3)
+    cluster = replace(paper(3.0, 3.0), intra=Link(40 << 20))
+    step = simulate(Plan.data_parallel((0, 1)), costs, cluster)
+    sync = events(step, "gradients", device=0)
+    backward_end = max(e.end_seconds for e in events(step, "backward"))
+    assert len(sync) == 4
+    assert sync[0].start_seconds < backward_end
+    assert [e for e in sync if e.end_seconds > backward_end] == [sync[-1]]
+    assert max(e.end_seconds for e in sync) <= min(e.start_seconds for e in events(step, "optimizer"))
+
+
+def test_bytes_of_gradients_and_parameters_go_around_the_ring_once_each() -> None:
+    step = simulate(Plan.data_parallel((0, 1, 2)), transformer(), paper(1, 1, 1))
+    each = transformer().whole.parameter_bytes * 2 / 3
+    assert step.link_bytes == pytest.approx({(0, 1): 2 * each, (1, 2): 2 * each, (2, 0): 2 * each})
+
+
+def test_devices_that_share_the_sequence_gather_in_every_block_and_send_all_gradients_home() -> None:
+    costs = transformer()
+    shared = replace(costs, blocks=tuple(replace(block, gathered_bytes=1e4, num_gathers=2) for block in costs.blocks))
+    step = simulate(Plan.context_parallel((0, 1)), shared, paper(1, 1))
+    around = 4 * 16 * 1e4 / 2  # in each of the blocks, for all rows, a half from each device
+    assert step.link_bytes == pytest.approx(dict.fromkeys([(0, 1), (1, 0)], 2 * around + costs.whole.parameter_bytes))
+    assert {e.kind for e in step.timeline.events} >= {"gather", "communication", "gradients"}
+
+
+def test_tied_parameters_travel_once_between_replicas_and_between_the_stages_that_read_them() -> None:
+    costs = transformer()
+    table = costs.before.parameter_bytes
+    tied = replace(costs, after=replace(costs.after, parameter_bytes=0.0), tied=(Tied(table, 0.0, (0, 5)),))
+    replicas = simulate(Plan.data_parallel((0, 1)), tied, paper(1, 1)).link_bytes
+    assert replicas[0, 1] == pytest.approx(tied.whole.parameter_bytes)
+    plan = Plan((pipeline(0, 1, micro_batches=4),))
+    together, apart = (simulate(plan, one, paper(1, 1)) for one in (tied, costs))
+    for link in ((0, 1), (1, 0)):
+        assert together.link_bytes[link] - apart.link_bytes[link] == pytest.approx(table)
+    ends = [dict(device.seconds) for device in predict(plan, tied, paper(1, 1)).devices]
+    assert all(seconds["gradient_sync"] > 0 < seconds["gather"] for seconds in ends)
+
+
+def test_replicas_that_share_a_slow_link_between_nodes_wait_for_it() -> None:
+    block = PartCosts(flops=1.0, split_flops=1.0, parameter_bytes=1e7, split_parameter_bytes=1e7)
+    costs = ProgramCosts(4, PartCosts(), (block,), PartCosts(), units=4)
+    cluster = paper(*[3e4] * 4, nodes="abab", inter=Link(1e7))
+    pairs = Plan((Pipeline((Stage((0, 2)),)), Pipeline((Stage((1, 3)),))))
+    lone = Plan.data_parallel((0, 1))
+    # two rings of half the bytes use the nodes' one link as long as one ring of all
+    two, one = (events(simulate(plan, costs, cluster), "gather")[0].seconds for plan in (pairs, lone))
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def test_a_replica_without_rows_waits() -> None:
+    step = simulate(Plan.data_parallel([0, 1], [9, 1]), transformer(rows=1), paper(1, 1))
+    assert {event.kind for event in step.timeline.of(1)} == {"gather", "gradients", "optimizer"}
+
+
+PLANS = {
+    "one": Plan.single(),
+    "replicas": Plan.data_parallel((0, 1), (3, 1)),
+    "group": Plan.tensor_parallel((0, 1), (3, 1)),
+    "1f1b": Plan((pipeline(0, 1, micro_batches=8),)),
+    "gpipe": Plan((pipeline(0, 1, micro_batches=8),), schedule="gpipe"),
+    "unequal": Plan((pipeline(0, 1, micro_batches=4, rows=3), Pipeline((Stage((2, 3)),)))),
+    "sequence": replace(Plan.tensor_parallel((0, 1), (3, 1)), sequence_parallel=True),
+    "ring": Plan.context_parallel((0, 1), (3, 1)),
+    "ring without zero": replace(Plan.context_parallel((0, 1), (3, 1)), zero=0),
+    "grid": Plan((Pipeline((Stage((0, 1, 2, 3), (3, 1), context=2, context_ratios=(2, 1), recompute=1),)),)),
+    "ring beside one": Plan((Pipeline((Stage((0, 1), context=2),)), Pipeline((Stage((2,)),)))),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_memory_over_time_is_as_high_as_the_memory_model_says(name: str) -> None:
+    costs, cluster = transformer(), paper(2, 2, 1, 1)
+    step, predicted = simulate(PLANS[name], costs, cluster), predict(PLANS[name], costs, cluster)
+    for device in predicted.devices:
+        assert step.peak_bytes[device.rank] == pytest.approx(device.total_bytes, rel=0.05)
+
+
+def test_memory_goes_back_to_where_it_was() -> None:
+    for counter in simulate(PLANS["unequal"], transformer(), paper(2, 2, 1, 1)).timeline.counters:
+        assert counter.values[-1][1] == pytest.approx(counter.values[0][1])
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from(["1f1b", "gpipe", ZeroBubble(), Interleaved(2)]),
+)
+def test_a_step_is_complete_causal_and_bounded(speeds: list[int], rounds: int, schedule: PaperSchedule) -> None:
+    stages, micro_batches = len(speeds), rounds * len(speeds)
+    plan = Plan((pipeline(*range(stages), micro_batches=micro_batches),))
+    costs = blocks_only(2 * stages, micro_batches)
+    step = simulate(plan, costs, free(*map(float, speeds)), schedule=schedule)
+    for device in range(stages):
+        own = sorted(events(step, *WORK, device=device), key=lambda e: e.start_seconds)
+        assert all(a.end_seconds <= b.start_seconds + 1e-9 for a, b in itertools.pairwise(own))
+        assert sum(e.seconds for e in own) == pytest.approx(micro_batches * 2 * 3 / speeds[device])
+    each = [2 * 3 / speed for speed in speeds]
+    assert micro_batches * max(each) - 1e-6 <= work_seconds(step) <= micro_batches * sum(each) + 1e-6

@@ -1,0 +1,86 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetu_fx.errors import EnvironmentProblem, StateError
+from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
+
+
+def example() -> Timeline:
+    return Timeline(
+        (
+            Event(1, "backward 0", 0.004, 0.006, "backward"),
+            Event(0, "forward 0", 0.001, 0.003, "forward"),
+            Event(0, "send 0", 0.002, 0.004, "send"),
+        ),
+        "step",
+    )
+
+
+def test_events_are_kept_by_device_and_start() -> None:
+    assert [(e.device, e.name) for e in example().events] == [
+        (0, "forward 0"),
+        (0, "send 0"),
+        (1, "backward 0"),
+    ]
+    assert example().devices == (0, 1)
+
+
+def test_overlapping_events_are_busy_once() -> None:
+    timeline = example()
+    assert timeline.seconds == pytest.approx(0.005)
+    assert timeline.busy_seconds(0) == pytest.approx(0.003)
+    assert timeline.idle_share(1) == pytest.approx(0.6)
+
+
+def test_an_empty_timeline_has_no_time() -> None:
+    assert (Timeline(()).seconds, Timeline(()).idle_share(0), Timeline(()).devices) == (0.0, 0.0, ())
+
+
+def test_merging_keeps_all_events() -> None:
+    parts = [Timeline((event,)) for event in example().events]
+    assert Timeline.merged(parts, "step") == example()
+
+
+def test_an_event_cannot_end_before_it_starts() -> None:
+    with pytest.raises(StateError, match=r"event 'x' of device 3 ends at 1\.0 s, before it starts at 2\.0 s"):
+        Event(3, "x", 2.0, 1.0)
+
+
+def test_the_chrome_trace_starts_at_zero_in_microseconds(tmp_path: Path) -> None:
+    example().write_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["device 0", "device 1"]
+    last = events[-1]
+    assert (last["name"], last["tid"], last["cat"], last["ph"]) == ("backward 0", 1, "backward", "X")
+    assert (last["ts"], last["dur"]) == (pytest.approx(3000), pytest.approx(2000))
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    example().write_png(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'hetu-fx\[ui\]'"):
+        example().write_png(tmp_path / "step.png")
+
+
+def test_counters_stand_in_the_chrome_trace_and_are_merged() -> None:
+    counter = Counter(1, "memory", ((0.001, 5.0), (0.002, 7.0)))
+    timeline = Timeline.merged([example(), Timeline((), counters=(counter,))], "step")
+    found = [e for e in timeline.to_chrome()["traceEvents"] if e["ph"] == "C"]
+    assert [(e["name"], e["ts"], e["args"]) for e in found] == [
+        ("memory of device 1", pytest.approx(0), {"memory": 5.0}),
+        ("memory of device 1", pytest.approx(1000), {"memory": 7.0}),
+    ]
+
+
+@pytest.mark.parametrize("values", [((2.0, 1.0), (1.0, 1.0)), ((0.0, float("nan")),)])
+def test_a_counter_has_finite_values_in_order(values: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(StateError, match="counter 'memory' of device 2"):
+        Counter(2, "memory", values)

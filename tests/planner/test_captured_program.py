@@ -1,0 +1,39 @@
+import pytest
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.captured_program import PlannedProgram
+from tests.planner.search.nets import convolutions
+
+
+def planned() -> PlannedProgram:
+    execution = convolutions()
+    return PlannedProgram(execution.program, execution.costs(18))
+
+
+def test_a_split_that_groups_choose_anyway_costs_what_the_program_does() -> None:
+    made = planned()
+    chosen = [(name, dim) for name, dim in CHOICES if made.costs_of(((name, dim),)) is made.costs]
+    assert chosen == [("head.0.weight", 0)]
+
+
+CHOICES = (("features.3.weight", 0), ("head.0.weight", 0), ("head.2.weight", 0))
+
+
+def test_another_split_cuts_other_work_and_is_worked_out_once() -> None:
+    made = planned()
+    other = made.costs_of((("features.3.weight", 0),))
+    assert other.whole.split_flops != made.costs.whole.split_flops
+    assert other.whole.flops == made.costs.whole.flops
+    assert other.memory is not None
+    assert made.costs_of((("features.3.weight", 0),)) is other
+
+
+def test_hap_sees_the_rows_of_the_costs() -> None:
+    execution = convolutions()
+    hap = PlannedProgram(execution.program, execution.costs(64, memory=False)).hap
+    assert {tensor.shape[tensor.row_dim] for tensor in hap.tensors if tensor.row_dim is not None} == {64}
+
+
+def test_a_dim_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"wants dim 7 of 'head\.0\.weight' split"):
+        planned().costs_of((("head.0.weight", 7),))

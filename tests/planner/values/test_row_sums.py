@@ -1,0 +1,63 @@
+"""Models in which rows meet pay for it with every replica."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetu_fx.base.documents import Fields
+from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.errors import ProfileError
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.device_orders import PlanOptions
+from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.values.json import PROGRAM_KEYS, program_json, read_program
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Programs
+from tests.model_zoo import SAMPLES
+
+LINK = Link(1e9, 1e-4)
+COSTS = ProgramCosts(16, PartCosts(flops=1e8, parameter_bytes=1e6), (), PartCosts())
+SUMMED = replace(COSTS, row_sums=RowSums(20, 8e5))
+
+
+def test_each_is_an_all_reduce_and_a_meeting_of_all_replicas() -> None:
+    cluster = Cluster.on_paper([1e9] * 3, intra=LINK, meeting_seconds=[1e-3, 2e-3, 5e-3])
+    assert SUMMED.row_sums.seconds((0, 1), cluster) == pytest.approx(20 * (2 * 2e-3 + 2 * (1e-4 + 2e4 / 1e9)))
+    assert SUMMED.row_sums.seconds((0,), cluster) == NO_ROW_SUMS.seconds((0, 1, 2), cluster) == 0.0
+
+
+def test_prediction_and_simulation_count_them_for_replicas_only() -> None:
+    cluster = Cluster.on_paper([1e9, 1e9], intra=LINK)
+    lost = SUMMED.row_sums.seconds((0, 1), cluster)
+    for plan, expected in ((Plan.single(0), 0.0), (Plan.data_parallel((0, 1)), lost)):
+        found, without = (predict(plan, costs, cluster).seconds for costs in (SUMMED, COSTS))
+        assert found - without == pytest.approx(expected)
+        found, without = (simulate(plan, costs, cluster).seconds for costs in (SUMMED, COSTS))
+        assert found - without == pytest.approx(expected)
+
+
+def test_a_replica_that_costs_more_in_sums_than_it_gains_gets_no_rows() -> None:
+    cluster = Cluster.on_paper([1e9, 1e9, 5e8], intra=LINK, meeting_seconds=[1e-3, 1e-3, 2e-2])
+    options = PlanOptions.of_program(mixes_rows=True)
+    assert make_plan(COSTS, cluster, options=options).devices == (0, 1, 2)
+    assert make_plan(SUMMED, cluster, options=options).devices == (0, 1)
+
+
+def test_a_batch_norm_has_sums_forward_and_backward_and_a_llama_none() -> None:
+    for name, has_some in (("conv", True), ("llama", False)):
+        sample = SAMPLES[name]
+        program = Programs(sample.model(), None).first(sample.batch(4, 9), training=True)
+        assert bool(program.summed_over_rows) == program.mixes_rows == has_some
+
+
+def test_a_profile_file_has_them() -> None:
+    written = program_json(SUMMED)
+    assert written["row_sums"] == {"count": 20, "bytes": 8e5}
+    assert "row_sums" not in program_json(COSTS)
+    assert read_program(Fields(written, "p: program", ProfileError, PROGRAM_KEYS)) == SUMMED
+    with pytest.raises(ProfileError, match="count"):
+        RowSums(-1)

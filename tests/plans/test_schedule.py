@@ -1,0 +1,86 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetu_fx.planner.values.device_memory import in_flight
+from hetu_fx.plans.plan import Schedule
+from hetu_fx.plans.schedule import Action, Phase, actions, forwards
+
+SCHEDULES = st.sampled_from(["1f1b", "gpipe"])
+
+
+@given(SCHEDULES, st.integers(1, 6), st.integers(0, 8), st.data())
+def test_every_micro_batch_goes_forward_then_backward_once(
+    schedule: Schedule, num_stages: int, micro_batches: int, data: st.DataObject
+) -> None:
+    stage = data.draw(st.integers(0, num_stages - 1))
+    order = actions(schedule, stage, num_stages, micro_batches)
+    forwards = [a.micro_batch for a in order if a.phase is Phase.FORWARD]
+    backwards = [a.micro_batch for a in order if a.phase is Phase.BACKWARD]
+    assert forwards == backwards == list(range(micro_batches))
+    seen: set[int] = set()
+    for action in order:
+        assert (action.micro_batch in seen) == (action.phase is Phase.BACKWARD)
+        seen.add(action.micro_batch)
+
+
+@given(SCHEDULES, st.integers(1, 6), st.integers(1, 8), st.data())
+def test_the_memory_model_counts_what_the_schedule_keeps(
+    schedule: Schedule, num_stages: int, micro_batches: int, data: st.DataObject
+) -> None:
+    stage = data.draw(st.integers(0, num_stages - 1))
+    kept = most = 0
+    for action in actions(schedule, stage, num_stages, micro_batches):
+        kept += 1 if action.phase is Phase.FORWARD else -1
+        most = max(most, kept)
+    assert most == in_flight(schedule, stage, num_stages, micro_batches)
+
+
+def run_on_paper(schedule: Schedule, num_stages: int, micro_batches: int) -> tuple[int, int]:
+    """Run all stages side by side, each action when its neighbour's value is there; one action takes one tick.
+
+    Returns (actions left over when nobody can go on, ticks).
+    """
+    queues = [list(actions(schedule, stage, num_stages, micro_batches)) for stage in range(num_stages)]
+    done: set[tuple[int, Phase, int]] = set()
+    for tick in itertools.count():
+        fresh = [(s, q[0]) for s, q in enumerate(queues) if q and is_ready(s, q[0], num_stages, done)]
+        if not fresh:
+            return sum(map(len, queues)), tick
+        for stage, action in fresh:
+            queues[stage].pop(0)
+            done.add((stage, action.phase, action.micro_batch))
+    raise AssertionError
+
+
+def is_ready(stage: int, action: Action, num_stages: int, done: set[tuple[int, Phase, int]]) -> bool:
+    """A forward waits for the earlier stage's, a backward for the later stage's and for its own forward."""
+    if action.phase is Phase.FORWARD:
+        return stage == 0 or (stage - 1, Phase.FORWARD, action.micro_batch) in done
+    own = (stage, Phase.FORWARD, action.micro_batch) in done
+    return own and (stage == num_stages - 1 or (stage + 1, Phase.BACKWARD, action.micro_batch) in done)
+
+
+@given(SCHEDULES, st.integers(1, 6), st.integers(0, 9))
+def test_no_stage_waits_for_ever(schedule: Schedule, num_stages: int, micro_batches: int) -> None:
+    assert run_on_paper(schedule, num_stages, micro_batches)[0] == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_pipelines_of_unequal_depth_and_count_all_finish(schedule: Schedule) -> None:
+    # The paper's example: 64 micro-batches over pipelines of 29, 18 and 17; they meet in gradient sync only.
+    for num_stages, micro_batches in ((4, 29), (3, 18), (2, 17)):
+        left, ticks = run_on_paper(schedule, num_stages, micro_batches)
+        assert left == 0
+        assert ticks == 2 * (micro_batches + num_stages - 1)
+
+
+def test_one_forward_one_backward_starts_backwards_early() -> None:
+    kept = {s: [a.phase for a in actions(s, 0, 3, 5)].index(Phase.BACKWARD) for s in ("1f1b", "gpipe")}
+    assert kept == {"1f1b": 3, "gpipe": 5}
+
+
+def test_an_evaluation_goes_forward_only() -> None:
+    assert [(a.phase, a.micro_batch) for a in forwards(2)] == [(Phase.FORWARD, 0), (Phase.FORWARD, 1)]

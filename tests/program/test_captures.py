@@ -1,0 +1,103 @@
+"""Programs are captured once per form of batch and mode; the form tells what one program can run."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.errors import BatchError, StateError
+from hetu_fx.program import captures
+from hetu_fx.program.captures import Programs, batch_of, form_of
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, **others: Tensor) -> Tensor:
+        return self.layer(x) * scale
+
+
+def anything(*tensors: Tensor) -> None: ...
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[Programs, list[bool]]:
+    """Programs that are not captured, and the modes in which they would have been."""
+    captured: list[bool] = []
+    programs = Programs(Summing(), None)
+    monkeypatch.setattr(programs, "trace", lambda batch, training: captured.append(training))
+    return programs, captured
+
+
+def test_arguments_are_brought_to_their_keywords() -> None:
+    x, y = torch.ones(2, 3), torch.ones(1)
+    assert batch_of(signature(Summing().forward), (x,), {"bias": None, "extra": y}) == {"x": x, "extra": y}
+
+
+def test_a_forward_of_any_arguments_keeps_them_by_position() -> None:
+    x = torch.ones(2, 3)
+    assert batch_of(signature(anything), (x, x), {}) == (x, x)
+
+
+def test_a_missing_argument_is_named() -> None:
+    with pytest.raises(BatchError, match="missing a required argument: 'x'"):
+        batch_of(signature(Summing().forward), (), {})
+
+
+def test_sizes_do_not_change_the_form() -> None:
+    assert form_of({"x": torch.ones(2, 3)}, True) == form_of({"x": torch.ones(5, 7)}, True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"y": torch.ones(2, 3)},
+        {"x": torch.ones(2)},
+        {"x": torch.ones(2, 3).half()},
+        {"x": torch.ones(2, 3), "scale": 2.0},
+    ],
+    ids=["name", "dims", "dtype", "constant"],
+)
+def test_names_dims_dtypes_and_constants_change_the_form(other: dict[str, Any]) -> None:
+    assert form_of(other, True) != form_of({"x": torch.ones(2, 3)}, True)
+
+
+def test_the_mode_and_autocast_change_the_form() -> None:
+    batch = {"x": torch.ones(2, 3)}
+    with torch.autocast("cpu"):
+        half = form_of(batch, True)
+    assert len({form_of(batch, True), form_of(batch, False), half}) == 3
+
+
+def test_a_form_is_captured_once_for_each_mode(programs: tuple[Programs, list[bool]]) -> None:
+    made, captured = programs
+    for rows in (2, 5):
+        made.find({"x": torch.ones(rows, 3)}, True)
+        made.find({"x": torch.ones(rows, 3)}, False)
+    assert captured == [True, False]
+
+
+def test_asking_for_the_training_program_before_there_is_one_says_what_to_do() -> None:
+    with pytest.raises(StateError, match="run a training batch first"):
+        _ = Programs(Summing(), None).training
+
+
+def test_the_models_class_forward_is_captured_not_the_patched_one() -> None:
+    model = Summing()
+    model.forward = anything  # type: ignore[assignment]
+    with captures._own_forward(model):
+        assert model.forward.__func__ is Summing.forward
+    assert model.forward is anything
+
+
+def test_a_program_is_known_by_its_graph_whatever_the_sizes_of_its_example() -> None:
+    few, many = (Programs(Summing(), None).find({"x": torch.ones(rows, 3)}, True) for rows in (2, 5))
+    other = Programs(nn.Linear(3, 2), None).find({"input": torch.ones(2, 3)}, True)
+    assert few.fingerprint == many.fingerprint
+    assert few.fingerprint != other.fingerprint

@@ -1,0 +1,272 @@
+"""What a log says: pure entries from two states, and the entries of a model that trains."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetu_fx
+from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
+from hetu_fx.plans.plan import Plan
+from hetu_fx.report.run_log import Batch, Entry, State, Variant, entries
+from hetu_fx.report.sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
+from hetu_fx.report.summary import draw, read_log, summaries, summary_text
+from hetu_fx.switching.eviction import GraphEvent
+from hetu_fx.switching.migrate.in_flight import HomeEvent
+from hetu_fx.switching.sequences.planner import Planned
+
+SHORT, LONG = Variant(Plan.single(), 1.5), Variant(Plan.single(), 0.0)
+VARIANTS = {"short": SHORT, "long": LONG}
+
+
+def state(step: int, variant: str, **more: Any) -> State:
+    return State(step, variant, (4,), VARIANTS, **more)
+
+
+def events(found: list[Entry]) -> list[str]:
+    return [entry["event"] for entry in found]
+
+
+def test_a_step_is_told_beside_what_was_predicted() -> None:
+    (entry,) = entries(state(3, "short"), state(4, "short"), Batch(128, 2.0, (0.5, 0.25)))
+    assert entry == {
+        "event": "step",
+        "step": 4,
+        "variant": "short",
+        "longest": 128,
+        "rows": [4],
+        "seconds": 2.0,
+        "predicted_seconds": 1.5,
+        "compute_seconds": [0.5, 0.25],
+    }
+
+
+def test_a_step_of_mixed_lengths_tells_of_its_own_prediction_and_of_planning() -> None:
+    planned = Planned((), seconds=0.7, planning_seconds=0.1, waited_seconds=0.02)
+    (entry,) = entries(state(3, "short"), state(4, "short", planned=planned), Batch(128, 2.0))
+    told = (entry["predicted_seconds"], entry["planning_seconds"], entry["waited_seconds"])
+    assert told == (0.7, 0.1, 0.02)
+
+
+def test_nothing_is_predicted_of_a_plan_given_by_hand() -> None:
+    (entry,) = entries(state(3, "long"), state(4, "long"), Batch(128, 2.0))
+    assert entry["predicted_seconds"] is None
+
+
+def test_a_batch_without_training_is_an_evaluation() -> None:
+    assert events(list(entries(state(3, "short"), state(3, "short"), Batch(128, 2.0)))) == ["evaluation"]
+
+
+def test_another_variant_is_a_switch_before_its_step() -> None:
+    switch, step = entries(state(3, "short"), state(4, "long"), Batch(512, 2.0))
+    assert (switch["from"], switch["to"], switch["step"]) == ("short", "long", step["step"])
+
+
+def test_the_first_batch_of_a_run_switches_from_nothing() -> None:
+    assert events(list(entries(state(0, ""), state(1, "long"), Batch(512, 2.0)))) == ["step"]
+
+
+def test_new_variants_and_new_rates_are_told() -> None:
+    before = State(3, "short", (4,), {"short": SHORT})
+    plan, health = entries(before, state(3, "short", rates={1: 2.0}), None)
+    assert (plan["name"], plan["plan"]) == ("long", LONG.plan.to_json())
+    assert health["rates"] == {"1": 2.0}
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.linear(x).square().mean()}
+
+
+def batch_of(length: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(4, length, 3)}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    plans = [replace(Plan.single(), name="short", max_length=8), replace(Plan.single(), name="long")]
+    return hetu_fx.auto_parallelize(Line(), batch_of(8), plan=plans)
+
+
+def train(model: Any, *lengths: int) -> None:
+    for length in lengths:
+        model(**batch_of(length))["loss"].backward()
+
+
+@pytest.fixture(scope="module")
+def log_file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "run.jsonl"
+    with model.hetu.log(path):
+        train(model, 8, 8, 12, 8)
+        with torch.no_grad():
+            model(**batch_of(8))
+        model.hetu.add_variant(Plan.single(), name="third")
+    train(model, 8)  # the log is closed
+    return path
+
+
+def test_a_run_is_told_in_order(log_file: Path) -> None:
+    log = read_log(log_file)
+    steps = ["built", "step", "step", "switch", "step", "switch", "step"]
+    assert events(list(log)) == ["start", *steps, "evaluation", "plan"]
+    assert [entry["variant"] for entry in log if entry["event"] == "step"] == ["short", "short", "long", "short"]
+    assert [entry["longest"] for entry in log if entry["event"] == "step"] == [8, 8, 12, 8]
+    assert log[0]["variants"] == ["short", "long"]
+    assert all(entry["seconds"] > 0 for entry in log if entry["event"] == "step")
+
+
+def test_graphs_are_told_when_they_are_built_with_their_seconds_and_when_they_are_evicted() -> None:
+    built = GraphEvent("built", 4, "short", 2_000_000, 0.25)
+    evicted = GraphEvent("evicted", 3, "long", 1_000_000)
+    before = state(3, "long", graphs=(built,))
+    found = list(entries(before, state(4, "short", graphs=(built, evicted, built)), Batch(8, 2.0)))
+    assert events(found) == ["evicted", "built", "switch", "step"]
+    assert found[1] == {"event": "built", "step": 4, "variant": "short", "bytes": 2_000_000, "seconds": 0.25}
+    texts = ["step 3: graphs of 'long' evicted, 1 MB", "step 4: graphs of 'short' made in 0.25 s"]
+    assert [entry_text(entry) for entry in found[:2]] == texts
+
+
+def test_changes_of_home_are_told_with_what_came_before_training_went_on_and_what_came_beside_it() -> None:
+    moved, arrived = HomeEvent("moved", 4, 3_000_000, 0.25, 0.25), HomeEvent("arrived", 5, 6_000_000, 0.5, 0.125)
+    before, after = state(3, "long"), state(4, "long", homes=(moved,))
+    found = [*entries(before, after, Batch(8, 2.0)), *entries(after, state(5, "long", homes=(moved, arrived)), None)]
+    assert events(found) == ["step", "moved", "arrived"]
+    assert found[1] == {"event": "moved", "step": 4, "bytes": 3_000_000, "seconds": 0.25}
+    assert found[2] == {"event": "arrived", "step": 5, "bytes": 6_000_000, "seconds": 0.5, "waited_seconds": 0.125}
+    assert [entry_text(entry) for entry in found[1:]] == [
+        "step 4: homes changed, 3 MB in 0.25 s",
+        "step 5: optimizer state is home, 6 MB in 0.5 s, of which 0.12 s were waited for",
+    ]
+
+
+def test_homes_that_follow_a_plan_are_told_with_the_reason() -> None:
+    asked, followed = HomeEvent("moved", 2, 9, 0.1, 0.1), HomeEvent("moved", 3, 2_000_000, 0.25, 0.25, "follows 'b'")
+    (entry,) = entries(state(3, "short", homes=(asked,)), state(3, "short", homes=(asked, followed)), None)
+    assert entry == {"event": "moved", "step": 3, "bytes": 2_000_000, "seconds": 0.25, "why": "follows 'b'"}
+    assert entry_text(entry) == "step 3: homes changed, 2 MB in 0.25 s: follows 'b'"
+
+
+def test_steps_after_a_switch_are_summed_up_apart() -> None:
+    step = {"event": "step", "predicted_seconds": None}
+    switch = {"event": "switch"}
+    log: list[Any] = [{"event": "start"}, {**step, "variant": "a", "seconds": 9.0}]
+    log += [{**step, "variant": "a", "seconds": seconds} for seconds in (2.0, 3.0, 2.5)]
+    log += [switch, {**step, "variant": "b", "seconds": 1.0}, switch, {**step, "variant": "a", "seconds": 4.0}]
+    a, b = summaries(log)
+    assert (a.first_seconds, a.seconds, a.switched_seconds) == (9.0, 2.5, 4.0)
+    assert (b.first_seconds, b.seconds, b.switched_seconds) == (1.0, None, None)
+
+
+def test_a_log_is_summed_up_by_variant(log_file: Path) -> None:
+    found = summaries(read_log(log_file))
+    assert [(summary.name, summary.steps) for summary in found] == [("short", 3), ("long", 1)]
+    assert found[1].seconds is None, "the only step is the first one, which makes the graphs"
+    text = summary_text(read_log(log_file))
+    assert "'short' -> 'long'" in text
+    assert "a new plan, 'third'" in text
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(log_file: Path, tmp_path: Path) -> None:
+    whole = log_file.read_text()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(whole[:-20])
+    assert len(read_log(cut)) == len(read_log(log_file)) - 1
+
+
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"format": "hetu_fx.plan/1"}\n')
+    with pytest.raises(StateError, match=r"not a log of the format 'hetu_fx.log/1'"):
+        read_log(other)
+    other.write_text('{"event": "start", "format": "hetu_fx.log/1"}\nnonsense\n{}\n')
+    with pytest.raises(StateError, match="line 2 is no JSON"):
+        read_log(other)
+    with pytest.raises(EnvironmentProblem, match="No such file"):
+        read_log(tmp_path / "none")
+
+
+def test_a_picture_is_drawn(log_file: Path, tmp_path: Path) -> None:
+    log = [*read_log(log_file), {"event": "health", "step": 2, "rates": {"1": 2.0}}]
+    draw(log, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_log_that_cannot_be_written_is_an_error(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="cannot write the log"):
+        model.hetu.log(tmp_path / "no" / "such" / "folder")
+
+
+def test_progress_without_a_terminal_tells_changes_only() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for entry in entries(state(3, "short"), state(4, "long"), Batch(512, 2.0)):
+        progress.tell(entry)
+    progress.close()
+    assert stream.getvalue() == "step 4: 'short' -> 'long'\n"
+
+
+def test_every_kind_of_entry_has_a_text(log_file: Path) -> None:
+    texts = [entry_text(entry) for entry in read_log(log_file)]
+    assert all(texts)
+    assert entry_text({"event": "health", "step": 3, "rates": {}}) == "step 3: all devices are as they were measured"
+
+
+class Writer:
+    """Remembers what TensorBoard's writer would have been told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.told.append((tag, value, step))
+
+
+def test_scalars_are_the_numbers_of_steps_and_of_health() -> None:
+    writer = Writer()
+    scalars = Scalars(writer)
+    for entry in entries(state(3, "short"), state(4, "short", rates={1: 2.0}), Batch(128, 2.0, (0.5,))):
+        scalars.tell(entry)
+    assert ("hetu_fx/step_seconds", 2.0, 4) in writer.told
+    assert ("hetu_fx/predicted_seconds", 1.5, 4) in writer.told
+    assert ("hetu_fx/compute_seconds/0", 0.5, 4) in writer.told
+    assert ("hetu_fx/rate/1", 2.0, 4) in writer.told
+
+
+def test_without_tensorboard_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(EnvironmentProblem, match="pip install tensorboard"):
+        tensorboard_writer("anywhere")
+
+
+def test_lines_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "log")
+    sink.tell({"event": "step"})
+    assert json.loads((tmp_path / "log").read_text()) == {"event": "step"}
+    sink.close()
+
+
+def test_a_policy_of_ones_own_chooses_the_variant(model: Any) -> None:
+    usual = model.hetu.policy
+    try:
+        model.hetu.policy = lambda variants, batch, health: "long"
+        train(model, 8)
+        assert model.hetu.current == "long"
+        model.hetu.policy = lambda variants, batch, health: "none"
+        with pytest.raises(StateError, match="there is no variant 'none'"):
+            train(model, 8)
+        model.hetu.policy = lambda variants, batch, health: "short"
+        with pytest.raises(BatchError, match="the policy chose variant 'short'"):
+            train(model, 12)
+    finally:
+        model.hetu.policy = usual

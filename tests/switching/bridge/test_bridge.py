@@ -1,0 +1,92 @@
+"""The bridge on paper, and on a world of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import AnnotationError, StateError
+from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, plan_bridge
+from hetu_fx.switching.bridge.plan import Kind
+
+COPIES = Annotation.on((0, 1, 2), Duplicate(3))
+SUMMANDS = Annotation.on((0, 1, 2), Partial(3))
+ROWS = Annotation.on((0, 1, 2), Split(0, (2, 1, 1)))
+
+
+def entry(name: str, home: Annotation, compute: Annotation = COPIES, gradient: Annotation = SUMMANDS) -> BridgeEntry:
+    return BridgeEntry(name, (8, 6), torch.float32, home, compute, gradient)
+
+
+def pairs(*groups: tuple[tuple[int, ...], Sharding], top: Duplicate | Partial) -> Annotation:
+    return Annotation(tuple(DeviceGroup(ranks) for ranks, _ in groups), tuple(s for _, s in groups), top)
+
+
+def test_equal_replicas_with_copies_at_home_only_sum() -> None:
+    plan = plan_bridge([entry("w", COPIES)])
+    assert plan.gathers[0].messages == ()
+    (message,) = plan.reduces[0].messages
+    assert (message.lane.kind, message.lane.ranks) == (Kind.SUM, (0, 1, 2))
+
+
+def test_equal_replicas_owning_once_scatter_and_gather() -> None:
+    plan = plan_bridge([entry("w", ROWS), entry("b", Annotation.on((1,)))])
+    (scatter,), (gather,) = plan.reduces[0].messages, plan.gathers[0].messages
+    assert (scatter.lane.kind, scatter.sizes) == (Kind.SCATTER, (24, 12 + 48, 12))
+    assert (gather.lane.kind, gather.sizes) == (Kind.GATHER, (24, 12 + 48, 12))
+
+
+def test_tensor_parallel_replicas_sum_within_those_that_read_the_same() -> None:
+    half = Sharding((Split(0, (1, 1)),))
+    compute = pairs(((0, 1), half), ((2, 3), half), top=Duplicate(2))
+    gradient = pairs(((0, 1), half), ((2, 3), half), top=Partial(2))
+    plan = plan_bridge([entry("w", compute, compute, gradient)])
+    assert [message.lane.ranks for message in plan.reduces[0].messages] == [(0, 2), (1, 3)]
+
+
+def test_unequal_degrees_sum_by_slices() -> None:
+    half = Sharding((Split(0, (1, 1)),))
+    compute = pairs(((0, 1), half), ((2,), Sharding()), top=Duplicate(2))
+    gradient = pairs(((0, 1), half), ((2,), Sharding()), top=Partial(2))
+    plan = plan_bridge([entry("w", compute, compute, gradient)])
+    assert [message.lane.ranks for message in plan.reduces[0].messages] == [(0, 2), (1, 2)]
+
+
+def test_a_duplicated_summand_counts_once() -> None:
+    both = Sharding((Duplicate(2),))
+    compute = pairs(((0, 1), both), ((2,), Sharding()), top=Duplicate(2))
+    gradient = pairs(((0, 1), both), ((2,), Sharding()), top=Partial(2))
+    (message,) = plan_bridge([entry("w", compute, compute, gradient)]).reduces[0].messages
+    assert (message.lane.ranks, message.lane.givers) == ((0, 1, 2), (0, 2))
+
+
+def test_a_home_that_nobody_there_reads_is_moved() -> None:
+    plan = plan_bridge([entry("w", Annotation.on((3,)))])
+    assert plan.gathers[0].moved == plan.reduces[0].moved == ("w",)
+
+
+def test_buckets_are_cut_by_size_and_reduces_run_backwards() -> None:
+    plan = plan_bridge([entry(name, COPIES) for name in "abcd"], bucket_bytes=2 * 8 * 6 * 4)
+    assert [bucket.names for bucket in plan.reduces] == [("d", "c"), ("b", "a")]
+
+
+def test_wrong_entries_are_refused() -> None:
+    with pytest.raises(StateError, match=r"'w'.*more than once"):
+        plan_bridge([entry("w", COPIES), entry("w", COPIES)])
+    with pytest.raises(AnnotationError, match="cannot have summands"):
+        entry("w", SUMMANDS)
+
+
+def test_alone_everything_is_shared_and_misfits_are_refused() -> None:
+    alone = Annotation.on((0,))
+    bridge = Bridge([entry("w", alone, alone, alone)], GroupTable())
+    piece = torch.randn(8, 6)
+    assert bridge.gather({"w": piece})["w"].data_ptr() == piece.data_ptr()
+    assert bridge.reduce({"w": piece})["w"].data_ptr() == piece.data_ptr()
+    assert torch.equal(bridge.reduce({})["w"], torch.zeros(8, 6))
+    with pytest.raises(StateError, match="none was given"):
+        bridge.gather({})
+    with pytest.raises(StateError, match=r"in shape \(8, 6\), got \(6, 8\)"):
+        bridge.gather({"w": piece.t()})

@@ -1,0 +1,221 @@
+"""The module as it is, in a world of one, and what can be said without one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hetu_fx
+from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, PlanError, StateError
+from hetu_fx.graph.containers import Constant, Fields, Slot
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.switching.eager.execution import BY_ROWS, EagerExecution
+from hetu_fx.switching.eager.outputs import OutputForm, Spec, common_form, eager_routes
+from hetu_fx.switching.step.rows import plan_rows
+from tests.switching.eager.models import Choosy, Predicts, Told, batch, make, squared_error
+
+
+def parallel(model: Any, example: Any = None, **options: Any) -> Any:
+    return hetu_fx.auto_parallelize(model, example or batch(5, 0), capture="eager", **options)
+
+
+def step(model: Any, number: int, **how: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch(5, number, **how))["loss"]
+    loss.backward()
+    return loss.detach()
+
+
+def test_a_model_that_cannot_be_captured_is_told_the_line_and_the_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"eager_models\.py:\d+: .*capture=\"eager\""):
+        hetu_fx.auto_parallelize(make(Choosy), batch(5, 0))
+
+
+def test_training_the_module_as_it_is_equals_training_it_plainly() -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), plan=Plan.single())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    for number in range(4):
+        assert torch.equal(step(model, number), step(plain, number))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for home, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(home.detach().full_tensor(), parameter)
+
+
+def test_a_layer_that_no_row_needs_gets_no_gradient() -> None:
+    model = parallel(make(Choosy), plan=Plan.single())
+    step(model, 1, deepest=2)
+    assert model.rare.weight.grad is None
+    assert model.body.weight.grad is not None
+
+
+def test_gradients_are_accumulated_without_sync_and_with() -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), plan=Plan.single())
+    with model.no_sync():
+        step(model, 1)
+        assert model.body.weight.grad is None
+    step(model, 2, deepest=1)
+    step(plain, 1)
+    step(plain, 2, deepest=1)
+    for home, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(home.grad.full_tensor(), parameter.grad)
+
+
+def test_frozen_parameters_stay_without_gradient() -> None:
+    model = make(Choosy)
+    model.body.requires_grad_(False)
+    parallel(model, plan=Plan.single())
+    step(model, 1)
+    assert model.body.weight.grad is None
+    assert model.first.weight.grad is not None
+
+
+def test_outputs_on_one_device_may_be_anything() -> None:
+    model = parallel(make(Told), plan=Plan.single(), outputs="all")
+    loss, most, rows = model(**batch(4, 1))
+    assert loss.requires_grad
+    assert most.shape == ()
+    assert rows == 4
+
+
+def test_in_training_only_the_loss_comes_back_unless_asked_for() -> None:
+    model = parallel(make(Choosy), plan=Plan.single())
+    assert model(**batch(4, 1))["out"] is None
+    assert model.eval()(**batch(4, 1))["out"].shape == (4, 6)
+
+
+def test_a_loss_fn_makes_the_loss_of_the_output() -> None:
+    plain = make(Predicts)
+    model = parallel(copy.deepcopy(plain), loss_fn=squared_error, plan=Plan.single())
+    data = batch(5, 1)
+    expected = squared_error(plain(**data), **data)
+    assert torch.equal(model(**data).loss, expected)
+    assert torch.equal(model.eval()(**data).output, plain(**data))
+
+
+def test_a_loss_may_be_computed_outside() -> None:
+    plain = make(Predicts)
+    model = parallel(copy.deepcopy(plain), plan=Plan.single())
+    data = batch(5, 1)
+    for each in (plain, model):
+        squared_error(each(**data), **data).backward()
+    assert torch.equal(model.first.weight.grad.full_tensor(), plain.first.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan.tensor_parallel((0, 1)),
+        Plan((Pipeline((Stage((0,)), Stage((1,)))),)),
+        Plan((Pipeline((Stage((0,)),), micro_batches=2),)),
+    ],
+    ids=["tensor parallel", "pipeline", "micro-batches"],
+)
+def test_plans_that_cut_the_module_are_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match=r"one device in one micro-batch; use hetu_fx\.Plan\.data_parallel"):
+        parallel(make(Choosy), plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"compile": "inductor"}, r"call \.compile"), ({"seed": 3}, "torch.manual_seed"), ({"capture": "none"}, "graph")],
+)
+def test_options_for_graphs_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(StateError, match=said):
+        hetu_fx.auto_parallelize(make(Choosy), batch(5, 0), **{"capture": "eager", "plan": Plan.single(), **options})
+
+
+def test_there_is_nothing_to_export(tmp_path: Path) -> None:
+    model = parallel(make(Choosy), plan=Plan.single())
+    with pytest.raises(ExportError, match=r"capture='eager'.*model\.hetu\.save"):
+        model.hetu.export(tmp_path / "export")
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_must_have_equal_numbers_of_rows() -> None:
+    model = parallel(make(Choosy), plan=Plan.single())
+    with pytest.raises(BatchError, match=r"'depth': 4, 'target': 5, 'x': 5"):
+        model(**{**batch(5, 1), "depth": torch.ones(4, dtype=torch.int64)})
+    with pytest.raises(BatchError, match="does not fit the model's forward"):
+        model(nonsense=1)
+
+
+def test_a_loss_fn_must_give_a_scalar() -> None:
+    model = parallel(make(Predicts), loss_fn=lambda output, **_: output, plan=Plan.single())
+    with pytest.raises(BatchError, match=r"loss_fn gave a tensor of shape \(5, 6\)"):
+        model(**batch(5, 1))
+
+
+def test_rows_are_shared_out_in_proportion_to_speed() -> None:
+    execution = EagerExecution(make(Choosy), None, batch(8, 0))
+    cluster = Cluster.on_paper((8e9, 4e9, 2e9, 2e9))
+    plan = execution.plan(execution.costs(8), cluster, "auto")
+    assert [(p.devices, p.rows) for p in plan.pipelines] == [((0,), 4), ((1,), 2), ((2,), 1), ((3,), 1)]
+    slowed = execution.plan(execution.costs(8), cluster.with_rates({0: 4.0}), "slowed")
+    assert slowed.pipelines[0].rows < plan.pipelines[0].rows
+    assert plan.predicted is not None
+
+
+def test_a_model_too_large_for_a_device_is_not_planned() -> None:
+    execution = EagerExecution(make(Choosy), None, batch(8, 0))
+    with pytest.raises(PlanError, match="whole model on every device"):
+        execution.plan(execution.costs(8), Cluster.on_paper((1e9, 1e9), memory_bytes=(1000, 1000)), "auto")
+
+
+def test_several_replicas_are_warned_that_losses_are_weighted_by_rows() -> None:
+    execution = EagerExecution(make(Choosy), None, batch(8, 0))
+    with pytest.warns(UserWarning, match="weighted by its share of the rows"):
+        execution.check(Plan.data_parallel((0, 1)), 2)
+    assert "tokens" in BY_ROWS
+
+
+def form(rows: int, told: object = None, **values: tuple[int, ...]) -> OutputForm:
+    specs = {name: Spec(shape, torch.float64) for name, shape in values.items()}
+    tree = Fields(dict, ("told", *values), (Constant("told", told), *map(Slot, values)))
+    return OutputForm(tree, specs, "", torch.float64)
+
+
+def routes(*forms: OutputForm, outputs_of: Plan | None = None) -> Any:
+    plan = outputs_of or Plan.data_parallel((0, 1), (3, 1))
+    return eager_routes(dict(enumerate(forms)), plan, plan_rows(plan, (2, 2), shared=False), shared=False)
+
+
+def test_outputs_by_row_go_back_to_their_callers() -> None:
+    (route,) = routes(form(3, out=(3, 7)), form(1, out=(1, 7)))
+    assert route.shape == (4, 7)
+    assert [route.source.local_shape(rank, (4, 7)) for rank in (0, 1)] == [(3, 7), (1, 7)]
+    assert [route.target.local_shape(rank, (4, 7)) for rank in (0, 1)] == [(2, 7), (2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("forms", "said"),
+    [
+        ((form(3, norm=()), form(1, norm=())), r"output 'norm' has shapes .*one entry per row.*outputs=\"loss\""),
+        ((form(3, out=(3, 7)), form(1, out=(1, 8))), "output 'out' has shapes"),
+        ((form(3, told=3), form(1, told=1)), r"output 'told' is \{0: 3, 1: 1\} on ranks \[0, 1\]"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused_by_name(forms: tuple[OutputForm, ...], said: str) -> None:
+    with pytest.raises(StateError, match=said):
+        routes(*forms)
+
+
+def test_replicas_must_return_the_same_structure() -> None:
+    with pytest.raises(StateError, match=r"rank 0 made \(out .* rank 1 made \(other"):
+        common_form({0: form(3, out=(3,)), 1: form(1, other=(1,))})
+    assert common_form({0: form(3, told=3), 1: form(1, told=1)}).constants == {"told": None}
+
+
+def test_a_single_replica_is_read_where_it_is() -> None:
+    execution = EagerExecution(make(Choosy), None, batch(8, 0))
+    assert set(execution.compute_annotations(Plan.single(2)).values()) == {Annotation.on((2,))}
+    with pytest.raises(HetuFxError, match="another world"):
+        execution.check(Plan.single(2), 2)

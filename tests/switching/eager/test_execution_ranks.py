@@ -1,0 +1,221 @@
+"""The module as it is on three ranks with unequal shares: training equals one device in float64."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetu_fx
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import BatchError, ExportError, HetuFxError, StateError
+from hetu_fx.plans.plan import Plan
+from tests.switching.eager.models import Choosy, Fails, Normed, Predicts, Told, batch, make, squared_error
+
+WORLD = 3
+UNEVEN = Plan.data_parallel((0, 1), (3, 1))
+EVERYBODY = Plan.data_parallel((2, 0, 1), (4, 2, 1))
+Cuts = tuple[int, ...]
+
+
+def parallel(model: nn.Module, plan: Any = UNEVEN, example: Any = None, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return hetu_fx.auto_parallelize(model, example or batch(6, 0), plan=plan, capture="eager", **options)
+
+
+def own(whole: dict[str, Tensor], rank: int, owned: Cuts) -> dict[str, Tensor]:
+    """Cut a batch: each rank brings so many rows."""
+    start = sum(owned[:rank])
+    return {name: tensor[start : start + owned[rank]] for name, tensor in whole.items()}
+
+
+def assert_same(model: nn.Module, plain: nn.Module, *, gradients: bool = False) -> None:
+    for (name, home), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
+        found, expected = (home.grad, parameter.grad) if gradients else (home.detach(), parameter)
+        if found is None or expected is None:
+            assert found is expected, f"{name}: {found} is not {expected}"
+        else:
+            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def train_both(model: Any, plain: nn.Module, rank: int, steps: list[tuple[Cuts, int]], whole: bool = False) -> None:
+    """Train side by side; a step is the rows that each rank brings, and the deepest row."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.3) for m in (model, plain)]
+    for number, (owned, deepest) in enumerate(steps):
+        data = batch(sum(owned), number, deepest)
+        expected = plain(**data)["loss"]
+        loss = model(**(data if whole else own(data, rank, owned)))["loss"]
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+        (2 * expected).backward()
+        (2 * loss).backward()
+        assert_same(model, plain, gradients=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, plain)
+
+
+def check_training_on_shares_of_3_to_1_equals_one_device(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain))
+    # Depth 2 leaves a layer out on all replicas; later only some rows use it.
+    train_both(model, plain, rank, [((5, 0, 3), 2), ((2, 4, 1), 3), ((0, 0, 7), 1), ((3, 3, 2), 3)])
+
+
+def check_replicas_without_rows_take_part(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), EVERYBODY)
+    train_both(model, plain, rank, [((1, 0, 0), 3), ((0, 1, 1), 3), ((3, 1, 4), 3)])
+    assert model.hetu.stats["rows"] == (5, 2, 1)
+
+
+def check_every_rank_may_bring_the_whole_batch(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), EVERYBODY, data="global")
+    train_both(model, plain, rank, [((3, 2, 2), 3), ((1, 0, 1), 2)], whole=True)
+
+
+def check_gradients_wait_for_the_sync(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), EVERYBODY)
+    first, second = batch(6, 1, 1), batch(7, 2, 3)
+    with model.no_sync():
+        model(**own(first, rank, (2, 2, 2)))["loss"].backward()
+    assert model.body.weight.grad is None
+    model(**own(second, rank, (3, 0, 4)))["loss"].backward()
+    for data in (first, second):
+        plain(**data)["loss"].backward()
+    assert_same(model, plain, gradients=True)
+
+
+def check_gradients_kept_back_come_home_at_a_change_of_plan(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), [EVERYBODY, UNEVEN])
+    first, second = batch(6, 1, 2), batch(7, 2, 1)
+    with model.no_sync():
+        model(**own(first, rank, (2, 2, 2)))["loss"].backward()
+    model.hetu.switch("variant1")
+    model(**own(second, rank, (3, 0, 4)))["loss"].backward()
+    for data in (first, second):
+        plain(**data)["loss"].backward()
+    assert_same(model, plain, gradients=True)
+
+
+def check_outputs_come_back_to_their_callers(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), EVERYBODY, outputs="all")
+    data, owned = batch(7, 1), (4, 0, 3)
+    expected = own({"out": plain(**data)["out"]}, rank, owned)["out"]
+    torch.testing.assert_close(model(**own(data, rank, owned))["out"], expected.detach())
+    torch.testing.assert_close(model.eval()(**own(data, rank, owned))["out"], expected.detach())
+
+
+def check_a_loss_may_be_computed_outside(rank: int, world: int, folder: Path) -> None:
+    plain = make(Predicts)
+    model = parallel(copy.deepcopy(plain), EVERYBODY)
+    data = batch(9, 1, 2)
+    mine = own(data, rank, (3, 3, 3))
+    squared_error(model(**mine), **mine).backward()
+    squared_error(plain(**data), **data).backward()
+    assert_same(model, plain, gradients=True)
+
+
+def check_a_loss_fn_is_weighted_like_a_loss(rank: int, world: int, folder: Path) -> None:
+    plain = make(Predicts)
+    model = parallel(copy.deepcopy(plain), UNEVEN, loss_fn=squared_error)
+    data = batch(7, 1)
+    loss, expected = model(**own(data, rank, (1, 2, 4))).loss, squared_error(plain(**data), **data)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    loss.backward()
+    expected.backward()
+    assert_same(model, plain, gradients=True)
+
+
+def check_outputs_that_cannot_be_joined_are_refused_everywhere(rank: int, world: int, folder: Path) -> None:
+    model = parallel(make(Told), EVERYBODY)
+    loss, most, rows = model(**own(batch(7, 1), rank, (3, 2, 2)))
+    assert loss.requires_grad
+    assert (most, rows) == (None, None)
+    with pytest.raises(StateError, match="output '2' is"):
+        model.eval()(**own(batch(7, 1), rank, (3, 2, 2)))
+
+
+def check_an_error_on_one_rank_is_raised_on_all(rank: int, world: int, folder: Path) -> None:
+    model = parallel(make(Fails), EVERYBODY)
+    data = batch(7, 1)
+    data["depth"][6] = -1  # the last row: rank 1's share
+    with pytest.raises(ValueError if rank == 1 else StateError, match="a negative depth"):
+        model(**own(data, rank, (3, 2, 2)))
+    with pytest.raises(BatchError, match=r"differ in keys|another rank"):
+        model(**own(data | {"target": data["target"].float()} if rank == 2 else data, rank, (3, 2, 2)))
+    model(**own(batch(7, 2), rank, (3, 2, 2)))["loss"].backward()
+
+
+def check_running_statistics_are_those_of_the_first_replica(rank: int, world: int, folder: Path) -> None:
+    plain = make(Normed)
+    whole = {"x": batch(8, 1)["x"]}
+    model = parallel(copy.deepcopy(plain), Plan.data_parallel((1, 0), (3, 1)), whole)
+    model(**own(whole, rank, (2, 2, 4)))
+    plain(whole["x"][:6])
+    statistics = model.norm.running_mean.clone()
+    if rank == 1:
+        torch.testing.assert_close(statistics, plain.norm.running_mean)
+    model.hetu.save(folder / "normed")
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
+    out = model.eval()(**own(whole, rank, (2, 2, 4)))["out"]
+    expected = {"out": plain.eval()(**whole)["out"].detach()}
+    torch.testing.assert_close(out, own(expected, rank, (2, 2, 4))["out"])
+
+
+def check_a_checkpoint_goes_on_under_another_plan(rank: int, world: int, folder: Path) -> None:
+    model = parallel(make(Choosy), UNEVEN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    others = parallel(make(Choosy), EVERYBODY)
+    second = torch.optim.AdamW(others.parameters(), lr=0.05)
+
+    def step(each: Any, update: torch.optim.Optimizer, number: int) -> None:
+        each(**own(batch(8, number), rank, (3, 2, 3)))["loss"].backward()
+        update.step()
+        update.zero_grad()
+
+    step(model, optimizer, 1)
+    model.hetu.save(folder / "choosy", optimizer=optimizer)
+    others.hetu.load(folder / "choosy", optimizer=second)
+    step(model, optimizer, 2)
+    step(others, second, 2)
+    for left, right in zip(model.parameters(), others.parameters(), strict=True):
+        torch.testing.assert_close(left.detach().full_tensor(), right.detach().full_tensor())
+    with pytest.raises(ExportError):
+        model.hetu.export(folder / "export")
+
+
+def check_a_slower_device_gets_fewer_rows(rank: int, world: int, folder: Path) -> None:
+    plain = make(Choosy)
+    cluster = Cluster.on_paper((4e9, 2e9, 2e9))
+    model = parallel(copy.deepcopy(plain), "auto", batch(8, 0), cluster=cluster, data="global")
+    train_both(model, plain, rank, [((8, 0, 0), 3)], whole=True)
+    assert model.hetu.stats["rows"] == (4, 2, 2)
+    name = model.hetu.replan({0: 4.0})
+    train_both(model, plain, rank, [((8, 0, 0), 3), ((9, 0, 0), 3)], whole=True)
+    assert model.hetu.current == name
+    assert model.hetu.stats["rows"][0] < 4
+
+
+def check_a_plan_that_cuts_the_module_is_refused_everywhere(rank: int, world: int, folder: Path) -> None:
+    model = parallel(make(Choosy), UNEVEN)
+    with pytest.raises(HetuFxError, match="one device in one micro-batch"):
+        model.hetu.add_variant(Plan.tensor_parallel((0, 1)))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD)[name] if report]
+    assert not failures, "\n".join(failures)

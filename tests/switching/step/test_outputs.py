@@ -1,0 +1,79 @@
+"""Outputs other than the loss: where they lie after a step, and what a rank without rows gives of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.program import Program
+from hetu_fx.switching.step.outputs import ValueRoute, _with_summed_copies, value_routes
+from hetu_fx.switching.step.rows import plan_rows
+from tests.transforms.plans import deduced, program_of
+
+PLAN = Plan((Pipeline((Stage((0, 1)),), rows=3), Pipeline((Stage((2,)),), rows=1)))
+
+
+class Several(nn.Module):
+    """Returns rows, a sum over rows, and what no row has to do with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"rows": y, "total": y.sum(0), "norm": self.layer.weight.sum()}
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return program_of(Several(), (torch.randn(4, 6),))
+
+
+def routes(program: Program, owned: tuple[int, int, int], plan: Plan = PLAN) -> dict[str, ValueRoute]:
+    rows = plan_rows(plan, owned, shared=False)
+    symbol = program.graph.batch_symbol
+    made = value_routes(deduced(program, plan, wants_values=True), rows, {symbol: owned[0]}, shared=False)
+    return {route.name: route for route in made}
+
+
+def test_rows_lie_by_the_pipelines_and_go_to_the_ranks_that_brought_them(program: Program) -> None:
+    route = routes(program, (1, 3, 0))["rows"]
+    assert route.shape == (4, 6)
+    assert (route.source.top, route.rows_dim) == (Split(0, (3, 1)), 0)
+    assert route.target == Annotation.on((0, 1, 2), Split(0, (1, 3, 0)))
+
+
+def test_every_pipeline_has_a_summand_of_a_sum_over_rows(program: Program) -> None:
+    route = routes(program, (1, 3, 0))["total"]
+    assert (route.summed, route.source.top) == (True, Partial(2))
+    assert route.target == Annotation.on((0, 1, 2), Duplicate(3))
+
+
+def test_what_no_row_has_to_do_with_comes_from_a_pipeline_that_had_rows(program: Program) -> None:
+    assert routes(program, (2, 2, 0))["norm"].source.ranks == (0, 1)
+    late = Plan((Pipeline((Stage((0, 1)),), rows=1), Pipeline((Stage((2,)),), rows=9)))
+    assert routes(program, (1, 0, 0), late)["norm"].source.ranks == (2,)
+
+
+def test_micro_batches_are_joined_by_what_the_output_is(program: Program) -> None:
+    made, pieces = routes(program, (1, 3, 0)), [torch.ones(2, 6), torch.ones(1, 6)]
+    assert made["rows"].joined(pieces).shape == (3, 6)
+    assert made["total"].joined([torch.ones(6), torch.ones(6)]).tolist() == [2] * 6
+    assert made["norm"].joined([torch.tensor(5.0), torch.tensor(5.0)]) == 5
+
+
+def test_a_rank_without_rows_gives_no_rows_but_zeros_of_a_sum(program: Program) -> None:
+    made, table, zero = routes(program, (1, 0, 0)), GroupTable.dry(2, 3), torch.zeros(())
+    assert made["rows"].without_rows(zero, table).shape == (0, 6)
+    assert made["total"].without_rows(zero, table).tolist() == [0] * 6
+
+
+def test_the_gradients_of_copies_are_summands() -> None:
+    assert _with_summed_copies(Annotation.on((0, 1), Duplicate(2))) == Annotation.on((0, 1), Partial(2))
+    rows = Annotation.on((0, 1), Split(0, (3, 1)))
+    assert _with_summed_copies(rows) == rows

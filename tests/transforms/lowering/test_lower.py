@@ -1,0 +1,70 @@
+"""A device graph becomes a function: the same numbers and gradients by every way of running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.lowering.lower import Backend, lower
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from tests.transforms.plans import device_graph, program_of
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).sum()
+
+
+@pytest.fixture(scope="module")
+def device() -> DeviceGraph:
+    return device_graph(program_of(Layer(), (torch.randn(4, 6),)), Plan.single(), 0, wants_values=True)
+
+
+class Recorder:
+    """A compiler that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        self.graphs.append(module)
+        return module.forward
+
+
+def gradient(function: Callable[..., Any], weight: Tensor, x: Tensor) -> Tensor:
+    leaf = weight.clone().requires_grad_()
+    (loss,) = function(leaf, x)
+    (found,) = torch.autograd.grad(loss, leaf)
+    return found
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", Recorder()], ids=["eager", "aot_eager", "compiler"])
+def test_gradients_are_those_of_the_model_for_any_number_of_rows(device: DeviceGraph, backend: Backend) -> None:
+    weight, function = torch.randn(5, 6), lower(device, backend)
+    for rows in (4, 7):
+        x = torch.randn(rows, 6)
+        expected = (1 - torch.tanh(x @ weight.t()) ** 2).t() @ x
+        torch.testing.assert_close(gradient(function, weight, x), expected)
+
+
+def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device: DeviceGraph) -> None:
+    recorder = Recorder()
+    function = lower(device, recorder)
+    for rows in (4, 7, 5):
+        gradient(function, torch.randn(5, 6), torch.randn(rows, 6))
+    assert len(recorder.graphs) == 2
+
+
+def test_an_unknown_compiler_is_refused_with_what_there_is(device: DeviceGraph) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"compile='fast' is not known; use None, 'aot_eager', 'inductor'"):
+        lower(device, "fast")

@@ -1,0 +1,67 @@
+"""Forms of ops that go by position, on parts of every kind, against the op on the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from hetu_fx.graph import meta
+from hetu_fx.transforms.specialize.placed_forms import Placed, placed_form
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+PARTS = [(4, 4), (0, 7, 1), (5, 0, 3), (8, 0), (3, 1, 4)]
+
+
+def operands(heads: int, keys: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    made = (torch.randn(2, count, length, 8) for count, length in ((6, 8), (heads, keys), (heads, keys)))
+    return [x.double().requires_grad_() for x in made]
+
+
+def part_of(given: list[Tensor], is_first: bool, start: int, size: int, grouped: bool) -> fx.GraphModule:
+    """Write the form for queries [start, start + size)."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("query", "key", "value")]
+    for node, value in zip(nodes, given, strict=True):
+        meta.set_value(node, value)
+    logical = graph.call_function(ATTENTION, tuple(nodes), {"is_causal": True, "enable_gqa": grouped})
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return graph.call_function(target, args, kwargs)
+
+    graph.output(placed_form(logical)(Placed(logical, logical.args, logical.kwargs, is_first, start, size, emit)))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@pytest.mark.parametrize("sizes", PARTS)
+@pytest.mark.parametrize(("heads", "keys"), [(6, 8), (3, 8), (6, 5)])
+def test_causal_attention_of_parts_is_that_of_all_queries(sizes: tuple[int, ...], heads: int, keys: int) -> None:
+    given = operands(heads, keys)
+    expected = ATTENTION(*given, is_causal=True, enable_gqa=heads < 6)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    query, key, value = given
+    found = torch.cat(
+        [
+            part_of(given, i == 0, start, size, heads < 6)(query.narrow(2, start, size), key, value)
+            for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        ],
+        2,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    cotangent = torch.randn_like(expected)
+    wanted, got = (torch.autograd.grad(result, given, cotangent) for result in (expected, found))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_keys_after_the_last_query_of_the_part_are_not_read() -> None:
+    given = operands(6, 8)
+    middle = part_of(given, False, 3, 2, False)
+    with_other_keys = [x.detach().clone() for x in given]
+    for x in with_other_keys[1:]:
+        x[:, :, 5:] = float("nan")
+    query = given[0].narrow(2, 3, 2)
+    torch.testing.assert_close(middle(query, *given[1:]), middle(query, *with_other_keys[1:]))

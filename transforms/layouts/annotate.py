@@ -1,0 +1,283 @@
+"""Choose which factor classes a tensor-parallel group splits, and how large each device's part is.
+
+The choice is made once per graph, from the rules alone: a class is worth splitting when splitting it spreads many
+FLOPs for few communicated elements. On a transformer this yields key-value heads, the feed-forward width and the
+vocabulary, which is Megatron's choice; on other models whatever the same ratio says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase as fnmatch
+
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
+from hetu_fx.errors import PlanError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout
+from hetu_fx.transforms.layouts.cut_stages import cut_stages
+from hetu_fx.transforms.layouts.flops import product_flops
+from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, shares
+
+Splits = frozenset[FactorClass]
+
+# A class whose FLOPs per communicated element are below this share of what most FLOPs have is left whole: splitting
+# the hidden width, say, spreads every projection but communicates every activation.
+_WORTH = 0.2
+
+# Elements that a sharded form communicates for each row of a sharded factor: its normalizer and what it picks.
+_PER_ROW = 3
+
+
+@dataclass
+class _Tally:
+    flops: float = 0.0
+    communicated: float = 0.0
+
+    @property
+    def score(self) -> float:
+        return self.flops / max(self.communicated, 1.0)
+
+
+def tensor_classes(
+    graph: Graph, factors: FactorMap, flow: Flow, wanted: Sequence[FactorClass] = ()
+) -> frozenset[FactorClass]:
+    """Return the classes to split over a tensor-parallel group; never two that one op could split.
+
+    `wanted` are split whatever they cost, the first of two rivals.
+    """
+    tallies = _tally(graph, factors, flow)
+    eligible = [c for c in tallies if _is_eligible(c, factors)]
+    rivals = _rivals(graph, factors)
+    ranked = sorted((c for c in eligible if tallies[c].flops > 0), key=lambda c: (-tallies[c].score, c.id))
+    chosen: list[FactorClass] = []
+    for candidate in (*wanted, *ranked):
+        if rivals[candidate].isdisjoint(chosen):
+            chosen.append(candidate)
+    least = _WORTH * _typical([tallies[c] for c in chosen])
+    worth = [c for c in chosen if c in wanted or tallies[c].score >= least]
+    tables = [c for c in _vocabularies(graph, factors) if c in eligible and rivals[c].isdisjoint(worth)]
+    return frozenset((*worth, *tables))
+
+
+def _typical(tallies: list[_Tally]) -> float:
+    """Return the median score by FLOPs: half of all FLOPs are in classes that have at least this score."""
+    half, passed = sum(tally.flops for tally in tallies) / 2, 0.0
+    for tally in sorted(tallies, key=lambda t: -t.score):
+        passed += tally.flops
+        if passed >= half:
+            return tally.score
+    return 0.0
+
+
+def _vocabularies(graph: Graph, factors: FactorMap) -> list[FactorClass]:
+    """Return the classes of tables that are looked up for every row of the batch and larger than what is read of them.
+
+    A look-up has no FLOPs to spread, but its table is stored, has a gradient and is updated.
+    """
+    found: set[FactorClass] = set()
+    for node in graph.graph.nodes:
+        looked_up = factors.op(node).sharded & factors.op(node).reduced if factors.is_op(node) else frozenset()
+        for factor in looked_up:
+            tables = [leaf.node for leaf, _ in factors.leaf_dims(factor) if leaf.node in node.all_input_nodes]
+            if factors.row_dim(node) is not None and any(meta.numel(t) >= meta.numel(node) for t in tables):
+                found.add(factor)
+    return sorted(found, key=lambda c: c.id)
+
+
+def _is_eligible(factor: FactorClass, factors: FactorMap) -> bool:
+    known = factor.size is not None and factor.size > 1 and not factor.is_batch
+    return known and factors.splittable(factor) and bool(factors.occurrences(factor))
+
+
+def _tally(graph: Graph, factors: FactorMap, flow: Flow) -> Mapping[FactorClass, _Tally]:
+    tallies: dict[FactorClass, _Tally] = defaultdict(_Tally)
+    counted_backward: set[tuple[FactorClass, fx.Node]] = set()
+    for node in graph.graph.nodes:
+        if factors.is_op(node) and flow.is_mixed(node):
+            _tally_op(node, factors, flow, tallies, counted_backward)
+    return tallies
+
+
+def _tally_op(
+    node: fx.Node,
+    factors: FactorMap,
+    flow: Flow,
+    tallies: dict[FactorClass, _Tally],
+    counted_backward: set[tuple[FactorClass, fx.Node]],
+) -> None:
+    op = factors.op(node)
+    flops = product_flops(node, op) if meta.is_tensor(node) else 0.0
+    for factor in op.classes:
+        tally = tallies[factor]
+        if factor in op.whole:
+            having = [o.node for o in op.operands if factor in o.classes]
+            tally.communicated += sum(map(meta.numel, having))
+            continue
+        tally.flops += flops
+        if factor in op.sharded and factor.size:
+            split = [o.node for o in op.operands if factor in o.classes and flow.is_mixed(o.node)]
+            tally.communicated += sum(_PER_ROW * meta.numel(value) / factor.size for value in split)
+        if factor in op.reduced and meta.is_tensor(node):
+            tally.communicated += meta.numel(node)
+        for operand in op.operands:
+            lacks = factor not in operand.classes
+            edge = (factor, operand.node)
+            if lacks and flow.is_mixed(operand.node) and edge not in counted_backward:
+                counted_backward.add(edge)
+                tally.communicated += meta.numel(operand.node)
+
+
+def _rivals(graph: Graph, factors: FactorMap) -> Mapping[FactorClass, set[FactorClass]]:
+    """Return for each class those that stand in one op with it, where either could be split but not both."""
+    rivals: dict[FactorClass, set[FactorClass]] = defaultdict(set)
+    for node in graph.graph.nodes:
+        if not factors.is_op(node):
+            continue
+        present = factors.op(node).classes - factors.op(node).whole
+        for factor in present:
+            rivals[factor] |= present - {factor}
+    return rivals
+
+
+def _asked_for(plan: Plan, factors: FactorMap) -> tuple[FactorClass, ...]:
+    """Return the classes that the plan's `split` names by dims of parameters."""
+    found: dict[FactorClass, None] = {}
+    for pattern, dim in plan.split:
+        leaves = [leaf for leaf in factors.leaves if leaf.kind is LeafKind.PARAMETER and fnmatch(leaf.name, pattern)]
+        dims = [factors.dims(leaf.node)[dim] for leaf in leaves if dim < len(factors.dims(leaf.node))]
+        classes = [c for classes in dims for c in classes if _is_eligible(c, factors)]
+        if not classes:
+            names = [leaf.name for leaf in factors.leaves if leaf.kind is LeafKind.PARAMETER]
+            raise PlanError(
+                f"the plan wants dim {dim} of {pattern!r} split, but no parameter of that name has such a dim that can "
+                f"be; parameters: {', '.join(names[:4])}, ..."
+            )
+        found.update(dict.fromkeys(classes))
+    return tuple(found)
+
+
+def _looked_across(graph: Graph, factors: FactorMap) -> frozenset[FactorClass]:
+    """Return the classes that some op has a sharded form for: of a few labels, each device may have them all."""
+    ops = (factors.op(node) for node in graph.graph.nodes if factors.is_op(node))
+    return frozenset(factor for op in ops for factor in op.sharded)
+
+
+def part_sizes(factor: FactorClass, ratios: tuple[int, ...], factors: FactorMap) -> tuple[int, ...]:
+    """Return each device's part of `factor`, in proportion to `ratios`, at least one each.
+
+    Raises:
+        PlanError: more devices than parts; names the parameters.
+    """
+    assert factor.size is not None
+    if factor.size < len(ratios):
+        where = ", ".join(f"dim {dim} of {name}" for name, dim in factors.occurrences(factor)[:4])
+        raise PlanError(
+            f"cannot split a dimension of {factor.size} parts over {len(ratios)} devices ({where}); use at most "
+            f"{factor.size} devices in one stage, or more stages or pipelines"
+        )
+    return _largest_remainder(factor.size, ratios)
+
+
+def _largest_remainder(total: int, ratios: tuple[int, ...]) -> tuple[int, ...]:
+    """Cut `total` in proportion to `ratios`, every part at least one, ties to the first."""
+    exact = [(total - len(ratios)) * ratio / sum(ratios) for ratio in ratios]
+    ideal = [total * ratio / sum(ratios) for ratio in ratios]
+    parts = [max(1, math.floor(share)) for share in ideal]
+    if sum(parts) > total:
+        parts = [1 + math.floor(share) for share in exact]
+    order = sorted(range(len(ratios)), key=lambda i: (parts[i] - ideal[i], i))
+    for i in range(total - sum(parts)):
+        parts[order[i % len(order)]] += 1
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Annotate:
+    """Put a plan on a graph: stages, devices, and the parts of the split classes.
+
+    Requires: a captured graph after the graph passes.
+    Ensures: every op that batch and parameters both reach has a stage in each pipeline; every stage knows its parts.
+    """
+
+    plan: Plan
+    wants_values: bool = True
+    name: str = "annotate"
+
+    def __call__(self, graph: Graph, factors: FactorMap, flow: Flow) -> AnnotatedGraph:
+        wanted = tensor_classes(graph, factors, flow, _asked_for(self.plan, factors)) if self._is_split else frozenset()
+        classes = self._classes(graph, factors, wanted)
+        sequence = self._sequence(graph, factors, flow, classes, wanted)
+        pipelines = self.plan.pipelines
+        stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
+        layouts = tuple(
+            tuple(_layout(p, s, stage, classes, sequence, factors) for s, stage in enumerate(pipeline.stages))
+            for p, pipeline in enumerate(pipelines)
+        )
+        splits = classes, sequence
+        annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, *splits, layouts, stage_of)
+        _check_batch(annotated)
+        return annotated
+
+    @property
+    def _is_split(self) -> bool:
+        """Tell whether some stage has several devices."""
+        return any(len(stage.devices) > 1 for *_, stage in self.plan.stages)
+
+    def _classes(self, graph: Graph, factors: FactorMap, wanted: Splits) -> Splits:
+        """Return those of the `wanted` classes that tensor parallel stages split."""
+        widest = max(len(tensor) for *_, stage in self.plan.stages for _, tensor in [stage.axes])
+        if widest == 1:
+            return frozenset()
+        optional = _looked_across(graph, factors).difference(_asked_for(self.plan, factors))
+        return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= widest)
+
+    def _sequence(self, graph: Graph, factors: FactorMap, flow: Flow, classes: Splits, wanted: Splits) -> Splits:
+        """Return what may be shared as a sequence: what no stage would rather split, or what none splits."""
+        context = any(stage.shares_sequence for *_, stage in self.plan.stages)
+        if not context and not (self.plan.sequence_parallel and self._is_split):
+            return frozenset()
+        found = sequence_classes(graph, factors, flow, wanted) or sequence_classes(graph, factors, flow, classes)
+        if not found:
+            asked = "context" if context else "sequence_parallel"
+            raise PlanError(
+                f"the plan asks for {asked}, but besides the rows of the batch this model has no dim that its "
+                f"products with parameters carry along; leave {asked} out"
+            )
+        return found
+
+    def _stages(self, graph: Graph, flow: Flow, pipeline: Pipeline) -> Mapping[fx.Node, int]:
+        blocks = pipeline.blocks(graph.num_blocks) if graph.num_blocks else (0,) * len(pipeline.stages)
+        return cut_stages(graph, flow, blocks)
+
+
+def _layout(
+    pipeline: int, index: int, stage: Stage, classes: Splits, sequence: Splits, factors: FactorMap
+) -> StageLayout:
+    context, tensor = stage.axes
+    parts = {factor: part_sizes(factor, tensor, factors) for factor in _in_order(classes)} if len(tensor) > 1 else {}
+    pieces = {factor: shares(factor, context if stage.shares_sequence else tensor) for factor in _in_order(sequence)}
+    if not stage.shares_sequence:  # a tensor parallel group may share the sequence where it splits nothing else
+        parts, pieces = {**parts, **pieces}, {}
+    axes = StageAxis(len(context), pieces), StageAxis(len(tensor), parts)
+    return StageLayout(pipeline, index, stage.devices, *axes)
+
+
+def _in_order(classes: Splits) -> list[FactorClass]:
+    return sorted(classes, key=lambda c: c.id)
+
+
+def _check_batch(annotated: AnnotatedGraph) -> None:
+    if annotated.splits_batch and annotated.graph.batch_symbol is None:
+        why = "; ".join(annotated.graph.notes) or "the example batch has no common batch dim"
+        raise PlanError(
+            f"this model's batch size is fixed in its graph ({why}), so its rows cannot be spread over "
+            f"{len(annotated.plan.pipelines)} pipelines or micro-batches; use one pipeline and one micro-batch"
+        )

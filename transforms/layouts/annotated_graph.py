@@ -1,0 +1,173 @@
+"""The stages of a graph on its way to a device; a pass takes one type and returns the next.
+
+    Graph -> AnnotatedGraph -> DeducedGraph -> DeviceGraph
+
+This module has the second, and what a pipeline stage consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
+from hetu_fx.graph.ancestors import needed_for
+from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
+from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.layouts.flow import Flow
+
+CONTEXT, TENSOR = 0, 1
+"""The axes of a stage's grid of devices, the outer one first."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageAxis:
+    """One axis of a stage's grid of devices: how many it has, and the part of every class that each of them has.
+
+    Of a class whose size only the run tells, `sizes` has the shares.
+    """
+
+    ways: int
+    sizes: Mapping[FactorClass, tuple[int, ...]]
+
+    def share(self, classes: Iterable[FactorClass], place: int) -> float:
+        """Return which part a device has, by its place, of what has these classes; 1 of what the axis does not cut."""
+        cut = next((self.sizes[factor] for factor in classes if factor in self.sizes), None)
+        return 1.0 if cut is None else cut[place] / sum(cut)
+
+    def largest_share(self, classes: Iterable[FactorClass]) -> float:
+        """Return the largest part that a device has of what has these classes."""
+        given = tuple(classes)
+        return max(self.share(given, place) for place in range(self.ways))
+
+
+@dataclass(frozen=True, eq=False)
+class StageLayout:
+    """One pipeline stage: its devices, a grid of which the tensor axis varies fastest.
+
+    Along `context` they share the sequence, along `tensor` the classes that tensor parallel stages split. An axis that
+    the stage does not have is one of one way.
+    """
+
+    pipeline: int
+    index: int
+    devices: tuple[int, ...]
+    context: StageAxis
+    tensor: StageAxis
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return (pipeline, stage index)."""
+        return self.pipeline, self.index
+
+    @property
+    def axes(self) -> tuple[StageAxis, StageAxis]:
+        """Return both axes, the outer one first."""
+        return self.context, self.tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """Return a device's place on both axes."""
+        return divmod(self.devices.index(rank), self.tensor.ways)
+
+    def peers(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return for each axis the devices along it that a device stands among, in order."""
+        context, tensor = self.coordinates(rank)
+        start = context * self.tensor.ways
+        return self.devices[tensor :: self.tensor.ways], self.devices[start : start + self.tensor.ways]
+
+    def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of devices along an axis; none along one of one way."""
+        found = dict.fromkeys(self.peers(rank)[axis] for rank in self.devices)
+        return tuple(found) if self.axes[axis].ways > 1 else ()
+
+
+@dataclass(frozen=True, eq=False)
+class AnnotatedGraph:
+    """A graph with a plan put on it: which classes are split where, and which stage each op belongs to.
+
+    Attributes:
+        wants_values: outputs other than the loss are computed too.
+        classes: factor classes that tensor-parallel stages split.
+        sequence: those that they split where they can split none of `classes`, and that context parallel stages
+            split throughout.
+        stages: layouts by pipeline, then by stage.
+        stage_of: for each pipeline, the stage of every op that belongs to one.
+    """
+
+    graph: Graph
+    factors: FactorMap
+    flow: Flow
+    plan: Plan
+    wants_values: bool
+    classes: frozenset[FactorClass]
+    sequence: frozenset[FactorClass]
+    stages: tuple[tuple[StageLayout, ...], ...]
+    stage_of: tuple[Mapping[fx.Node, int], ...]
+
+    @property
+    def layouts(self) -> tuple[StageLayout, ...]:
+        """Return all stage layouts, pipeline after pipeline."""
+        return tuple(layout for pipeline in self.stages for layout in pipeline)
+
+    @property
+    def context_layouts(self) -> tuple[StageLayout, ...]:
+        """Return those whose devices share the sequence."""
+        return tuple(layout for layout in self.layouts if layout.context.ways > 1)
+
+    @property
+    def splits_batch(self) -> bool:
+        """Tell whether rows are spread over pipelines or micro-batches."""
+        pipelines = self.plan.pipelines
+        return len(pipelines) > 1 or any(pipeline.micro_batches > 1 for pipeline in pipelines)
+
+    @property
+    def runs_in_step(self) -> bool:
+        """Tell whether all replicas run one stage and one micro-batch, so that ops can talk across replicas."""
+        return all(len(p.stages) == 1 and p.micro_batches == 1 for p in self.plan.pipelines)
+
+
+@dataclass(frozen=True)
+class StageNodes:
+    """What one stage computes.
+
+    Attributes:
+        needed: all nodes that the stage's graph has, leaves and copies of shared ones included.
+        received: values of earlier stages that it reads.
+        sent: its values that later stages read.
+        outputs: positions in the graph's outputs that this stage makes.
+    """
+
+    needed: frozenset[fx.Node]
+    received: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    outputs: tuple[int, ...]
+
+
+def stage_nodes(annotated: AnnotatedGraph, layout: StageLayout) -> StageNodes:
+    """Return what the stage computes, reads from earlier stages and makes for later ones."""
+    stage_of, index = annotated.stage_of[layout.pipeline], layout.index
+    last = len(annotated.stages[layout.pipeline]) - 1
+    sent = tuple(
+        node
+        for node, stage in stage_of.items()
+        if stage == index and any(stage_of.get(user, index) > index for user in node.users)
+    )
+    outputs = tuple(
+        i
+        for i, (leaf, node) in enumerate(zip(annotated.graph.outputs, annotated.graph.output_values, strict=True))
+        if stage_of.get(node, last) == index and _is_made(leaf, annotated.wants_values)
+    )
+    roots = [*sent, *(annotated.graph.output_values[i] for i in outputs)]
+    walked = needed_for(roots, lambda node: () if stage_of.get(node, index) < index else node.all_input_nodes)
+    received = {node for node in walked if stage_of.get(node, index) < index}
+    order = {node: i for i, node in enumerate(annotated.graph.graph.nodes)}
+    return StageNodes(walked - received, tuple(sorted(received, key=order.__getitem__)), sent, outputs)
+
+
+def _is_made(leaf: OutputLeaf, wants_values: bool) -> bool:
+    """Tell whether a stage makes this output; counts are made by the prologue."""
+    if leaf.kind is OutputKind.VALUE:
+        return wants_values
+    return leaf.kind is not OutputKind.COUNT

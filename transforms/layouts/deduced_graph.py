@@ -1,0 +1,173 @@
+"""A graph whose every value has a state, and what that means in annotations over devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Shape, Sharding, Split, State
+from hetu_fx.deduction.factors.factors import FactorClass
+from hetu_fx.errors import DeductionError, PlanError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Leaf, LeafKind, OutputKind
+from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout, stage_nodes
+from hetu_fx.transforms.layouts.axis import AxisDeduction
+from hetu_fx.transforms.layouts.dim_views import Opening
+from hetu_fx.transforms.layouts.states import SUMMED, AxisState, SplitOn, States, Summed, Whole
+
+
+@dataclass(frozen=True, eq=False)
+class DeducedGraph:
+    """An annotated graph whose every value has a state on all axes; the same for all devices."""
+
+    annotated: AnnotatedGraph
+    batch: AxisDeduction
+    tensor_split: AxisDeduction
+    tensor_whole: AxisDeduction
+    context: AxisDeduction
+
+    def inside(self, layout: StageLayout) -> tuple[AxisDeduction, AxisDeduction]:
+        """Return the deductions of the axes inside a stage, the outer one first."""
+        context = self.context if layout.context.ways > 1 else self.tensor_whole
+        return context, self.tensor_split if layout.tensor.ways > 1 else self.tensor_whole
+
+    def states(self, node: fx.Node, layout: StageLayout) -> States:
+        """Return how a value lies along the axes inside a stage once it can be read."""
+        context, tensor = self.inside(layout)
+        return context.states[node], tensor.states[node]
+
+    def shape(self, node: fx.Node) -> Shape:
+        """Return a value's shape; symbolic sizes are None, where the classes of the dim do not tell them."""
+        told = self.annotated.factors.sizes(node)
+        return tuple(told[i] if meta.is_symbolic(size) else int(size) for i, size in enumerate(meta.shape(node)))
+
+    def axis(self, node: fx.Node, state: AxisState, axis: StageAxis, opening: Opening | None = None) -> State:
+        """Return the annotation's axis for a value in `state` along an axis of a stage, with a dim opened or not."""
+        match state:
+            case Whole():
+                return Duplicate(axis.ways)
+            case Summed():
+                return Partial(axis.ways)
+            case SplitOn(factor):
+                return self._split(node, factor, axis, opening)
+
+    def _split(self, node: fx.Node, factor: FactorClass, axis: StageAxis, opening: Opening | None) -> Split:
+        dim, outer, inner = self._place(node, factor)
+        if opening is not None and factor == opening.factor:
+            return Split(dim + 1, axis.sizes[factor])
+        if outer is None or inner is None:
+            raise DeductionError(
+                f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
+                f"the plan splits over {axis.ways} devices; use a plan without tensor parallelism there"
+            )
+        beyond = opening is not None and dim > opening.dim
+        return Split(dim + 2 if beyond else dim, axis.sizes[factor], outer, inner)
+
+    def _place(self, node: fx.Node, factor: FactorClass) -> tuple[int, int | None, int | None]:
+        """Return the dim that a factor is in, and the sizes before and after it there, None where symbolic."""
+        dims = self.annotated.factors.dims(node)
+        dim = next(i for i, classes in enumerate(dims) if factor in classes)
+        return (dim, *self.annotated.factors.sub_factor(node, dim, factor))
+
+    def opening(self, node: fx.Node, states: tuple[AxisState, ...]) -> Opening | None:
+        """Return the dim that must be seen as three to cut it as `states` say, or None."""
+        for state in states:
+            if isinstance(state, SplitOn):
+                dim, outer, inner = self._place(node, state.factor)
+                if (outer is None) != (inner is None):
+                    return Opening(dim, state.factor, outer, inner)
+        return None
+
+    def sharding(self, node: fx.Node, states: States, layout: StageLayout) -> Sharding:
+        """Return how the devices of a stage share a value in `states`.
+
+        Raises:
+            DeductionError: both axes cut one dim of it.
+        """
+        axes = [self.axis(node, state, axis) for state, axis in zip(states, layout.axes, strict=True)]
+        dims = [axis.dim for axis in axes if isinstance(axis, Split)]
+        if len(dims) > len(set(dims)):
+            raise cut_twice(node, dims[0], layout)
+        return Sharding(tuple(axes))
+
+    def value_annotation(self, node: fx.Node, layout: StageLayout) -> Annotation:
+        """Return where a value lies within one stage once it can be read."""
+        return Annotation((DeviceGroup(layout.devices),), (self.sharding(node, self.states(node, layout), layout),))
+
+    def across(self, node: fx.Node, layouts: tuple[StageLayout, ...], top: str, summed: bool = False) -> Annotation:
+        """Return a value's annotation over several stages, one group each.
+
+        `top` is "duplicate" or "partial"; with `summed`, a stage in which nothing sums the value's cotangent is
+        partial inside too.
+        """
+        states = tuple(self._summed(node, layout) if summed else self.states(node, layout) for layout in layouts)
+        return self.across_states(node, states, layouts, top)
+
+    def _summed(self, node: fx.Node, layout: StageLayout) -> States:
+        """Return how a value's gradient lies along the axes inside a stage before it is synchronised."""
+        context, tensor = (
+            SUMMED if node in deduction.summed_cotangents else deduction.states[node]
+            for deduction in self.inside(layout)
+        )
+        return context, tensor
+
+    def across_states(
+        self, node: fx.Node, states: Sequence[States], layouts: Sequence[StageLayout], top: str
+    ) -> Annotation:
+        """Return the annotation over several stages of a value that is in one of `states` inside each."""
+        groups = tuple(DeviceGroup(layout.devices) for layout in layouts)
+        shardings = [self.sharding(node, inside, layout) for inside, layout in zip(states, layouts, strict=True)]
+        ways = len(layouts)
+        kind: State | None = None if ways == 1 else Duplicate(ways) if top == "duplicate" else Partial(ways)
+        return Annotation(groups, tuple(shardings), kind)
+
+    def parameter_annotations(self, leaf: Leaf) -> tuple[Annotation, Annotation]:
+        """Return where a parameter lies when it is read, and where its gradient lies before it is synchronised.
+
+        Replicas, and stages that share a tied parameter, each have a summand of the gradient.
+        """
+        readers = self.readers(leaf)
+        duplicated = self.annotated.splits_batch and leaf.node not in self.batch.summed_cotangents
+        trained = leaf.node in self.annotated.flow.differentiable
+        if duplicated and trained and len(readers) > len(self.annotated.stages):
+            raise PlanError(
+                f"parameter {leaf.name!r} is read by several stages, and by ops that do not see the batch; use a "
+                f"plan whose pipelines have one stage"
+            )
+        kind = "duplicate" if duplicated and trained else "partial"
+        return self.across(leaf.node, readers, "duplicate"), self.across(leaf.node, readers, kind, summed=True)
+
+    def readers(self, leaf: Leaf) -> tuple[StageLayout, ...]:
+        """Return the stages that read a leaf, pipeline after pipeline."""
+        return self._readers.get(leaf.node, ())
+
+    @cached_property
+    def _readers(self) -> Mapping[fx.Node, tuple[StageLayout, ...]]:
+        readers: dict[fx.Node, list[StageLayout]] = {}
+        for layout in self.annotated.layouts:
+            for node in stage_nodes(self.annotated, layout).needed:
+                if node.op == "placeholder":
+                    readers.setdefault(node, []).append(layout)
+        return {node: tuple(layouts) for node, layouts in readers.items()}
+
+    @cached_property
+    def talks_across_replicas(self) -> bool:
+        """Tell whether some op in the middle of the model needs a sum over all replicas."""
+        updates = self.annotated.graph.outputs_of(OutputKind.BUFFER_UPDATE)
+        return self.batch.talks or any(isinstance(self.batch.states.get(node), Summed) for _, node in updates)
+
+    def parameters(self) -> tuple[Leaf, ...]:
+        """Return the parameter leaves that some stage reads."""
+        return tuple(leaf for leaf in self.annotated.graph.leaves_of(LeafKind.PARAMETER) if self.readers(leaf))
+
+
+def cut_twice(node: fx.Node, dim: int, layout: StageLayout) -> DeductionError:
+    """Return the error for a value of which both axes of a stage cut one dim."""
+    return DeductionError(
+        f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes positions of the sequence with a dimension that "
+        f"the plan splits, and both would be cut over devices {list(layout.devices)}; use a stage that is either "
+        f"context or tensor parallel there"
+    )

@@ -1,0 +1,168 @@
+"""What a deduction's choices cost: bringing a value from one state into another, and work that all devices repeat.
+
+A change of state costs what `resolve` makes of it, forward, and backward what it makes of the way back of the
+cotangent, both by the cost functions of the communication records. On links that are not known a message takes as
+long to start as 100 kB take to travel, and a device computes 1,000 FLOPs while a byte travels: ratios between those
+of accelerators in one node and those of a few nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import fx
+
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split, State, cotangent
+from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import Graph
+from hetu_fx.transforms.layouts.states import AxisState, SplitOn, Summed
+
+BYTES_PER_SECOND = 1e10
+LATENCY_SECONDS = 1e-5
+FLOPS_PER_SECOND = 1e13
+FORWARD_AND_BACKWARD = 3  # a product's backward is two products
+
+_LARGE = 1 << 20  # bytes of an entry, to tell the price of a byte from that of a message
+
+
+class _TypicalLinks:
+    """Links that are all alike, inside one node."""
+
+    def bytes_per_second(self, a: int, b: int) -> float:
+        return BYTES_PER_SECOND
+
+    def latency_seconds(self, a: int, b: int) -> float:
+        return LATENCY_SECONDS
+
+    def node_of(self, rank: int) -> int:
+        return 0
+
+
+TYPICAL_LINKS: Topology = _TypicalLinks()
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Seconds of a change of state: `fixed + per_byte * bytes` of the whole value."""
+
+    fixed: float = 0.0
+    per_byte: float = 0.0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.fixed + other.fixed, self.per_byte + other.per_byte)
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Prices on the devices of tensor-parallel groups, of which the slowest counts.
+
+    Fields:
+        groups: the devices of each group.
+        num_bytes: the size of every tensor.
+        topology: the links.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    num_bytes: Mapping[fx.Node, float]
+    topology: Topology = TYPICAL_LINKS
+    _known: dict[tuple[_Kind, _Kind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
+
+    def change(self, node: fx.Node, state: AxisState, wanted: AxisState, *, summed: bool, trained: bool) -> float:
+        """Return the seconds of bringing a value into the state that an op wants.
+
+        `summed`: the op gives back summands of the cotangent; without `trained` no cotangent comes back at all.
+        """
+        if not (summed and trained) and state == wanted:
+            return 0.0
+        size = self.num_bytes.get(node, 0.0)
+        prices = self._of(*_kinds(state, wanted), summed, trained)
+        return max((price.fixed + price.per_byte * size for price in prices), default=0.0)
+
+    def late_sum(self, node: fx.Node) -> float:
+        """Return the seconds that summands of a parameter's gradient add to the synchronisation of gradients.
+
+        They travel with those of other parameters, so no message starts for them alone.
+        """
+        prices = self._of(_Kind.SUMMED, _Kind.WHOLE, False, False)
+        return self.num_bytes.get(node, 0.0) * max((price.per_byte for price in prices), default=0.0)
+
+    def repeated(self, flops: float) -> float:
+        """Return the seconds that it adds to run products whole on each device, forward and backward."""
+        ways = max(map(len, self.groups), default=1)
+        return FORWARD_AND_BACKWARD * flops * (1 - 1 / ways) / FLOPS_PER_SECOND
+
+    def _of(self, kind: _Kind, wanted: _Kind, summed: bool, trained: bool) -> tuple[Price, ...]:
+        """Return the prices of a change in all groups."""
+        key = (kind, wanted, summed, trained)
+        if key not in self._known:
+            self._known[key] = tuple({_change(group, *key, self.topology): None for group in self.groups})
+        return self._known[key]
+
+
+def bytes_of(graph: Graph) -> tuple[float, ...]:
+    """Return the bytes of every node's tensor at the sizes of the example batch, 0 for none and for unknown sizes."""
+    return tuple(_bytes(node) for node in graph.graph.nodes)
+
+
+def _bytes(node: fx.Node) -> float:
+    is_tensor = meta.has_value(node) and meta.is_tensor(node)
+    return max(0.0, float(meta.numel(node) * meta.dtype(node).itemsize)) if is_tensor else 0.0
+
+
+class _Kind(Enum):
+    """The kinds of states that differ in price; of two splits the second is another than the first."""
+
+    WHOLE = "whole"
+    SUMMED = "summed"
+    SPLIT = "split"
+    SPLIT_OTHERWISE = "split otherwise"
+
+
+def _kinds(state: AxisState, wanted: AxisState) -> tuple[_Kind, _Kind]:
+    first, second = _kind(state), _kind(wanted)
+    other = first == second == _Kind.SPLIT and state != wanted
+    return first, _Kind.SPLIT_OTHERWISE if other else second
+
+
+def _kind(state: AxisState) -> _Kind:
+    match state:
+        case SplitOn():
+            return _Kind.SPLIT
+        case Summed():
+            return _Kind.SUMMED
+        case _:
+            return _Kind.WHOLE
+
+
+def _change(
+    ranks: tuple[int, ...], kind: _Kind, wanted: _Kind, summed: bool, trained: bool, topology: Topology
+) -> Price:
+    """Price a change of a value with an entry for each pair of ranks."""
+    source, target = (Annotation.on(ranks, _axis(end, len(ranks))) for end in (kind, wanted))
+    back = Annotation.on(ranks, Partial(len(ranks))) if summed else cotangent(target)
+    price = _one_way(source, target, back, topology)
+    return price + _one_way(back, cotangent(source), cotangent(source), topology) if trained else price
+
+
+def _axis(kind: _Kind, ways: int) -> State:
+    match kind:
+        case _Kind.SPLIT:
+            return Split.even(0, ways)
+        case _Kind.SPLIT_OTHERWISE:
+            return Split.even(1, ways)
+        case _Kind.SUMMED:
+            return Partial(ways)
+        case _Kind.WHOLE:
+            return Duplicate(ways)
+
+
+def _one_way(source: Annotation, target: Annotation, back: Annotation, topology: Topology) -> Price:
+    ways = len(source.ranks)
+    resolution = resolve_edge(source, target, back, (ways, ways))
+    small, large = (resolution.seconds(size, topology) for size in (1, _LARGE))
+    per_byte = (large - small) / (_LARGE - 1) / ways**2
+    return Price(small - per_byte * ways**2, per_byte)

@@ -1,0 +1,216 @@
+"""The ways in which an op can run on one axis, from its rule and the states of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors
+from hetu_fx.errors import DeductionError
+from hetu_fx.graph import meta
+from hetu_fx.transforms.layouts.flops import product_flops
+from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.sequence_parallel import SequenceCut
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Spread, Summed, Whole
+from hetu_fx.transforms.specialize.sharded_forms import form_of, has_form
+
+Splits = frozenset[FactorClass]
+States = Mapping[fx.Node, AxisState]
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """Lists decisions for ops.
+
+    Fields:
+        factors: what the ops do to classes.
+        flow: what the values depend on.
+        splits: the classes that the axis splits wherever it can.
+        cut: what may lie in parts of a sequence besides.
+        may_gather: whether split values may be put together; without, an op that needs that is an error.
+    """
+
+    factors: FactorMap
+    flow: Flow
+    splits: Splits
+    cut: SequenceCut
+    may_gather: bool
+
+    def of(self, node: fx.Node, states: States) -> tuple[Decision, ...]:
+        """Return how an op can run, one way at least; first the one that spreads most work and keeps most apart.
+
+        Raises:
+            DeductionError: naming the op, the user's line and the way out.
+        """
+        op = self.factors.op(node)
+        parted = [self._split_on(node, op, factor, states) for factor in self._candidates(node, op, states)]
+        keeps_weights = self.may_gather and self._spreads_a_product(node, op, states)
+        summands = [] if keeps_weights else self._on_summands(node, op, states)
+        found = [*parted, *summands, *([] if parted else self._in_sequence(node, op, states))]
+        if not found:
+            self._check_gather(node, op, states)
+        if not found or found == summands or self._may_run_whole(node, op, found[0], states):
+            found.append(self._whole_way(op, states))
+        return tuple(found)
+
+    def _candidates(self, node: fx.Node, op: OpFactors, states: States) -> list[FactorClass]:
+        """Return the split factors to compute a part of: first the one that most operands are already split on."""
+        found = [c for c in (op.classes & self.splits) - self._uncut(node, op) if _is_worth(op, c, states)]
+        return sorted(found, key=lambda c: (-_already_split(op, c, states), c.id))
+
+    def _uncut(self, node: fx.Node, op: OpFactors) -> Splits:
+        """Return the classes that cannot be cut in this op; its form, if it has one, communicates like a gather."""
+        return op.whole if self.may_gather and has_form(node) else op.whole | op.sharded
+
+    def _on_summands(self, node: fx.Node, op: OpFactors, states: States) -> list[Decision]:
+        """Return how the op runs on operands that are summands, one by one; nothing if it needs their sum.
+
+        Where sums may be made at once, summands are not cast to a narrower type, which would round each of them.
+        """
+        summed = frozenset(i for i, o in enumerate(op.operands) if isinstance(states[o.node], Summed))
+        result = _of_summands(op, summed, states)
+        if result is None or (self.may_gather and _narrows(node, op, summed)):
+            return []
+        given = [states[o.node] if i in summed else WHOLE for i, o in enumerate(op.operands)]
+        return [Decision(None, tuple(_need(op, i, state, states) for i, state in enumerate(given)), result)]
+
+    def _in_sequence(self, node: fx.Node, op: OpFactors, states: States) -> list[Decision]:
+        part = max(self.cut.of(node), key=lambda c: (_already_split(op, c, states), -c.id), default=None)
+        if part is None:
+            return []
+        way = self._split_on(node, op.cut_at(part), part, states)
+        return [_in_ring(op, way) if node in self.cut.rings else way]
+
+    def _whole_way(self, op: OpFactors, states: States) -> Decision:
+        return Decision(None, tuple(_need(op, i, WHOLE, states) for i in range(len(op.operands))), WHOLE)
+
+    def _may_run_whole(self, node: fx.Node, op: OpFactors, way: Decision, states: States) -> bool:
+        """Tell whether to gather may be better than to run in parts: operands disagree, or the op makes more of them.
+
+        Weights are not gathered for a product, which would undo what the plan splits; what the plan asks to have in
+        parts of a sequence, to hold less of it, stays so unless the op makes more of it.
+        """
+        if not self.may_gather or self.cut.is_asked or way.factor is None:
+            return False
+        if self._spreads_a_product(node, op, states):
+            return False
+        disagree = any(states[need.node] != need.state for need in way.needs)
+        return (disagree and way.factor in self.splits) or self._enlarges(node, op, way.factor)
+
+    def _spreads_a_product(self, node: fx.Node, op: OpFactors, states: States) -> bool:
+        weights = [o.node for o in op.operands if not self.flow.through_inputs(o.node)]
+        is_split = any(isinstance(states[weight], SplitOn) for weight in weights)
+        return is_split and (not meta.is_tensor(node) or product_flops(node, op) > 0)
+
+    def _enlarges(self, node: fx.Node, op: OpFactors, factor: FactorClass) -> bool:
+        read = [o.node for i, o in enumerate(op.operands) if i not in op.unread and factor in o.classes]
+        return bool(read) and meta.is_tensor(node) and meta.numel(node) > sum(map(meta.numel, read))
+
+    def _split_on(self, node: fx.Node, op: OpFactors, factor: FactorClass, states: States) -> Decision:
+        needs = tuple(_split_need(op, i, factor, states) for i in range(len(op.operands)))
+        if factor in op.reduced:
+            _check_averaged(node, op, factor)
+            return Decision(factor, needs, form_of(node).result(factor) if factor in op.sharded else SUMMED)
+        return Decision(factor, needs, SplitOn(factor))
+
+    def _check_gather(self, node: fx.Node, op: OpFactors, states: States) -> None:
+        if self.may_gather:
+            return
+        for position, operand in enumerate(op.operands):
+            if position not in op.unread and isinstance(states[operand.node], SplitOn):
+                raise DeductionError(
+                    f"{node.target} needs all rows of the batch at once ('{node.name}', {meta.source_line(node)}), so "
+                    f"the batch cannot be split over pipelines or micro-batches; use a plan with one pipeline and one "
+                    f"micro-batch, or register a rule with hetu_fx.register_rule if the op works row by row"
+                )
+
+
+def gives_summands(node: fx.Node, decision: Decision, need: Need, flow: Flow, *, of_summands: bool = False) -> bool:
+    """Tell whether an op gives back summands of an operand's cotangent.
+
+    `of_summands`: the cotangent of the result comes as summands itself.
+    """
+    wanted = decision.factor is not None or isinstance(decision.result, Summed) or of_summands
+    trained = node in flow.differentiable and need.node in flow.differentiable
+    return wanted and trained and isinstance(need.state, Whole)
+
+
+def passes_on(node: fx.Node, decision: Decision | None, flow: Flow) -> bool:
+    """Tell whether summands of the result's cotangent become summands of the operands'.
+
+    Not where an operand is split or itself a sum: each part of it, each summand, has the whole cotangent.
+    """
+    if decision is None:
+        return True
+    read = [need.state for need in decision.needs if need.node in flow.differentiable]
+    return all(isinstance(state, Whole) for state in (decision.result, *read))
+
+
+def passes_on_exactly(node: fx.Node, decision: Decision | None, flow: Flow) -> bool:
+    """Tell whether summands pass on, and none of the cotangents is of a narrower type: each would be rounded."""
+    read = [need.node for need in decision.needs if need.node in flow.differentiable] if decision else []
+    narrow = meta.is_tensor(node) and any(meta.dtype(node).itemsize > _itemsize(operand) for operand in read)
+    return not narrow and passes_on(node, decision, flow)
+
+
+def _narrows(node: fx.Node, op: OpFactors, summed: frozenset[int]) -> bool:
+    return meta.is_tensor(node) and any(meta.dtype(node).itemsize < _itemsize(op.operands[i].node) for i in summed)
+
+
+def _itemsize(node: fx.Node) -> int:
+    return meta.dtype(node).itemsize if meta.is_tensor(node) else 0
+
+
+def _of_summands(op: OpFactors, summed: frozenset[int], states: States) -> AxisState | None:
+    kinds = {states[op.operands[i].node] for i in summed}
+    if len(kinds) == 1 and summed <= op.vanishing and isinstance(kind := next(iter(kinds)), Spread):
+        return kind
+    return SUMMED if summed and any(summed == group for group in op.linear) else None
+
+
+def _need(op: OpFactors, position: int, state: AxisState, states: States) -> Need:
+    """Return the need of an operand; one of which only dtype and device are read may stay as it is."""
+    node = op.operands[position].node
+    return Need(node, states[node] if position in op.unread else state)
+
+
+def _already_split(op: OpFactors, factor: FactorClass, states: States) -> int:
+    return sum(states[o.node] == SplitOn(factor) for o in op.operands)
+
+
+def _is_worth(op: OpFactors, factor: FactorClass, states: States) -> bool:
+    """Tell whether some operand is split on `factor`, or none has it (the op makes it, and can make a part)."""
+    read = (o for i, o in enumerate(op.operands) if i not in op.unread)
+    having = [o for o in read if factor in o.classes]
+    return not having or any(states[o.node] == SplitOn(factor) for o in having)
+
+
+def _split_need(op: OpFactors, position: int, factor: FactorClass, states: States) -> Need:
+    operand = op.operands[position]
+    if position in op.unread:
+        return _need(op, position, WHOLE, states)
+    if factor in operand.classes and not (factor in op.sharded and position in op.counted):
+        return Need(operand.node, SplitOn(factor))
+    if factor in op.sharded and states[operand.node] == Spread(factor):
+        return Need(operand.node, Spread(factor))
+    if position in op.counted:  # counts of rows: each shard has its own where rows are cut, all of them elsewhere
+        return Need(operand.node, SUMMED if factor.is_batch else WHOLE)
+    return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
+
+
+def _in_ring(op: OpFactors, way: Decision) -> Decision:
+    """Return the way with the operands that may travel needed in parts."""
+    travelling = {position: SplitOn(factor) for position, factor in op.travelling.items()}
+    needs = (Need(need.node, travelling[i]) if i in travelling else need for i, need in enumerate(way.needs))
+    return replace(way, needs=tuple(needs), travels=True)
+
+
+def _check_averaged(node: fx.Node, op: OpFactors, factor: FactorClass) -> None:
+    """Refuse a mean over rows that the global-mean pass could not take apart: shares of rows would weigh alike."""
+    if factor in op.averaged and factor.is_batch:
+        raise DeductionError(
+            f"{node.target} takes a mean over the rows of the batch ('{node.name}', {meta.source_line(node)}) in a "
+            f"form that cannot be made a sum over a count; use a plan with one pipeline and one micro-batch"
+        )

@@ -1,0 +1,1 @@
+"""What becomes of a device graph before it runs: algorithms of its communication, recompute, compilation."""

@@ -1,0 +1,210 @@
+"""Draw random numbers by counter, so that they do not depend on the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument, is_random, operand
+from hetu_fx.graph.edit import Sizes, add_leaf, insert, replace
+from hetu_fx.graph.graph import Graph, LeafKind, drop_dead_nodes
+from hetu_fx.transforms.dtypes import sum_dtype
+from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
+from hetu_fx.transforms.rewrites.attention import explicit_attention
+from hetu_fx.transforms.rewrites.counts import linear_factor
+
+aten = torch.ops.aten
+DROPOUT, UNIFORM = torch.ops.hetu.dropout.default, torch.ops.hetu.uniform.default
+
+STATE = "random_state"
+SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, the value alpha dropout drops to (torch's constant)
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Replace every random op by one that draws from (seed, step, site, global index).
+
+    Requires: a captured graph.
+    Ensures: no op draws from a generator, except those that are noted. The graph has one leaf of kind
+        RANDOM_STATE, int64[3] on the cpu (seed, step, first row), if anything is drawn at all. Sites are numbered
+        in the order of the graph. Attention with dropout is written out.
+
+        %y = dropout(%x, 0.1, True)     ->     %y = hetu.dropout(%x, 0.1, %random_state, 0, 0, 1, [])
+    """
+
+    name: str = "randomness"
+
+    def __call__(self, graph: Graph) -> Graph:
+        rewrite = _Rewrite(graph.clone())
+        for node in list(rewrite.graph.graph.nodes):
+            rewrite.visit(node)
+        result = rewrite.graph.with_note(*rewrite.notes)
+        drop_dead_nodes(result.graph)
+        return result
+
+
+class _Rewrite:
+    """Rewrites one clone, node by node."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.sizes = Sizes(graph)
+        self.sites = 0
+        self.notes: list[str] = []
+        self.rules: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
+            aten.dropout.default: self._dropout,
+            aten.native_dropout.default: self._native_dropout,
+            aten.feature_dropout.default: self._feature_dropout,
+            aten.alpha_dropout.default: self._alpha_dropout,
+            aten.scaled_dot_product_attention.default: self._attention,
+            aten.rand_like.default: lambda node: self.uniform(node, node.args[0], meta.dtype(node)),
+            aten.rand.default: self._rand,
+            aten.randn.default: self._rand,
+            aten.randn_like.default: lambda node: self._normal(node, node.args[0], 0.0, 1.0),
+            aten.normal_functional.default: self._normal_functional,
+            aten.uniform.default: self._uniform_between,
+            aten.bernoulli.default: lambda node: self._bernoulli(node, node.args[0]),
+            aten.bernoulli.p: lambda node: self._bernoulli(node, node.args[1]),
+        }
+
+    def visit(self, node: fx.Node) -> None:
+        """Rewrite a node if it draws; note it if it draws in a way that is not known."""
+        rule = self.rules.get(node.target)
+        if rule is None:
+            if is_random(node):
+                self._note(node)
+            return
+        new = rule(node)
+        if new is not None:
+            replace(node, new)
+
+    def _note(self, node: fx.Node) -> None:
+        self.notes.append(
+            f"{node.target} at {meta.source_line(node)} draws its numbers on each device by itself: they depend "
+            "on the plan"
+        )
+
+    def _state(self) -> fx.Node:
+        known = self.graph.leaves_of(LeafKind.RANDOM_STATE)
+        if known:
+            return known[0].node
+        self.graph, node = add_leaf(self.graph, LeafKind.RANDOM_STATE, STATE, (3,), torch.int64)
+        return node
+
+    def _place(self, shaped: fx.Node) -> tuple[fx.Node, int, int, int | fx.Node, list[int]]:
+        """Return state, site, row dim, row length and cut of the next draw for a tensor shaped like `shaped`."""
+        site, self.sites = self.sites, self.sites + 1
+        for dim, size in enumerate(meta.shape(shaped)):
+            if meta.depends_on_batch(size, self.graph):
+                factor = linear_factor(meta.expression(size), self.graph.batch_symbol)
+                length = None if factor is None else self.sizes.of_expression(factor)
+                if length is None:
+                    self._note(shaped)
+                    break
+                return self._state(), site, dim, length, []
+        return self._state(), site, -1, 1, []
+
+    def drop(self, here: fx.Node, value: fx.Node, p: float) -> fx.Node:
+        """Insert a dropout of `value`."""
+        state, *place = self._place(value)
+        return insert(here, DROPOUT, value, p, state, *place)
+
+    def uniform(self, here: fx.Node, like: Any, dtype: torch.dtype) -> fx.Node:
+        """Insert a draw from [0, 1) for every element of `like`."""
+        typed = like if meta.dtype(like) == dtype else insert(here, aten.to.dtype, like, dtype)
+        return insert(here, UNIFORM, typed, *self._place(like))
+
+    def _dropout(self, node: fx.Node) -> fx.Node | None:
+        p = _probability(node)
+        return self.drop(node, operand(node), p) if p else None
+
+    def _native_dropout(self, node: fx.Node) -> None:
+        p = _probability(node)
+        kept = next((user for user in node.users if user.args[1] == 0), None)
+        if not p or kept is None:
+            return
+        if len(node.users) > 1:
+            self._note(node)
+            return
+        replace(kept, self.drop(node, operand(node), p))
+        node.graph.erase_node(node)
+
+    def _feature_dropout(self, node: fx.Node) -> fx.Node | None:
+        """Drop whole channels: the same number for all of a channel's positions."""
+        value, p = operand(node), _probability(node)
+        if not p:
+            return None
+        channels = value
+        for dim in range(2, len(meta.shape(value))):
+            channels = insert(node, aten.slice.Tensor, channels, dim, 0, 1)
+        ones = insert(node, aten.ones_like.default, channels)
+        return insert(node, aten.mul.Tensor, value, self.drop(node, ones, p))
+
+    def _alpha_dropout(self, node: fx.Node) -> fx.Node | None:
+        """Drop to the negative saturation of SELU, keeping mean and variance (torch's formula)."""
+        value, p = operand(node), _probability(node)
+        if not 0 < p < 1:
+            return None
+        a = 1 / math.sqrt((SELU_ALPHA**2 * p + 1) * (1 - p))
+        ones = insert(node, aten.ones_like.default, value)
+        kept = insert(node, aten.mul.Tensor, self.drop(node, ones, p), 1 - p)
+        scaled = insert(node, aten.mul.Tensor, insert(node, aten.mul.Tensor, value, kept), a)
+        shift = insert(node, aten.mul.Tensor, insert(node, aten.sub.Tensor, kept, 1.0 - p), SELU_ALPHA * a)
+        return insert(node, aten.add.Tensor, scaled, shift)
+
+    def _attention(self, node: fx.Node) -> fx.Node | None:
+        p = argument(node, "dropout_p")
+        return explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
+
+    def _rand(self, node: fx.Node) -> fx.Node:
+        zeros = insert(node, aten.zeros.default, *node.args, **node.kwargs)
+        if node.target is aten.rand.default:
+            return self.uniform(node, zeros, meta.dtype(node))
+        return self._normal(node, zeros, 0.0, 1.0)
+
+    def _normal(self, node: fx.Node, like: Any, mean: Any, deviation: Any) -> fx.Node:
+        """Draw from a normal distribution by Box and Muller's formula, from two sites."""
+        work = sum_dtype(meta.dtype(node))
+        first, second = self.uniform(node, like, work), self.uniform(node, like, work)
+        positive = insert(node, aten.rsub.Scalar, first, 1.0)
+        log = insert(node, aten.log.default, positive)
+        radius = insert(node, aten.sqrt.default, insert(node, aten.mul.Tensor, log, -2.0))
+        angle = insert(node, aten.cos.default, insert(node, aten.mul.Tensor, second, 2 * math.pi))
+        result = insert(node, aten.mul.Tensor, radius, angle)
+        if (mean, deviation) != (0.0, 1.0):
+            result = insert(node, aten.add.Tensor, insert(node, aten.mul.Tensor, result, deviation), mean)
+        return result if work == meta.dtype(node) else insert(node, aten.to.dtype, result, meta.dtype(node))
+
+    def _normal_functional(self, node: fx.Node) -> fx.Node:
+        like, mean, deviation = _filled(node.args)
+        return self._normal(node, like, mean, deviation)
+
+    def _uniform_between(self, node: fx.Node) -> fx.Node:
+        like, low, high = _filled(node.args)
+        drawn = self.uniform(node, like, meta.dtype(node))
+        if (low, high) == (0.0, 1.0):
+            return drawn
+        wide = insert(node, aten.mul.Tensor, drawn, high - low)
+        return insert(node, aten.add.Tensor, wide, low)
+
+    def _bernoulli(self, node: fx.Node, probability: Any) -> fx.Node:
+        drawn = self.uniform(node, node.args[0], torch.float32)
+        less = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
+        return insert(node, aten.to.dtype, insert(node, less, drawn, probability), meta.dtype(node))
+
+
+def _probability(node: fx.Node) -> float:
+    """Return how likely a dropout op drops; 0 outside training."""
+    return 0.0 if argument(node, "train") is False else float(argument(node, "p"))
+
+
+def _filled(args: tuple[Any, ...]) -> list[Any]:
+    """Return (tensor, first, second) with the defaults 0 and 1 that torch's in-place draws have."""
+    given = list(args)
+    return given + [None, 0.0, 1.0][len(given) :]

@@ -1,0 +1,92 @@
+"""The sizes that factor classes have in one device's graph: as numbers, or read off values as the graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from hetu_fx.deduction.factors.dual_roles import original
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
+from hetu_fx.errors import DeductionError
+from hetu_fx.graph import meta
+from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
+from hetu_fx.transforms.layouts.states import WHOLE, AxisState
+from hetu_fx.transforms.parts import Parts
+from hetu_fx.transforms.specialize.localize import Size, SizeOf
+
+
+@dataclass(eq=False)
+class LocalSizes:
+    """Knows the device's part of every class that its stage cuts, and the size of any other.
+
+    Fields:
+        factors: the classes of the dims of the logical graph's values.
+        layout: the stage, with the parts or shares of what it cuts.
+        places: where the device is on each axis of the stage.
+        states: how the values lie along each axis.
+        values: the nodes so far that the device's graph has for them.
+        emit: adds a call that belongs to a node of the logical graph.
+    """
+
+    factors: FactorMap
+    layout: StageLayout
+    places: tuple[int, int]
+    states: tuple[Mapping[fx.Node, AxisState], Mapping[fx.Node, AxisState]]
+    values: Mapping[fx.Node, fx.Node]
+    emit: Callable[..., fx.Node]
+    _parts: dict[FactorClass, Parts] = field(default_factory=dict)
+    _read: dict[FactorClass, fx.Node] = field(default_factory=dict)
+
+    def in_op(self, cut: Collection[FactorClass]) -> SizeOf:
+        """Return the sizes that classes have in an op that computes a part of those in `cut`."""
+        return lambda cls: self.part(cls) if cls in cut else self.whole(cls)
+
+    def axis(self, factor: FactorClass) -> int:
+        """Return the axis that cuts a class."""
+        return CONTEXT if factor in self.layout.context.sizes else TENSOR
+
+    def part(self, factor: FactorClass) -> Size:
+        """Return how much the device has of a class that is cut."""
+        return self.parts(factor).sizes[self.places[self.axis(factor)]]
+
+    def start(self, factor: FactorClass) -> Size:
+        """Return where the device's part of a class begins."""
+        return self.parts(factor).starts[self.places[self.axis(factor)]]
+
+    def parts(self, factor: FactorClass) -> Parts:
+        """Return the parts of a class; those of a symbolic length are computed where one is needed first."""
+        if factor not in self._parts:
+            shares = self.layout.axes[self.axis(factor)].sizes[factor]
+            known = factor.size is not None
+            self._parts[factor] = Parts.of_sizes(shares) if known else Parts.in_shares(self._read_off(factor), shares)
+        return self._parts[factor]
+
+    def whole(self, factor: FactorClass) -> Size:
+        """Return the size of all of a class.
+
+        Raises:
+            DeductionError: only the run tells it, and no value has it whole.
+        """
+        return self._read_off(original(factor)) if factor.size is None else factor.size
+
+    def _read_off(self, factor: FactorClass) -> fx.Node:
+        if factor not in self._read:
+            node, dim = self._having(factor)
+            self._read[factor] = self.emit(node, torch.ops.aten.sym_size.int, self.values[node], dim)
+            meta.set_value(self._read[factor], factor.hint)
+        return self._read[factor]
+
+    def _having(self, factor: FactorClass) -> tuple[fx.Node, int]:
+        """Return a value so far that has a class whole, and the dim of it."""
+        states = self.states[self.axis(factor)]
+        for node in filter(meta.is_tensor, self.values):
+            dims = self.factors.dims(node)
+            if (factor,) in dims and states.get(node) == WHOLE:
+                return node, dims.index((factor,))
+        raise DeductionError(
+            f"the plan cuts a dim of size {factor.text} where no value has it whole that its size could be read off; "
+            f"use a plan that does not share the sequence over devices {list(self.layout.devices)}"
+        )

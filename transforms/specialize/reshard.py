@@ -1,0 +1,161 @@
+"""How the values of one device's graph come from one state into another: along the axes of its stage, over replicas.
+
+A stage's axes are independent: along one, the devices that differ in their place on it alone change the state, each of
+them with what it has by its place on the other. What makes a value smaller is done first, what makes it larger last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from hetu_fx.annotations.annotation import Annotation, Shape, Split, cotangent
+from hetu_fx.comm_ops.ops.table import COMM_OPS
+from hetu_fx.comm_ops.resolve.resolution import Resolution, resized
+from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.deduction.factors.factors import FactorClass
+from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, cut_twice
+from hetu_fx.transforms.layouts.dim_views import Opening
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
+from hetu_fx.transforms.parts import Parts
+from hetu_fx.transforms.specialize.local_sizes import LocalSizes
+
+
+@dataclass(eq=False)
+class Moves:
+    """Writes communication into the graph of one device.
+
+    Fields:
+        deduced: what is to be made of the logical graph.
+        layout, rank: the device's stage, and the device.
+        sizes: its part of every class.
+        emit: adds a call that belongs to a node of the logical graph.
+        differentiable: the calls so far through which a gradient comes back.
+    """
+
+    deduced: DeducedGraph
+    layout: StageLayout
+    rank: int
+    sizes: LocalSizes
+    emit: Callable[..., fx.Node]
+    differentiable: set[fx.Node]
+
+    def inside(
+        self,
+        node: fx.Node,
+        value: fx.Node,
+        states: States,
+        wanted: States,
+        summed: tuple[bool, bool] = (False, False),
+    ) -> fx.Node:
+        """Bring a value from its states inside the stage into others; along axes with `summed`, its cotangent comes
+        back as summands.
+
+        Raises:
+            DeductionError: an annotation cannot say how the value would lie.
+        """
+        now = list(states)
+        for axis in sorted((TENSOR, CONTEXT), key=lambda axis: _growth(states[axis], wanted[axis])):
+            if self.layout.axes[axis].ways > 1 and (states[axis] != wanted[axis] or summed[axis]):
+                value = _Move(self, node, axis, now[1 - axis]).made(value, states[axis], wanted[axis], summed[axis])
+                now[axis] = wanted[axis]
+        return value
+
+    def over_replicas(self, need: Need, states: Sequence[States], value: fx.Node) -> fx.Node:
+        """Sum over replicas what an op needs the sum of, or what its cotangent must be summed of.
+
+        `states` are those inside the stages of all replicas in which their ops take the value.
+        """
+        node, batch = need.node, self.deduced.batch
+        state = batch.states[node]
+        summed = need.summed_cotangent and node not in batch.summed_cotangents
+        if len(states) == 1 or (state == need.state and not summed):
+            return value
+        replicas = [stages[0] for stages in self.deduced.annotated.stages]
+        summands = self.deduced.across_states(node, states, replicas, "partial")
+        target = self.deduced.across_states(node, states, replicas, "duplicate")
+        source, partial = (summands if state == SUMMED else target), (summands if summed else target)
+        return self.resolved(node, value, resolve_edge(source, target, partial, self.deduced.shape(node)))
+
+    def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: Parts | None = None) -> fx.Node:
+        """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""
+        for made in resolution.calls(self.rank):
+            call = resized(made, parts.sizes) if parts else made
+            value = self.emit(node, COMM_OPS[call.op].overload, value, *call.args)
+            if node in self.deduced.annotated.flow.differentiable:
+                self.differentiable.add(value)
+        return value
+
+
+def _growth(state: AxisState, wanted: AxisState) -> int:
+    """Tell whether a change makes a value smaller (0), leaves its size (1) or makes it larger (2)."""
+    if isinstance(state, SplitOn):
+        return 1 if isinstance(wanted, SplitOn) else 2
+    return 0 if isinstance(wanted, SplitOn) else 1
+
+
+class _Move:
+    """A change of state along one axis, of a value that is in state `across` on the other."""
+
+    def __init__(self, moves: Moves, node: fx.Node, axis: int, across: AxisState) -> None:
+        self.moves, self.deduced, self.node, self.across = moves, moves.deduced, node, across
+        self.axis, self.devices = moves.layout.axes[axis], moves.layout.peers(moves.rank)[axis]
+
+    def made(self, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
+        ends = [end.factor for end in (state, wanted) if isinstance(end, SplitOn)]
+        if len(ends) > 1 and not self.deduced.annotated.sequence.isdisjoint(ends):
+            return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
+        if ends and ends[0].size is None:
+            return self._in_shares(value, (state, wanted), ends[0], summed)
+        opening = self.deduced.opening(self.node, (state, wanted))
+        source, target = (self._annotation(end, opening) for end in (state, wanted))
+        back = self._annotation(SUMMED) if summed else cotangent(target)
+        shape = self._shape(ends)
+        if opening is None:
+            return self._resolved(value, resolve_edge(source, target, back, shape))
+        return self._opened(value, resolve_edge(source, target, back, opening.shape(shape)), opening, state)
+
+    def _opened(self, value: fx.Node, resolution: Resolution, opening: Opening, state: AxisState) -> fx.Node:
+        """See a dim as three while the value changes its state."""
+        factor, emit = opening.factor, self.moves.emit
+        part = self.moves.sizes.part(factor) if state == SplitOn(factor) else factor.size
+        assert isinstance(part, int), "a factor that shares its dim has a fixed size"
+        moved = self._resolved(emit(self.node, *opening.opened(value, part)), resolution)
+        return emit(self.node, *opening.closed(moved))
+
+    def _in_shares(
+        self, value: fx.Node, ends: tuple[AxisState, AxisState], factor: FactorClass, summed: bool
+    ) -> fx.Node:
+        """Cut or join a dim whose length only the run tells: as one of as many entries as there are shares."""
+        shape, split = list(self._shape([factor])), self.deduced.axis(self.node, SplitOn(factor), self.axis)
+        assert isinstance(split, Split)
+        shape[split.dim] = split.outer * sum(split.units) * split.inner
+        source, target = (self._annotation(end) for end in ends)
+        back = self._annotation(SUMMED) if summed else cotangent(target)
+        resolution = resolve_edge(source, target, back, shape)
+        return self._resolved(value, resolution, self.moves.sizes.parts(factor))
+
+    def _resolved(self, value: fx.Node, resolution: Resolution, parts: Parts | None = None) -> fx.Node:
+        return self.moves.resolved(self.node, value, resolution, parts)
+
+    def _annotation(self, state: AxisState, opening: Opening | None = None) -> Annotation:
+        return Annotation.on(self.devices, self.deduced.axis(self.node, state, self.axis, opening))
+
+    def _shape(self, ends: Sequence[FactorClass]) -> Shape:
+        """Return the shape of what the devices along the axis share; None where only the run tells."""
+        shape = self.deduced.shape(self.node)
+        if not isinstance(self.across, SplitOn):
+            return shape
+        factor, dim = self.across.factor, self._dim(self.across.factor)
+        if dim in map(self._dim, ends):
+            raise cut_twice(self.node, dim, self.moves.layout)
+        size, whole, part = shape[dim], factor.size, self.moves.sizes.part(factor)
+        local = size // whole * part if size is not None and whole is not None and isinstance(part, int) else None
+        return (*shape[:dim], local, *shape[dim + 1 :])
+
+    def _dim(self, factor: FactorClass) -> int:
+        dims = self.deduced.annotated.factors.dims(self.node)
+        return next(i for i, classes in enumerate(dims) if factor in classes)

@@ -1,0 +1,292 @@
+"""Turn a deduced graph into the graph of one device.
+
+Requires: a deduced graph.
+Ensures: the device's graph holds only its stage's ops, with local sizes, and a hetu:: node wherever a value's state
+differs from what its reader needs; sums over the stage's devices are made where the summands appear.
+
+    %linear = aten.linear(%x, %w)                 %linear = aten.linear(%x, %w_part)
+    %add = aten.add(%residual, %linear)     ->    %all_reduce = hetu.all_reduce(%linear, [0, 1], 'duplicate')
+                                                  %add = aten.add(%residual, %all_reduce)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from hetu_fx.annotations.annotation import Split
+from hetu_fx.comm_ops.ops.table import FUSED_OPS
+from hetu_fx.deduction.factors.factors import FactorClass, OpFactors
+from hetu_fx.errors import DeductionError
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument, callee, operand, overload
+from hetu_fx.graph.graph import Leaf
+from hetu_fx.transforms.layouts.annotated_graph import StageLayout, stage_nodes
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
+from hetu_fx.transforms.outside import is_size
+from hetu_fx.transforms.rewrites.random_ops import CUT_AT, cut_of
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
+from hetu_fx.transforms.specialize.local_sizes import LocalSizes
+from hetu_fx.transforms.specialize.localize import Size, localized_call, product
+from hetu_fx.transforms.specialize.placed_forms import Placed, placed_form
+from hetu_fx.transforms.specialize.reshard import Moves
+from hetu_fx.transforms.specialize.ring_forms import Circle, ring_form
+from hetu_fx.transforms.specialize.shard import Shard
+from hetu_fx.transforms.specialize.sharded_forms import form_of
+
+
+@dataclass(frozen=True)
+class Specialize:
+    """Make the graph of one rank, or None if the plan leaves the rank out."""
+
+    rank: int
+    name: str = "specialize"
+
+    def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
+        layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)
+        return None if layout is None else _Builder(deduced, layout, self.rank).build()
+
+
+class _Builder:
+    """Builds one device graph, node by node."""
+
+    def __init__(self, deduced: DeducedGraph, layout: StageLayout, rank: int) -> None:
+        self.deduced, self.layout, self.rank = deduced, layout, rank
+        self.annotated = deduced.annotated
+        self.inside, self.batch = deduced.inside(layout), deduced.batch
+        self.peers, self.places = layout.peers(rank), layout.coordinates(rank)
+        self.graph = fx.Graph()
+        self.slots: list[Slot] = []
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.edges: dict[tuple[Need, ...], fx.Node] = {}
+        self.differentiable: set[fx.Node] = set()
+        states = self.inside[0].states, self.inside[1].states
+        self.sizes = LocalSizes(self.annotated.factors, layout, self.places, states, self.values, self._emit)
+        self.moves = Moves(deduced, layout, rank, self.sizes, self._emit, self.differentiable)
+
+    def build(self) -> DeviceGraph:
+        stage = stage_nodes(self.annotated, self.layout)
+        graph = self.annotated.graph
+        for node in graph.graph.nodes:
+            if node in stage.received:
+                self.values[node] = self._placeholder(node, Slot(SlotKind.RECEIVED, node.name))
+            elif node in stage.needed and node.op == "placeholder":
+                self.values[node] = self._leaf(node, graph.leaf_of(node))
+        for node in graph.graph.nodes:
+            if node in stage.needed and node.op == "call_function":
+                self.values[node] = self._op(node)
+        outputs = [(graph.outputs[i], graph.output_values[i]) for i in stage.outputs]
+        results = [(ResultKind(leaf.kind.value), leaf.name, node) for leaf, node in outputs]
+        results += [(ResultKind.SENT, node.name, node) for node in stage.sent]
+        self.graph.output(tuple(self._output(kind, node) for kind, _, node in results))
+        return DeviceGraph(
+            rank=self.rank,
+            layout=self.layout,
+            num_stages=len(self.annotated.stages[self.layout.pipeline]),
+            graph=self.graph,
+            slots=tuple(self.slots),
+            results=tuple(Result(kind, name) for kind, name, _ in results),
+            handovers_in=tuple(self._handover(node, self._source(node), self.layout) for node in stage.received),
+            handovers_out=tuple(
+                self._handover(node, self.layout, target) for node in stage.sent for target in self._targets(node)
+            ),
+            differentiable=frozenset(self.differentiable),
+        )
+
+    def _leaf(self, node: fx.Node, leaf: Leaf) -> fx.Node:
+        return self._placeholder(node, Slot(SlotKind(leaf.kind.value), leaf.name))
+
+    def _placeholder(self, node: fx.Node, slot: Slot) -> fx.Node:
+        self.slots.append(slot)
+        return self._traced(node, self.graph.placeholder(node.name))
+
+    def _traced(self, source: fx.Node, target: fx.Node) -> fx.Node:
+        meta.copy_meta(source, target)
+        return target
+
+    def _op(self, node: fx.Node) -> fx.Node:
+        """Copy one op with local operands and sizes, and sum its result where it comes out as summands."""
+        if node not in self.inside[0].decisions:
+            if (length := self._length(node)) is not None:
+                return length
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+            return self._settled(node, self._emit(node, callee(node), *args, **kwargs))
+        cut = [factor for factor in self._cut(node) if factor is not None]
+        op = reduce(OpFactors.cut_at, cut, self.annotated.factors.op(node))
+        sizes = self.sizes.in_op(cut)
+        args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
+        if cut and node.target in CUT_AT:
+            args = self._with_cuts(node, args, cut)
+        result = self._in_form(node, args, kwargs)
+        return self._settled(node, self._emit(node, callee(node), *args, **kwargs) if result is None else result)
+
+    def _cut(self, node: fx.Node) -> tuple[FactorClass | None, FactorClass | None]:
+        """Return the factors that an op computes a part of, by axis."""
+        context, tensor = (deduction.decisions[node].factor for deduction in self.inside)
+        return context, tensor
+
+    def _in_form(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | None:
+        """Write an op in the form that it has for parts of what is cut in it, by axis; None for one that has none."""
+        op = self.annotated.factors.op(node)
+        for axis, factor in enumerate(self._cut(node)):
+            if factor is None:
+                continue
+            if self.inside[axis].decisions[node].travels:
+                return ring_form(node)(self._circle(node, args, kwargs, axis, factor))
+            if factor in op.sharded:
+                return form_of(node).write(self._shard(node, args, kwargs, axis, factor))
+            if factor in op.cut_at(factor).placed:
+                return placed_form(node)(self._place(node, args, kwargs, axis, factor))
+            if factor in op.averaged:
+                return self._weighed(node, self._emit(node, callee(node), *args, **kwargs), axis, factor)
+        return None
+
+    def _length(self, node: fx.Node) -> fx.Node | None:
+        """Return the whole length for a size that is read of a dim in parts; None for any other node."""
+        source = operand(node) if is_size(node) else node
+        states = [deduction.states.get(source) for deduction in self.inside]
+        cut = [state.factor for state in states if isinstance(state, SplitOn)]
+        if source is node or not cut:
+            return None
+        classes = self.annotated.factors.dims(source)[argument(node, "dim")]
+        if not any(factor in classes for factor in cut):
+            return None
+        length = product([self.sizes.whole(cls) for cls in classes])
+        return self._emit(node, int, length) if isinstance(length, int) else length
+
+    def _shard(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
+    ) -> Shard:
+        sizes, devices = self.layout.axes[axis].sizes[factor], self.peers[axis]
+        emit, communicate = (partial(write, node) for write in (self._emit, self.moves.resolved))
+        return Shard(node, args, kwargs, devices, self.places[axis], sizes, emit, communicate)
+
+    def _with_cuts(self, node: fx.Node, args: tuple[Any, ...], cut: Sequence[FactorClass]) -> tuple[Any, ...]:
+        """Tell an op that draws which part of the whole tensor it draws for."""
+        cuts = [number for factor in cut for number in self._drawn(node, factor)]
+        at = CUT_AT[overload(node)]
+        return (*args[:at], cuts, *args[at + 1 :])
+
+    def _drawn(self, node: fx.Node, factor: FactorClass) -> list[Size]:
+        axis = self.layout.axes[self.sizes.axis(factor)]
+        split = self.deduced.axis(node, SplitOn(factor), axis)
+        assert isinstance(split, Split)
+        start, part, whole = self.sizes.start(factor), self.sizes.part(factor), self.sizes.parts(factor).length
+        return cut_of(split.dim, start, part, whole, split.inner)
+
+    def _weighed(self, node: fx.Node, mean: fx.Node, axis: int, factor: FactorClass) -> fx.Node:
+        """Turn the mean over this device's part into its summand of the mean over all parts."""
+        share = self.layout.axes[axis].share((factor,), self.places[axis])
+        return self._emit(node, torch.ops.aten.mul.Tensor, mean, share)
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        columns = zip(*(deduction.needs(node) for deduction in (*self.inside, self.batch)), strict=True)
+        return [self._edge(needs, self._alike(node, i)) for i, needs in enumerate(columns)]
+
+    def _alike(self, node: fx.Node, position: int) -> tuple[States, ...]:
+        """Return the states in which the replicas' ops take this operand; each by its own deductions."""
+        found = []
+        for layout in self._replicas:
+            context, tensor = (deduction.needs(node)[position].state for deduction in self.deduced.inside(layout))
+            found.append((context, tensor))
+        return tuple(found)
+
+    @property
+    def _replicas(self) -> tuple[StageLayout, ...]:
+        return tuple(stages[0] for stages in self.annotated.stages)
+
+    def _place(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
+    ) -> Placed:
+        start, size = self.sizes.start(factor), self.sizes.part(factor)
+        return Placed(node, args, kwargs, self.places[axis] == 0, start, size, partial(self._emit, node))
+
+    def _circle(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
+    ) -> Circle:
+        travelling = self.annotated.factors.op(node).travelling
+        parts = {position: self.sizes.parts(cls).sizes for position, cls in travelling.items()}
+        own = self.sizes.parts(factor).sizes
+        return Circle(node, args, kwargs, self.peers[axis], own, parts, partial(self._fused, node))
+
+    def _settled(self, node: fx.Node, result: fx.Node) -> fx.Node:
+        """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
+        context, tensor = (deduction.made.get(node) for deduction in self.inside)
+        if context is None or tensor is None or not meta.is_tensor(node):
+            return result
+        return self.moves.inside(node, result, (context, tensor), self._states(node))
+
+    def _states(self, node: fx.Node) -> States:
+        return self.deduced.states(node, self.layout)
+
+    def _edge(self, needs: Sequence[Need], replicas: Sequence[States]) -> fx.Node:
+        """Return the value as its reader needs it on all axes, inserting communication at most once per kind."""
+        *inside, batch = needs
+        key = tuple(needs)
+        if key not in self.edges:
+            self.edges[key] = self.moves.over_replicas(batch, replicas, self._in_stage(inside))
+        return self.edges[key]
+
+    def _in_stage(self, needs: Sequence[Need]) -> fx.Node:
+        """Return the value as its reader needs it on the axes inside the stage."""
+        node, (context, tensor) = needs[0].node, needs
+        unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
+        summed = context.summed_cotangent and unsummed[0], tensor.summed_cotangent and unsummed[1]
+        wanted = context.state, tensor.state
+        value = self.moves.inside(node, self.values[node], self._states(node), wanted, summed)
+        if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
+            value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
+        return value
+
+    def _emit(self, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call that belongs to a node of the logical graph."""
+        return self._traced(node, self.graph.call_function(target, args, kwargs))
+
+    def _fused(self, node: fx.Node, name: str, *args: Any) -> fx.Node:
+        """Add a call of an op that computes while it communicates, and return its first result."""
+        call = self._emit(node, FUSED_OPS[name].overload, *args)
+        if node in self.annotated.flow.differentiable:
+            self.differentiable.add(call)
+        return self._emit(node, operator.getitem, call, 0)
+
+    def _output(self, kind: ResultKind, node: fx.Node) -> fx.Node:
+        """Return the local value of an output; other sums over the batch than those in buffers are made later."""
+        state = self.batch.states.get(node, WHOLE)
+        if kind is not ResultKind.BUFFER_UPDATE or not isinstance(state, Summed):
+            return self.values[node]
+        states = tuple(self.deduced.states(node, at) for at in self._replicas)
+        return self._edge([Need(node, state) for state in (*self._states(node), WHOLE)], states)
+
+    def _source(self, node: fx.Node) -> StageLayout:
+        pipeline = self.layout.pipeline
+        return self.annotated.stages[pipeline][self.annotated.stage_of[pipeline][node]]
+
+    def _targets(self, node: fx.Node) -> tuple[StageLayout, ...]:
+        later = self.annotated.stages[self.layout.pipeline][self.layout.index + 1 :]
+        return tuple(layout for layout in later if node in stage_nodes(self.annotated, layout).received)
+
+    def _handover(self, node: fx.Node, source: StageLayout, target: StageLayout) -> Handover:
+        _check_sendable(node)
+        value = Value(
+            node.name,
+            tuple(meta.expression(size) for size in meta.shape(node)),
+            meta.dtype(node),
+            node in self.annotated.flow.differentiable,
+            self.deduced.value_annotation(node, source),
+        )
+        return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
+
+
+def _check_sendable(node: fx.Node) -> None:
+    if not meta.is_tensor(node):
+        raise DeductionError(
+            f"a size computed from activations ('{node.name}', {meta.source_line(node)}) is read by another stage; use "
+            f"a plan whose pipelines have one stage"
+        )

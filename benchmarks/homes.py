@@ -25,9 +25,8 @@ from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.planner.price.homes import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.rehome_policy import housed
+from hetu_fx.switching.adapt.rehome_policy import UpdateTimes, housed
 from hetu_fx.switching.step.timer import clock_of
-from hetu_fx.switching.update_times import UpdateTimes
 
 SPEEDS = (0.5, 0.25, 0.125)
 SIZE = Size(width=832, layers=4, rows=7, tokens=16)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hetu_fx.handle import Handle as Handle
     from hetu_fx.planner.api import plan as plan
     from hetu_fx.planner.api import profile as profile
+    from hetu_fx.planner.api import simulate as simulate
     from hetu_fx.planner.dispatch.assignment import Batching as Batching
     from hetu_fx.planner.dispatch.policies import HotSPa as HotSPa
     from hetu_fx.planner.dispatch.policies import Hydraulis as Hydraulis
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from hetu_fx.plans.plan import Pipeline as Pipeline
     from hetu_fx.plans.plan import Plan as Plan
     from hetu_fx.plans.plan import Stage as Stage
-    from hetu_fx.simulating import simulate as simulate
     from hetu_fx.switching.sequences.form import SequenceOptions as SequenceOptions
 
 _HOMES = {
@@ -54,7 +54,7 @@ _HOMES = {
     "plan": "hetu_fx.planner.api",
     "profile": "hetu_fx.planner.api",
     "register_rule": "hetu_fx.deduction.rules.registry",
-    "simulate": "hetu_fx.simulating",
+    "simulate": "hetu_fx.planner.api",
 }
 
 __all__ = [*sorted(_HOMES)]

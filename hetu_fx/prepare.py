@@ -15,19 +15,18 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.severing import opening_connections
 from hetu_fx.comm_ops.wire.consensus import agree, by_first, from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
+from hetu_fx.comm_ops.wire.shutdown import opening_connections
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
-from hetu_fx.situations import Situation
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import choose_homes, speeds
-from hetu_fx.switching.adapt.replanning import Planner
+from hetu_fx.switching.adapt.replanning import Planner, Situation
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout

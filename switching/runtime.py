@@ -32,11 +32,10 @@ from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.policy import BatchFacts, Health, Policy, choose
-from hetu_fx.switching.step.report import StepTimes
+from hetu_fx.switching.step.report import LossAndOutput, StepReport, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, plan_rows
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from hetu_fx.switching.step.variant import Variant
-from hetu_fx.switching.step_report import LossAndOutput, StepReport
 
 _log = logging.getLogger("hetu_fx.variants")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetu_fx.comm_ops.in_form import gather_in_form
 from hetu_fx.comm_ops.ops.op import CommOp, call
 from hetu_fx.comm_ops.plans.algorithm import parse_form
 from hetu_fx.comm_ops.plans.choose_algorithm import form_of_parts
@@ -12,6 +11,7 @@ from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.subdims import check_size, join_parts, part_shape
 from hetu_fx.comm_ops.wire.collectives import fresh
 from hetu_fx.comm_ops.wire.groups import active
+from hetu_fx.comm_ops.wire.two_level import gather_in_form
 
 
 def _eager(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetu_fx.comm_ops.in_form import sum_in_form
 from hetu_fx.comm_ops.ops.op import CommOp, call
 from hetu_fx.comm_ops.plans.algorithm import parse_form
 from hetu_fx.comm_ops.plans.choose_algorithm import form_of_sums
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost
 from hetu_fx.comm_ops.wire.groups import active
+from hetu_fx.comm_ops.wire.two_level import sum_in_form
 
 
 def _eager(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetu_fx.comm_ops.in_form import reduce_in_form
 from hetu_fx.comm_ops.ops.op import CommOp, call
 from hetu_fx.comm_ops.plans.algorithm import parse_form
 from hetu_fx.comm_ops.plans.choose_algorithm import form_of_parts
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.subdims import check_size, part_shape, take_part
 from hetu_fx.comm_ops.wire.groups import active
+from hetu_fx.comm_ops.wire.two_level import reduce_in_form
 
 
 def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:

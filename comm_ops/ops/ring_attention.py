@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import FusedOp
 from hetu_fx.comm_ops.ops.ring_attention_block import work_dtype
-from hetu_fx.comm_ops.ops.ring_attention_run import Attention
+from hetu_fx.comm_ops.ops.ring_attention_run import Attention, GroupLinks
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost, there_and_back_cost
 from hetu_fx.comm_ops.plans.ring_plan import Ring
-from hetu_fx.comm_ops.ring_links import GroupLinks
 from hetu_fx.comm_ops.wire.collectives import fresh
 from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.errors import CommError

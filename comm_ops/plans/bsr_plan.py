@@ -9,6 +9,8 @@ per ordered pair of ranks. Plans depend on nothing but their arguments.
 With relays a slice that several receivers would all get from afar (none of them owns it, nor anyone on their
 node: H2's slice-send then gather), or all get as summands, is cut in as many chunks as there are receivers:
 each gets and sums its own chunk, and passes it on in a second round.
+
+The batched send-receive that is cheapest on given links, of concrete sizes: direct, or by relays (H2's SR&AG).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import length, merge, select
 from hetu_fx.comm_ops.plans.bsr_senders import SENDERS, NodeOf, OwnerSet, Senders
+from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost
 from hetu_fx.comm_ops.plans.slices import Dims, Slice, finest_slices
 from hetu_fx.comm_ops.plans.transition import Change
 from hetu_fx.errors import AnnotationError, ResolveError
@@ -217,3 +220,24 @@ def _transfers(
         Transfer(number, part.dims, part.numel, sender, receiver, adds=index > 0)
         for index, sender in enumerate(senders)
     ]
+
+
+def plan_on_links(moves: Sequence[Move], topology: Topology | None, choice: str = "auto") -> BsrPlan:
+    """Plan moves whose receivers share what they all get from another node, where that is cheaper.
+
+    `choice` is "auto" (by price), "flat" (never) or "two_level" (always). Without a topology nothing is shared.
+    """
+    if topology is None:
+        return plan_moves(moves)
+    direct, shared = (plan_moves(moves, node_of=topology.node_of, relays=relays) for relays in (False, True))
+    match choice:
+        case "flat":
+            return direct
+        case "two_level":
+            return shared
+    return min((direct, shared), key=lambda plan: seconds_of(plan, topology))
+
+
+def seconds_of(plan: BsrPlan, topology: Topology) -> float:
+    """Price a plan: its rounds one after the other."""
+    return rounds_cost([part.messages for part in plan.rounds], topology)

@@ -1,4 +1,7 @@
-"""Seconds of a communication from its bytes, its ranks and the links between them (ring algorithms)."""
+"""Seconds of a communication from its bytes, its ranks and the links between them (ring algorithms).
+
+How parameters and gradients travel between home and where they are computed with: in buckets.
+"""
 
 from __future__ import annotations
 
@@ -138,3 +141,10 @@ def _links(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 def _message(num_bytes: float, a: int, b: int, topology: Topology) -> float:
     return topology.latency_seconds(a, b) + num_bytes / topology.bytes_per_second(a, b)
+
+
+BUCKET_BYTES = 25 << 20
+"""Parameters that travel together: large enough for the wire, small enough to start early."""
+
+BUCKETS_AT_ONCE = 3
+"""So many are under way when parameters are gathered: enough to keep the wire busy while the next is packed."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.device_group import DeviceGroup
+from hetu_fx.annotations.sharding import DeviceGroup
 from hetu_fx.annotations.states import Duplicate, Partial, Split
 from hetu_fx.comm_ops.plans.axes import Atom, Piece, refine, restore
 from hetu_fx.comm_ops.plans.split_plan import fits

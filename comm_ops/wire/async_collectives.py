@@ -8,6 +8,12 @@ Measured on gloo (2 cores, 25 MB of fp32 in all, milliseconds on 2 ranks / 4 ran
   reduce-scatter: isend and irecv, then a sum 15 / 25; all_to_all_single, then a sum 18 / 30; all_reduce and a
                   slice 23 / 42; list-form reduce_scatter 26 / 53.
 So: broadcasts, and isend/irecv with the sum in rank order, which also makes the sum the same on every layout.
+
+Exchanges of ranks on several nodes in two levels, as `comm_ops.two_level` has them, beside what else a rank does.
+
+A level can only start when the one before has arrived, and a rank in its backward cannot wait for that: its peers may
+need what it has yet to work out. So a thread takes the levels, exchange by exchange in the order in which all ranks
+start them. Its messages are in groups of its own (`GroupTable.beside`), where no other message comes in between.
 """
 
 from __future__ import annotations
@@ -16,12 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.comm_ops.plans.algorithm import Form
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
+from hetu_fx.comm_ops.wire.serial_threads import InTurn
+from hetu_fx.comm_ops.wire.two_level import gather_in_levels, groups_in_levels, reduce_in_levels, sum_in_levels
 
 # Keeps these messages apart from others between the same two ranks.
 _TAG = 0x425200
@@ -123,3 +133,50 @@ def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType) -> Tens
         with guarded("all-reduce", range(world)):
             dist.all_reduce(value, op=op, group=active().group(range(world)))
     return value
+
+
+# Each takes the buffer, the sizes of its segments, the ranks, their nodes and a table, and works in place.
+Levels = Callable[[Tensor, Sequence[int], Sequence[int], Sequence[int], GroupTable], None]
+
+_turns: WeakKeyDictionary[GroupTable, InTurn] = WeakKeyDictionary()
+
+
+def start_in_levels(levels: Levels, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], form: Form) -> Exchange:
+    """Start an exchange of host memory in two levels. Collective over `ranks`."""
+    table = active()
+    beside = table.beside("levels")
+    for group in groups_in_levels(ranks, form.nodes, table.rank):
+        beside.group(group)  # created here, as threads must not create groups side by side
+
+    def work() -> None:
+        with torch.no_grad():
+            levels(buffer, sizes, ranks, form.nodes, beside)
+
+    turn = _turns.setdefault(table, InTurn()).start(work)
+    return Exchange(tuple(ranks), [turn])
+
+
+def sum_all_in_levels(
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> None:
+    """Do what `exchange.sum_all` does; sums are made per node first."""
+    buffer.copy_(sum_in_levels(buffer, ranks, nodes, table))
+
+
+def sum_segments_in_levels(
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> None:
+    """Do what `exchange.sum_segments` does; sums are made per node first."""
+    parts = segments(buffer, sizes)
+    parts[table.position(ranks)].copy_(reduce_in_levels(parts, ranks, nodes, table))
+
+
+def gather_segments_in_levels(
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> None:
+    """Do what `exchange.gather_segments` does."""
+    parts = segments(buffer, sizes)
+    found = gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, nodes, table)
+    for part, rank, value in zip(parts, ranks, found, strict=True):
+        if rank != table.rank:
+            part.copy_(value)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
-from hetu_fx.comm_ops.severing import opening_connections
+from hetu_fx.comm_ops.wire.shutdown import opening_connections
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.in_form import gather_in_form, reduce_in_form, sum_in_form
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Form
 from hetu_fx.comm_ops.plans.choose_algorithm import ChooseForm, nodes_of
 from hetu_fx.comm_ops.plans.cost import Topology
@@ -18,6 +17,7 @@ from hetu_fx.comm_ops.plans.split_plan import SliceGroup, groups_of, slice_group
 from hetu_fx.comm_ops.plans.transition import Change, parse_change
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.packing import check_local, local_dims, local_shape_like, read, slice_shape, write
+from hetu_fx.comm_ops.wire.two_level import gather_in_form, reduce_in_form, sum_in_form
 
 
 def reduce_slices(x: Tensor, change: Change, form: Form, table: GroupTable) -> Tensor:

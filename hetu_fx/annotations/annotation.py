@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from hetu_fx.annotations.device_group import DeviceGroup
 from hetu_fx.annotations.formatting import format_annotation, format_group, format_sharding, format_state
 from hetu_fx.annotations.region import Intervals, Region, cut, whole
-from hetu_fx.annotations.sharding import Sharding
+from hetu_fx.annotations.sharding import DeviceGroup, Sharding
 from hetu_fx.annotations.states import Duplicate, Partial, Split, State
 from hetu_fx.errors import AnnotationError
 

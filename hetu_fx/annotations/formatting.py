@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetu_fx.annotations.device_group import DeviceGroup
-from hetu_fx.annotations.sharding import Sharding
+from hetu_fx.annotations.sharding import DeviceGroup, Sharding
 from hetu_fx.annotations.states import Duplicate, Partial, Split, State
 
 

@@ -1,4 +1,7 @@
-"""The bottom tier of an annotation: how one device group shares a tensor, axis by axis."""
+"""The bottom tier of an annotation: how one device group shares a tensor, axis by axis.
+
+An ordered group of devices, by logical rank.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,19 @@ def _merge_neighbours(axes: tuple[State, ...]) -> tuple[State, ...]:
             case _:
                 merged.append(axis)
     return tuple(merged)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Names the devices that hold a tensor; the order is that of the positions in a sharding."""
+
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        ranks = tuple(self.ranks)
+        object.__setattr__(self, "ranks", ranks)
+        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+            raise AnnotationError(f"a device group needs distinct ranks >= 0, at least one, got {ranks}")
+
+    def __len__(self) -> int:
+        return len(self.ranks)

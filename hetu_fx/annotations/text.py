@@ -13,8 +13,7 @@ import re
 from functools import lru_cache
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.device_group import DeviceGroup
-from hetu_fx.annotations.sharding import Sharding
+from hetu_fx.annotations.sharding import DeviceGroup, Sharding
 from hetu_fx.annotations.states import Duplicate, Partial, Split, State
 from hetu_fx.errors import AnnotationError
 

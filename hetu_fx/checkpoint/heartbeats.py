@@ -19,10 +19,10 @@ from contextlib import suppress
 from torch._C._distributed_c10d import Store
 
 from hetu_fx.cluster.measure import node_name
-from hetu_fx.comm_ops.severing import sever
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
+from hetu_fx.comm_ops.wire.shutdown import sever
 from hetu_fx.errors import StateError
 
 LEFT = "left"  # the sign of one that has nothing more to do

@@ -17,8 +17,7 @@ from hetu_fx.base.cgroups import upwards
 from hetu_fx.cluster.links import measure_links
 from hetu_fx.cluster.meeting import measure_meetings, meeting_rounds, settled_seconds
 from hetu_fx.cluster.ranks import Exchange, RankTable, exchange_of, world
-from hetu_fx.cluster.speed import matmul_flops_per_second
-from hetu_fx.measure_step import step_seconds
+from hetu_fx.cluster.speed import matmul_flops_per_second, step_seconds
 
 TOLERANCE = 0.05
 """Speeds nearer than this to each other are one speed: what differs less is noise."""

@@ -34,10 +34,9 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.compiled_plans import StagePlan
+from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
 

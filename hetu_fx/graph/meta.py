@@ -3,6 +3,8 @@
 Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's
 call stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost
 first) and "grad_enabled" (False inside a no-grad region; only until detach nodes say the same).
+
+Number formats that sums cannot be made in without losing most of what is added.
 """
 
 from __future__ import annotations
@@ -244,3 +246,11 @@ def has_tensor(node: fx.Node) -> bool:
 def numel(node: fx.Node) -> int:
     """Return the number of elements of a tensor-valued node in the example batch."""
     return math.prod(hints(node))
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which torch sums numbers of `dtype`."""
+    return torch.float32 if dtype in HALVES else dtype

@@ -3,10 +3,13 @@
 A worker's end is noticed at once; one that is stopped gives no sign of life, and is ended.
 The others are told, so that whoever waits for a message gets an error; they leave their groups, are numbered anew, and
 run the script again in the same processes. Workers are forks of the launcher, which has imported what takes seconds.
+
+What happens in a launched job, as lines of JSON in a file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -14,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from hetu_fx.launch.channel import Channel, Message
 from hetu_fx.launch.judge import verdicts
 from hetu_fx.launch.spec import LaunchSpec, Worker, signal_name
 from hetu_fx.launch.store import StoreProcess
 from hetu_fx.launch.worker_process import start_worker
-from hetu_fx.launch_events import EventLog
 
 GAVE_UP_STATUS = 70
 TERMINATE_SECONDS = 5.0
@@ -239,3 +243,21 @@ class Launcher:
             worker.channel.receive()
             if os.waitpid(worker.process, os.WNOHANG)[0]:
                 self._forget(worker)
+
+
+class EventLog:
+    """Writes events into a file, or nowhere."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a", buffering=1)
+
+    def say(self, event: str, at: float | None = None, **what: Any) -> None:
+        """Write an event of now, or of `at` (time.monotonic)."""
+        if self._file is not None:
+            seconds = time.monotonic() if at is None else at
+            self._file.write(json.dumps({"event": event, "seconds": seconds, **what}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.channel import Channel
-from hetu_fx.launch_life import LifeSign
+from hetu_fx.launch.channel import Channel, LifeSign
 
 
 @dataclass(frozen=True, slots=True)

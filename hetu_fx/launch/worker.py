@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hetu_fx.checkpoint import joining
-from hetu_fx.comm_ops.severing import sever
 from hetu_fx.comm_ops.wire.groups import oldest_wait
-from hetu_fx.comm_ops.wire.shutdown import leave_world
+from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.errors import CommError
 from hetu_fx.launch.channel import Channel, Message
 from hetu_fx.launch.launcher import Launcher

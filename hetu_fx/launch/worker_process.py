@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from hetu_fx.launch.channel import Channel
+from hetu_fx.launch.channel import Channel, LifeSign
 from hetu_fx.launch.spec import Worker
-from hetu_fx.launch_life import LifeSign
 
 
 def start_worker(work: Callable[[Channel], int], others: Iterable[int]) -> Worker:

@@ -8,22 +8,26 @@ knows nothing of sequences.
 What counts tokens along a row, or compares them, tells where in its row a token stands. Masks may be made of that, as
 they are checked for sequences; an activation that learns it otherwise (a table of positions that is read by counting up
 instead of by position ids) is another one for a sequence that does not stand first.
+
+Whether an attention mask keeps the sequences of a packed row apart: found by making it for such a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
-from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 from hetu_fx.graph.masks import ATTENTION
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
 from hetu_fx.transforms.layouts.sequence_parallel import Classes, activations, sequence_classes
-from hetu_fx.transforms.packed_masks import keeps_apart
 
 
 def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str) -> str:
@@ -117,3 +121,46 @@ def _before_parameters(graph: Graph, flow: Flow) -> frozenset[fx.Node]:
         if node in found or any(operand in flow.parameters - flow.inputs for operand in node.all_input_nodes):
             found.update(node.all_input_nodes)
     return frozenset(found)
+
+
+_HIDDEN = -1e4  # what is added to the score of a token that is not seen, or less
+
+
+def keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
+    """Tell whether no token sees one of another sequence under the mask; False where that cannot be told.
+
+    Two sequences are laid into each row of the example's length, all else being ones. `positions` is the input of
+    position ids.
+    """
+    needed = needed_for([mask])
+    inputs = {leaf.node: leaf for leaf in graph.leaves_of(LeafKind.INPUT)}
+    others = {node for node in needed if node.op in ("placeholder", "get_attr")} - inputs.keys()
+    (length,) = {meta.hints(leaf.node)[-1] for leaf in inputs.values() if leaf.name == positions}
+    if others or length < 2:
+        return False
+    first = length // 2
+    values = {node: _value(leaf, positions, first) for node, leaf in inputs.items() if node in needed}
+    sees = _run(graph, needed, values)[mask]
+    sees = sees if sees.dtype == torch.bool else sees > _HIDDEN
+    across = sees[..., :first, first:], sees[..., first:, :first]
+    return sees.shape[-2:] == (length, length) and not any(part.any() for part in across)
+
+
+def _value(leaf: Leaf, positions: str, first: int) -> Tensor:
+    """Return an input of the example's shape: ones, or the position ids of two sequences."""
+    like = meta.value(leaf.node)
+    ones = torch.ones(meta.hints(leaf.node), dtype=like.dtype)
+    if leaf.name != positions:
+        return ones
+    counted = torch.arange(ones.shape[-1])
+    return torch.where(counted < first, counted, counted - first).to(like.dtype).expand_as(ones).contiguous()
+
+
+def _run(graph: Graph, needed: frozenset[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Run the ops that are needed, on the CPU; return all values."""
+    for node in graph.graph.nodes:
+        if node in needed and node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            place = {"device": torch.device("cpu")} if "device" in kwargs else {}
+            values[node] = node.target(*args, **(kwargs | place))
+    return values

@@ -18,9 +18,8 @@ from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
 from hetu_fx.transforms.layouts.flow import Flow, flow_of, reached_from
 from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
 from hetu_fx.transforms.layouts.work_shares import FactorCut
-from hetu_fx.transforms.pass_ import run_passes
-from hetu_fx.transforms.passes import GRAPH_PASSES
-from hetu_fx.transforms.prologue import extract_prologue
+from hetu_fx.transforms.passes import GRAPH_PASSES, run_passes
+from hetu_fx.transforms.rewrites.counts import extract_prologue
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,14 +18,12 @@ from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.planner.price.step import predict, stage_costs
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
-from hetu_fx.situations import PlanBook, Situation
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Asked, Made, Planner, Replanning
-from hetu_fx.switching.adapt.standby import Standby
-from hetu_fx.switching.probe import Probe
+from hetu_fx.switching.adapt.replanning import Asked, Made, PlanBook, Planner, Replanning, Situation
+from hetu_fx.switching.adapt.standby import Probe, Standby
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.policy import Health
-from hetu_fx.switching.step_report import StepReport
+from hetu_fx.switching.step.report import StepReport
 
 _log = logging.getLogger("hetu_fx.health")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.buckets import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.switching.bridge.plan import BridgeEntry, BridgePlan, Bucket, plan_bridge

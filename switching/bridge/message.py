@@ -11,15 +11,19 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box, Region
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.async_collectives import Exchange, gather_segments, segments, sum_all, sum_segments
-from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.switching.bridge.plan import Kind, Message, Part
-from hetu_fx.switching.exchange_levels import (
+from hetu_fx.comm_ops.wire.async_collectives import (
+    Exchange,
+    gather_segments,
     gather_segments_in_levels,
+    segments,
     start_in_levels,
+    sum_all,
     sum_all_in_levels,
+    sum_segments,
     sum_segments_in_levels,
 )
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.switching.bridge.plan import Kind, Message, Part
 from hetu_fx.switching.home.layout import to_local
 
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length

@@ -19,7 +19,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box
-from hetu_fx.comm_ops.buckets import BUCKET_BYTES
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.comm_ops.plans.slices import Slice, finest_slices
 from hetu_fx.comm_ops.plans.transition import Change
 from hetu_fx.errors import AnnotationError, StateError

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from hetu_fx.comm_ops.wire.async_collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
-from hetu_fx.switching.home.tensor import HomeTensor, gather_whole, mark_written, wrap
-from hetu_fx.switching.home_cut import cut_like, same_layout
+from hetu_fx.switching.home.tensor import HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
 
 
 def run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

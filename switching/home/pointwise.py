@@ -10,8 +10,7 @@ import torch
 from hetu_fx.switching.home.foreach import run_lists, unscale
 from hetu_fx.switching.home.gathered import run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
-from hetu_fx.switching.home.tensor import Handler, HomeTensor, gather_whole, mark_written, wrap
-from hetu_fx.switching.home_cut import cut_like
+from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, wrap
 
 aten = torch.ops.aten
 # The wrapper of a single in-place op is counted by torch, its piece is not.

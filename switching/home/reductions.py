@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hetu_fx.comm_ops.wire.async_collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import run_whole
-from hetu_fx.switching.home.tensor import Handler, HomeTensor
-from hetu_fx.switching.home_cut import cut_like
+from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like
 
 aten = torch.ops.aten
 

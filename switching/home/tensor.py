@@ -3,6 +3,8 @@
 A wrapper with the global shape around the dense piece that this rank owns. What an op does to it stands in
 OPS, filled by home_local (acts on the pieces), home_reduce (one value over all ranks) and home_whole (all the
 rest: gathered, run whole, cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
+
+The part of any tensor that stands beside the piece of a home tensor.
 """
 
 from __future__ import annotations
@@ -235,3 +237,22 @@ def _chunk_metadata(chunks: Sequence[Chunk]) -> list[Any]:
         )
         for box, _ in chunks
     ]
+
+
+def cut_like(tensor: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
+    """Give the part of a tensor, home or plain, that stands beside the piece of `layout`.
+
+    Scalars stay; what broadcasts is expanded first; a home tensor of another layout is gathered.
+    """
+    if type(tensor) is HomeTensor:
+        if tensor.home_layout is layout or same_layout(tensor.home_layout, layout):
+            return tensor.local
+        tensor = gather_whole([tensor])[0]
+    if not tensor.dim():
+        return tensor
+    return layout.take(tensor.expand(layout.shape))
+
+
+def same_layout(first: HomeLayout, second: HomeLayout) -> bool:
+    """Tell whether two layouts give every rank the same piece."""
+    return first.annotation == second.annotation and first.shape == second.shape

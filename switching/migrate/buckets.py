@@ -4,6 +4,8 @@ While a bucket's messages travel, those before it are put together and those aft
 most and beside its state, what leaves of three buckets (others may read it where it is packed), what arrives of two,
 and new parts of one. Where all ranks read messages where they are packed, nothing travels: a rank holds what leaves of
 two buckets, and new parts of one. Where all ranks read each other's parts, slices of few runs are not packed either.
+
+The ways of slices from rank to rank when the home changes, and what memory each takes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import torch
 
@@ -20,7 +23,38 @@ from hetu_fx.annotations.region import length
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, Transfer, cut_evenly
 from hetu_fx.comm_ops.wire.packing import packed_bytes
 from hetu_fx.errors import StateError
-from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, NEW, USES, Way
+from hetu_fx.switching.migrate.byte_runs import in_long_runs
+
+ARRIVING, LEAVING, NEW = USES = "arriving", "leaving", "new"
+
+
+class Way(StrEnum):
+    """How slices get to other ranks.
+
+    SENT: in messages. SHARED: in messages that all ranks read where they are packed. DIRECT: all ranks read them in
+    the sender's part, without a message; those in many short runs are packed as for SHARED.
+    """
+
+    SENT = "sent"
+    SHARED = "shared"
+    DIRECT = "direct"
+
+    @property
+    def rooms(self) -> Mapping[str, int]:
+        """Tell for how many buckets' messages a rank has room at once."""
+        return _ROOMS[self]
+
+    def packs(self, move: Move, transfer: Transfer) -> bool:
+        """Tell whether a slice is packed in a message, or, if its rank keeps it, copied as it would be there."""
+        return self is not Way.DIRECT or not in_long_runs(move, transfer)
+
+
+_ROOMS: Mapping[Way, Mapping[str, int]] = {
+    Way.SENT: {ARRIVING: 2, LEAVING: 3},
+    Way.SHARED: {LEAVING: 2},
+    Way.DIRECT: {LEAVING: 2},
+}
+
 
 VALUE, GRADIENT = "value", "gradient"
 """What a tensor is of its parameter; other kinds are of an optimizer's state."""

@@ -27,7 +27,7 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.parameters import move_optimizer_state
-from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket
+from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket, Way
 from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
 from hetu_fx.switching.migrate.in_flight import OnTheWay, StandIns
 from hetu_fx.switching.migrate.peer_memory import PeerMemory, addresses_of, all_reach
@@ -35,7 +35,6 @@ from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, Switc
 from hetu_fx.switching.migrate.shared_memory import ReadingRoom, SharedMemory, all_share, share
 from hetu_fx.switching.migrate.state_tensors import Homes, TrainingState, with_layout
 from hetu_fx.switching.step.gradients import layout_of
-from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, Way
 
 
 @torch.no_grad()

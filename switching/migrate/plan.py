@@ -17,8 +17,7 @@ from hetu_fx.base.documents import table_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, peak_bytes, share_out
-from hetu_fx.switching.switch_ways import Way
+from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Way, peak_bytes, share_out
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1

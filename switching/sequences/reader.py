@@ -14,15 +14,13 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.dispatch.assignment import Candidate
-from hetu_fx.planner.dispatch.candidates import candidate_of
+from hetu_fx.planner.dispatch.candidates import candidate_of, device_seconds
 from hetu_fx.planner.dispatch.policies import SequencePolicy
-from hetu_fx.planner.hydraulis.work import device_seconds
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs, form_of
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import bind
-from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.sequences.form import (
     SequenceForm,
     SequenceOptions,
@@ -31,6 +29,7 @@ from hetu_fx.switching.sequences.form import (
 )
 from hetu_fx.switching.sequences.planner import Assignments, SequencePlanner
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
+from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.execution import Division, Part, Reading, StepInputs, StepOutputs
 from hetu_fx.switching.step.run_step import run_step
 from hetu_fx.switching.step.variant import Variant

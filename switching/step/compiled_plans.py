@@ -1,4 +1,7 @@
-"""Device graphs of a compute layout, per program, and the bridge between home and compute parameters."""
+"""Device graphs of a compute layout, per program, and the bridge between home and compute parameters.
+
+A plan made ready to run as graphs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from hetu_fx.switching.bridge.compute import Compute, bytes_besides
 from hetu_fx.switching.home.buffers import local_part
 from hetu_fx.switching.step.engine import Engine
 from hetu_fx.switching.step.stage_p2p import channels
-from hetu_fx.transforms.choose_forms import ChooseForms
+from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
@@ -31,7 +34,7 @@ from hetu_fx.transforms.layouts.flops import travelling_work
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of
 from hetu_fx.transforms.layouts.serialize import read
 from hetu_fx.transforms.layouts.states import Summed
-from hetu_fx.transforms.lowering.lower import lower
+from hetu_fx.transforms.lowering.lower import ChooseForms, lower
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from hetu_fx.transforms.specialize.specialize import Specialize
@@ -245,3 +248,24 @@ def _update_annotations(deduced: DeducedGraph) -> dict[str, Annotation]:
         )
         annotations[leaf.name] = deduced.across(node, makers, "duplicate")
     return annotations
+
+
+class GraphVariant(Variant):
+    """A plan, and the device graphs of its compute layout."""
+
+    compute: GraphCompute
+
+    def __init__(self, name: str, plan: Plan, compute: GraphCompute, planned_rates: Mapping[int, float]) -> None:
+        super().__init__(name, plan, compute, planned_rates)
+        self.compute = compute
+
+    def stage(self, program: Program, wants_values: bool, *, splits: bool = False) -> StagePlan:
+        """Return the program under this plan; collective where it has to be made.
+
+        With `splits`, pipelines have several micro-batches, whatever the plan says.
+        """
+        known = self.compute.known(program, wants_values, splits)
+        if known is not None:
+            return known
+        with self.first_use.making():
+            return self.compute.made(program, wants_values, splits)

@@ -1,10 +1,20 @@
-"""Seconds of training steps right after a change of variant, beside those of steps without one."""
+"""Seconds of training steps right after a change of variant, beside those of steps without one.
+
+What a step leaves behind: for statistics, and for the caller.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from hetu_fx.switching.sequences.planner import Planned
+from hetu_fx.switching.step.execution import Work
+from hetu_fx.switching.step.timer import ComputeTimer
 
 RECENT = 64
 """Medians are over so many of the newest steps of a kind."""
@@ -66,3 +76,21 @@ class StepTimes:
     def _median(self, variant: str, kind: str) -> float | None:
         seconds = self._seconds.get((variant, kind))
         return median(seconds) if seconds else None
+
+
+@dataclass
+class StepReport:
+    """What the last step did: for `model.hetu.stats`; `planned` and `work` if sequences had lengths of their own."""
+
+    variant: str = ""
+    rows: tuple[int, ...] = ()
+    timer: ComputeTimer = field(default_factory=ComputeTimer)
+    planned: Planned | None = None
+    work: Work | None = None
+
+
+class LossAndOutput(NamedTuple):
+    """What a model with a loss_fn returns: the loss, and the model's own output (None where it is not asked for)."""
+
+    loss: torch.Tensor | None
+    output: Any

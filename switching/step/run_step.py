@@ -12,10 +12,9 @@ from torch import Tensor
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.plans.schedule import actions, forwards
-from hetu_fx.switching.graph_variant import GraphVariant
 from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import Cut, ReadBatch
-from hetu_fx.switching.step.compiled_plans import StagePlan
+from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatch, Outcome
 from hetu_fx.switching.step.execution import StepInputs, StepOutputs
 from hetu_fx.switching.step.gradients import Collector

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
-from hetu_fx.comm_ops.bsr_links import plan_on_links
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, plan_on_links
 from hetu_fx.comm_ops.wire.bsr_run import exchange, message_bytes, pack, unpack
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.program.sizes import Bindings, evaluate

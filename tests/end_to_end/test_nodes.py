@@ -12,7 +12,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.plans.plan import Plan, Stage
-from hetu_fx.switching.graph_variant import GraphVariant
+from hetu_fx.switching.step.compiled_plans import GraphVariant
 from tests.end_to_end.twins import Twins, batch_of, one, world_of
 
 NODES = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), intra=Link(1e10), inter=Link(1e6))

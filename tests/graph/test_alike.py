@@ -11,9 +11,8 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.alike import alike_call
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.edit import insert
+from hetu_fx.graph.edit import alike_call, insert
 
 aten = torch.ops.aten
 

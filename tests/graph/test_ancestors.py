@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from hetu_fx.graph.ancestors import needed_for
+from hetu_fx.graph.edit import needed_for
 
 
 def test_a_node_needs_itself_and_what_it_is_made_of_but_nothing_that_it_makes() -> None:

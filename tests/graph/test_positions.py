@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hetu_fx.graph.affine import FALSE, TRUE, Affine, AtMostZero, Positional
-from hetu_fx.graph.positions import positional_values
+from hetu_fx.graph.masks import positional_values
 
 SIZES = (4, 7)
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hetu_fx.launch_life import LifeSign
+from hetu_fx.launch.channel import LifeSign
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hetu_fx
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching import rehearsal
+from hetu_fx.switching import graph_execution
 from hetu_fx.switching.step import compiled_plans
 
 TWO = Plan((Pipeline((Stage((0,)),), micro_batches=2),), name="two")
@@ -113,7 +113,7 @@ class Sequence(nn.Module):
 
 def test_a_variant_is_not_run_with_a_batch_that_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    run = rehearsal.rehearse
+    run = graph_execution.rehearse
     monkeypatch.setattr(
         "hetu_fx.switching.graph_execution.rehearse",
         lambda variant, *rest: (ran.append(variant.name), run(variant, *rest)),

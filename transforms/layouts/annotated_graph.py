@@ -3,6 +3,8 @@
     Graph -> AnnotatedGraph -> DeducedGraph -> DeviceGraph
 
 This module has the second, and what a pipeline stage consists of.
+
+Values of a stage that others than its ops on tensors read.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
-from hetu_fx.graph.ancestors import needed_for
+from hetu_fx.graph import meta
+from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.flow import Flow
@@ -171,3 +174,22 @@ def _is_made(leaf: OutputLeaf, wants_values: bool) -> bool:
     if leaf.kind is OutputKind.VALUE:
         return wants_values
     return leaf.kind is not OutputKind.COUNT
+
+
+def read_outside(annotated: AnnotatedGraph) -> frozenset[fx.Node]:
+    """Return outputs, what goes to other stages, and what is read by something else than an op on tensors."""
+    graph = annotated.graph
+    kinds = (OutputKind.LOSS, OutputKind.BUFFER_UPDATE, *((OutputKind.VALUE,) if annotated.wants_values else ()))
+    outputs = {node for kind in kinds for _, node in graph.outputs_of(kind)}
+    sent = {node for layout in annotated.layouts for node in stage_nodes(annotated, layout).sent}
+    return frozenset(outputs | sent | {node for node in graph.graph.nodes if _has_other_readers(node, annotated)})
+
+
+def _has_other_readers(node: fx.Node, annotated: AnnotatedGraph) -> bool:
+    readers = (user for user in node.users if user.op == "call_function" and not annotated.factors.is_op(user))
+    return meta.is_tensor(node) and any(not is_size(user) for user in readers)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Tell whether the node reads one size of a tensor."""
+    return str(node.target) == "aten.sym_size.int"

@@ -17,9 +17,8 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph.graph import Graph, OutputKind
-from hetu_fx.transforms.items import is_item
 from hetu_fx.transforms.layouts.cotangents import CotangentWalk
-from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
 from hetu_fx.transforms.layouts.output_states import Settling
 from hetu_fx.transforms.layouts.reshard_cost import Prices

@@ -2,8 +2,8 @@
 
 Every op on activations runs on its device's part of the tokens. An op in which the sequence plays two parts is cut in
 the first (see `hetu_fx.deduction.factors.dual_roles`): attention computes the part's queries against all keys and
-values, which are gathered once per layer (Dubey et al., The Llama 3 Herd of Models, section 3.3.2); in the backward their gradients are
-reduced and scattered. Or they stay in parts that go round (see
+values, which are gathered once per layer (Dubey et al., The Llama 3 Herd of Models, section 3.3.2); in the backward
+their gradients are reduced and scattered. Or they stay in parts that go round (see
 `hetu_fx.transforms.layouts.ring_choice`). The devices hold all parameters, and each has a summand of their gradients.
 
 Nothing here knows what attention is: what is read whole by all its readers is put together where it is smallest, and
@@ -21,10 +21,9 @@ from hetu_fx.deduction.factors.factors import FactorClass, OperandFactors, OpFac
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind
-from hetu_fx.transforms.items import is_item
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, stage_nodes
 from hetu_fx.transforms.layouts.axis import AxisDeduction
-from hetu_fx.transforms.layouts.flow import reached_from
+from hetu_fx.transforms.layouts.flow import is_item, linear_source, reached_from
 from hetu_fx.transforms.layouts.sequence_parallel import (
     NOTHING,
     Classes,
@@ -33,7 +32,6 @@ from hetu_fx.transforms.layouts.sequence_parallel import (
     named_sizes,
     stands_alone,
 )
-from hetu_fx.transforms.linear_chains import linear_source
 from hetu_fx.transforms.rewrites.random_ops import CUT_AT
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetu_fx.graph.graph import Graph
-from hetu_fx.transforms.items import is_item
 from hetu_fx.transforms.layouts.beam import cheapest
-from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import Walk
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.states import AxisState

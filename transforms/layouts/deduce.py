@@ -14,7 +14,7 @@ from hetu_fx.deduction.factors.factors import FactorClass, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
-from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, AnnotatedGraph, StageAxis
+from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, AnnotatedGraph, StageAxis, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.layouts.context_parallel import check_shared, context_cut
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -23,7 +23,6 @@ from hetu_fx.transforms.layouts.reshard_cost import TYPICAL_LINKS, Prices, bytes
 from hetu_fx.transforms.layouts.ring_choice import Rings
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut, sequence_cut
 from hetu_fx.transforms.layouts.states import Summed
-from hetu_fx.transforms.outside import read_outside
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,20 @@
-"""What every value of the graph depends on, and which values gradients flow through."""
+"""What every value of the graph depends on, and which values gradients flow through.
+
+Items: nodes that take one tensor out of an op with several results.
+
+Values that are linear in one other: what such a one sends can be sent of the other instead.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 
@@ -80,3 +87,31 @@ def _carries_gradient(node: fx.Node) -> bool:
     if not meta.has_tensor(node):
         return False
     return not meta.is_tensor(node) or meta.dtype(node).is_floating_point
+
+
+def is_item(node: fx.Node) -> bool:
+    """Tell whether the node takes one tensor out of an op with several results."""
+    return node.op == "call_function" and node.target is operator.getitem and meta.is_tensor(node)
+
+
+def whole_of(item: fx.Node) -> fx.Node:
+    """Return the op that an item is one result of."""
+    whole = item.args[0]
+    assert isinstance(whole, fx.Node)
+    return whole
+
+
+def linear_source(node: fx.Node, factors: FactorMap, flow: Flow) -> fx.Node | None:
+    """Return the only tensor that gradients go back to from a value, if that is linear in it."""
+    trained = [source for source in node.all_input_nodes if source in flow.differentiable]
+    if len(trained) != 1 or not meta.is_tensor(trained[0]) or not _is_linear_in(node, trained[0], factors):
+        return None
+    return trained[0]
+
+
+def _is_linear_in(node: fx.Node, source: fx.Node, factors: FactorMap) -> bool:
+    if not factors.is_op(node) or not meta.is_tensor(node):
+        return False
+    op = factors.op(node)
+    places = frozenset(i for i, operand in enumerate(op.operands) if operand.node is source)
+    return len(places) == 1 and places in op.linear

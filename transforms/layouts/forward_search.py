@@ -20,9 +20,9 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
-from hetu_fx.transforms.items import is_item, whole_of
 from hetu_fx.transforms.layouts.beam import cheapest
 from hetu_fx.transforms.layouts.flops import product_flops
+from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.output_states import Settling
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn

@@ -28,9 +28,9 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, AnnotatedGraph, StageLayout, stage_nodes
 from hetu_fx.transforms.layouts.context_parallel import computable_on_part, leading
+from hetu_fx.transforms.layouts.flow import linear_source
 from hetu_fx.transforms.layouts.reshard_cost import FLOPS_PER_SECOND, Prices
 from hetu_fx.transforms.layouts.states import WHOLE, SplitOn
-from hetu_fx.transforms.linear_chains import linear_source
 
 BACKWARD_PRODUCTS = 2.5
 """Products of the backward by those of the forward: scores again, and the gradients of all four factors."""

@@ -9,16 +9,14 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph.graph import Graph
 from hetu_fx.plans.plan import Plan
-from hetu_fx.transforms.items import is_item, whole_of
 from hetu_fx.transforms.layouts.annotate import Annotate
-from hetu_fx.transforms.layouts.annotated_graph import TENSOR, AnnotatedGraph
+from hetu_fx.transforms.layouts.annotated_graph import TENSOR, AnnotatedGraph, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduce import prices_of
-from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.flow import Flow, is_item, whole_of
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, sequence_cut
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.layouts.work_shares import FactorCut
-from hetu_fx.transforms.outside import read_outside
 
 
 def tensor_cut(graph: Graph, factors: FactorMap, flow: Flow, split: tuple[tuple[str, int], ...] = ()) -> FactorCut:

@@ -12,7 +12,7 @@ from torch import fx
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
 from hetu_fx.graph.edit import insert
-from hetu_fx.transforms.dtypes import HALVES
+from hetu_fx.graph.meta import HALVES
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from torch import fx
 from hetu_fx.graph import meta
 from hetu_fx.graph.edit import insert, replace
 from hetu_fx.graph.graph import Graph, drop_dead_nodes
-from hetu_fx.transforms.dtypes import sum_dtype
+from hetu_fx.graph.meta import sum_dtype
 from hetu_fx.transforms.rewrites.counts import Counts
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, is_random, operand
 from hetu_fx.graph.edit import Sizes, add_leaf, insert, replace
 from hetu_fx.graph.graph import Graph, LeafKind, drop_dead_nodes
-from hetu_fx.transforms.dtypes import sum_dtype
+from hetu_fx.graph.meta import sum_dtype
 from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.rewrites.attention import explicit_attention
 from hetu_fx.transforms.rewrites.counts import linear_factor

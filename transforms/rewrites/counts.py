@@ -2,16 +2,20 @@
 
 A count is hoisted: its local value becomes an output of kind COUNT, computed from inputs alone, and the graph
 reads a new leaf of kind COUNT instead. The runtime sums the local values over micro-batches and replicas (see
-`hetu_fx.transforms.prologue`) and feeds the sum.
+`hetu_fx.transforms.rewrites.counts`) and feeds the sum.
+
+The part of a program that computes the local counts of some rows from inputs alone, before the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import is_random
@@ -88,3 +92,45 @@ def input_only_nodes(graph: Graph) -> set[fx.Node]:
             if not is_random(node):
                 found.add(node)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Prologue:
+    """Computes the local counts of some rows.
+
+    Fields:
+        inputs: names of the inputs it reads.
+        constants: values of the constants it reads.
+        compute: takes inputs, then constants, and returns the counts.
+    """
+
+    inputs: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    compute: Callable[..., tuple[Tensor, ...]]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[float, ...]:
+        """Return the counts of the rows in `inputs`, in the order of the graph's COUNT leaves."""
+        with torch.no_grad():
+            counts = self.compute(*(inputs[name] for name in self.inputs), *self.constants)
+        return tuple(float(count) for count in counts)
+
+
+def extract_prologue(graph: Graph) -> Prologue:
+    """Return the part of a graph that computes its local counts from inputs and constants."""
+    part = graph.select(lambda leaf: leaf.kind is OutputKind.COUNT)
+    for leaf in part.leaves:
+        if not leaf.node.users:
+            part.graph.erase_node(leaf.node)
+    used = [leaf for leaf in part.leaves if leaf.node.users]
+    inputs = tuple(leaf.name for leaf in used if leaf.kind is LeafKind.INPUT)
+    constants = tuple(graph.constants[leaf.name] for leaf in used if leaf.kind is LeafKind.CONSTANT)
+    kinds = [leaf.kind for leaf in used]
+    assert set(kinds) <= {LeafKind.INPUT, LeafKind.CONSTANT}, "counts are computed from inputs and constants"
+    order = sorted(range(len(used)), key=lambda index: kinds[index] is LeafKind.CONSTANT)
+    module = fx.GraphModule(torch.nn.Module(), part.graph)
+
+    def compute(*values: Tensor) -> tuple[Tensor, ...]:
+        placed = dict(zip(order, values, strict=True))
+        return tuple(module(*(placed[index] for index in range(len(used)))))
+
+    return Prologue(inputs, constants, compute)

@@ -13,7 +13,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand, overload
 from hetu_fx.graph.edit import insert, replace
 from hetu_fx.graph.graph import Graph, drop_dead_nodes
-from hetu_fx.transforms.dtypes import sum_dtype
+from hetu_fx.graph.meta import sum_dtype
 from hetu_fx.transforms.rewrites.counts import Counts
 
 aten = torch.ops.aten

@@ -1,8 +1,13 @@
-"""The sizes that factor classes have in one device's graph: as numbers, or read off values as the graph runs."""
+"""The sizes that factor classes have in one device's graph: as numbers, or read off values as the graph runs.
+
+How a device graph knows its device's part of a split dim: as numbers, or computed from a length as it runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +19,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState
-from hetu_fx.transforms.parts import Parts
-from hetu_fx.transforms.specialize.localize import Size, SizeOf
+from hetu_fx.transforms.specialize.localize import Size, SizeOf, computed
 
 
 @dataclass(eq=False)
@@ -90,3 +94,27 @@ class LocalSizes:
             f"the plan cuts a dim of size {factor.text} where no value has it whole that its size could be read off; "
             f"use a plan that does not share the sequence over devices {list(self.layout.devices)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A split dim: its length, and where each device's part starts and how long it is."""
+
+    length: Size
+    starts: tuple[Size, ...]
+    sizes: tuple[Size, ...]
+
+    @classmethod
+    def of_sizes(cls, sizes: tuple[int, ...]) -> Parts:
+        """Return parts that are known."""
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        return cls(sum(sizes), tuple(starts), sizes)
+
+    @classmethod
+    def in_shares(cls, length: fx.Node, shares: Sequence[int]) -> Parts:
+        """Emit the parts of a length, as `proportional_sizes` cuts it."""
+        whole = sum(shares)
+        cuts = itertools.accumulate(shares[:-1])
+        inner = [computed(operator.floordiv, computed(operator.mul, length, share), whole) for share in cuts]
+        sizes = [computed(operator.sub, stop, start) for start, stop in itertools.pairwise((*inner, length))]
+        return cls(length, (0, *inner), (inner[0], *sizes))

@@ -20,8 +20,7 @@ from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLay
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, cut_twice
 from hetu_fx.transforms.layouts.dim_views import Opening
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
-from hetu_fx.transforms.parts import Parts
-from hetu_fx.transforms.specialize.local_sizes import LocalSizes
+from hetu_fx.transforms.specialize.local_sizes import LocalSizes, Parts
 
 
 @dataclass(eq=False)

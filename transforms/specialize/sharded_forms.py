@@ -8,6 +8,8 @@ sum over devices is the result; what is normalized exchanges two numbers per row
         m_i = max z_i,  s_i = sum exp(z_i - m_i)                       one gather of rows x (m_i, s_i)
         log sum exp z = m + log sum_i s_i exp(m_i - m),  m = max m_i
         z[t]          = sum_i (z_i[t] if t lies in part i)             one sum of rows
+
+A product of groups of rows with a matrix each, where each device has the matrices of some groups (experts).
 """
 
 from __future__ import annotations
@@ -21,13 +23,61 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import operand
-from hetu_fx.transforms.dtypes import HALVES, sum_dtype
-from hetu_fx.transforms.grouped_form import grouped_product
+from hetu_fx.graph.calls import callee, operand
+from hetu_fx.graph.meta import HALVES, sum_dtype
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Spread
 from hetu_fx.transforms.specialize.shard import Shard
 
 aten = torch.ops.aten
+
+
+def grouped_product(shard: Shard) -> fx.Node:
+    """Multiply the rows of the groups that the part has; zero for all other rows.
+
+    Rows are turned so that the part's first comes first, and turned back; whatever the op does with rows that belong
+    to no group comes to nothing, forward and backward.
+    """
+    rows, matrices, ends, *others = shard.given.values()
+    start, own_ends = _groups(shard, ends)
+    number = _numbers(shard, rows)
+    elsewhere = shard.emit(aten.unsqueeze.default, _outside(shard, number, start, own_ends), 1)
+    if start is not None:
+        count = shard.emit(aten.select.int, ends, 0, -1)
+        turned, back = (
+            shard.emit(aten.remainder.Tensor, shard.emit(op, number, start), count)
+            for op in (aten.add.Tensor, aten.sub.Tensor)
+        )
+        own_ends = shard.emit(aten.sub.Tensor, own_ends, start)
+    kept = shard.emit(aten.masked_fill.Scalar, rows, elsewhere, 0.0)
+    given = kept if start is None else shard.emit(aten.index_select.default, kept, 0, turned)
+    product = shard.emit(callee(shard.node), given, matrices, own_ends, *others)
+    product = product if start is None else shard.emit(aten.index_select.default, product, 0, back)
+    return shard.emit(aten.masked_fill.Scalar, product, elsewhere, 0.0)
+
+
+def _groups(shard: Shard, ends: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """Return the first row of the part's groups (None for row 0), and where each of them ends."""
+    last = shard.first + shard.sizes[shard.position]
+    start = shard.emit(aten.select.int, ends, 0, shard.first - 1) if shard.first else None
+    return start, shard.emit(aten.slice.Tensor, ends, 0, shard.first, last)
+
+
+def _numbers(shard: Shard, rows: fx.Node) -> fx.Node:
+    """Number the rows from 0, on whatever device they are."""
+    ones = shard.emit(
+        aten.ones_like.default,
+        shard.emit(aten.select.int, rows, 1, 0),
+        dtype=torch.int64,
+    )
+    return shard.emit(aten.sub.Tensor, shard.emit(aten.cumsum.default, ones, 0), 1)
+
+
+def _outside(shard: Shard, number: fx.Node, start: fx.Node | None, ends: fx.Node) -> fx.Node:
+    after = shard.emit(aten.ge.Tensor, number, shard.emit(aten.select.int, ends, 0, -1))
+    if start is None:
+        return after
+    return shard.emit(aten.logical_or.default, after, shard.emit(aten.lt.Tensor, number, start))
+
 
 NONE, MEAN = 0, 1  # torch's codes of the reduction argument; 2 is the sum
 

@@ -27,10 +27,9 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
-from hetu_fx.transforms.layouts.annotated_graph import StageLayout, stage_nodes
+from hetu_fx.transforms.layouts.annotated_graph import StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
-from hetu_fx.transforms.outside import is_size
 from hetu_fx.transforms.rewrites.random_ops import CUT_AT, cut_of
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes

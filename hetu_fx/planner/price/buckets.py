@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.comm_ops.buckets import BUCKET_BYTES
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.planner.values.program import ProgramCosts
 
 Holders = tuple[int, ...]

@@ -23,8 +23,15 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.placement import device_bytes, stops_of, tied_holders
 from hetu_fx.planner.price.replica_groups import Columns
-from hetu_fx.planner.price.stage import Line, device_lines, forward_lines, hand_over_line, round_lines
-from hetu_fx.planner.rounds import Rounds, rounds_of
+from hetu_fx.planner.price.stage import (
+    Line,
+    Rounds,
+    device_lines,
+    forward_lines,
+    hand_over_line,
+    round_lines,
+    rounds_of,
+)
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts

@@ -13,8 +13,7 @@ from hetu_fx.planner.price.stage import Line
 from hetu_fx.planner.price.step import stage_costs
 from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.replica import Replica, Rules, Run, StageEstimate
-from hetu_fx.planner.stage_estimate import stage_estimate
+from hetu_fx.planner.search.replica import Replica, Rules, Run, StageEstimate, stage_estimate
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
 

@@ -1,13 +1,34 @@
-"""The search over runs of devices in a few orders, as the table of searches knows it."""
+"""The search over runs of devices in a few orders, as the table of searches knows it.
+
+Search plans whose groups are contiguous in some order of the devices, by deadlines.
+
+For an order of the devices and a number of replicas q, the most rows that can be done by a deadline T is
+
+    W_q(i, T) = max( W_q(i - 1, T), max_k W_{q-1}(i - k, T) + rows(segment of k devices that ends at i, T) )
+    (1)
+
+over the first i devices (one may be left out), with rows() the best of the segment's replicas. When W_q(n,
+T) is at least the batch, a plan at most as slow as T exists; it is priced, T lowered to just below its
+price, and so on until no plan is faster. Gradient sync, gather and optimizer are taken off T per replica.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetu_fx.planner.contiguous import search
-from hetu_fx.planner.price.step import predict
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.recompute import fitted
+from hetu_fx.planner.price.step import predict, sync_seconds
+from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.search.builder import Builder
+from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment
+from hetu_fx.planner.search.device_orders import PlanOptions, Space, alone, orders
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.replica import Family, Replica, Rules
+from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 
 MOST_DEVICES = 16
@@ -55,3 +76,172 @@ CONTIGUOUS = Search(
     lacks=_lacks,
     find=_find,
 )
+
+
+_FASTER = 1e-4  # a plan counts as faster when it is by this share
+_STEP = 0.02  # how far the deadline is lowered when the plan found for it did not meet it
+_RUNNER_UP_SLACK = 1.25  # plans up to so much slower than the best are worth naming as runner-up
+_DEADLINE_GROWTH = 1.5
+_MAX_GROWTHS = 80
+
+
+def search(
+    costs: ProgramCosts, cluster: Cluster, options: PlanOptions, tell: Callable[[str], None] = lambda message: None
+) -> dict[Plan, float]:
+    """Return the plans found, each with its predicted seconds; empty when none fits memory.
+
+    `tell` is told how far the search has come.
+
+    Besides the whole cluster, each node alone is searched: on all of it every gradient sync is priced on the
+    slowest link, which would hide the plans that leave a slow link unused.
+    """
+    plans: dict[Plan, float] = {}
+    for part in (cluster, *alone(cluster)):
+        state = _Search(costs, part, options, plans)
+        for order in orders(part):
+            replicas = _segments(order, state.space, state.builder)
+            for num_replicas in replica_counts(min(len(order), costs.rows)):
+                tell(f"{len(plans)} plans of consecutive devices; now {num_replicas} replicas over {list(order)}")
+                state.descend(len(order), replicas, num_replicas)
+    return plans
+
+
+class _Search:
+    """The plans found so far, and what does not change during a search."""
+
+    def __init__(self, costs: ProgramCosts, cluster: Cluster, options: PlanOptions, plans: dict[Plan, float]) -> None:
+        self._costs, self._cluster, self._options = costs, cluster, options
+        memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in cluster.devices}
+        self._rules = Rules(options.schedule, options.zero, options.micro_batches, memory, options.recompute)
+        self.space = Space.of(costs, cluster, options)
+        micro_rows = max(1, round(costs.rows / len(cluster.devices)))
+        self.builder = Builder(costs, cluster, self._rules, micro_rows)
+        self.plans = plans
+        self._ways: dict[tuple[int, int], tuple[tuple[int, int, Replica], ...]] = {}
+
+    def descend(self, num_devices: int, replicas: Mapping[Segment, list[Replica]], num_replicas: int) -> None:
+        """Lower the deadline until no plan of so many replicas meets it."""
+        table = DeadlineTable(list(self._options_of(replicas, num_replicas)), self._costs.rows)
+        deadline = self._first_deadline(table, num_devices, num_replicas)
+        while deadline is not None:
+            best = table.best(deadline)
+            segments = best_segments(_rows_of(best), num_devices, num_replicas, self._costs.rows)
+            if segments is None:
+                return
+            chosen = [table.options[best[segment][1]].replica for segment in segments]
+            as_chosen = replace(self._rules, recompute=False)
+            seconds = self._price([Family.of(one, num_replicas, as_chosen) for one in chosen])
+            # a plan may cost more than the deadline that it was found for: its ends are the slowest replica's
+            deadline = seconds * (1 - _FASTER) if seconds <= deadline else deadline * (1 - _STEP)
+
+    def _options_of(self, replicas: Mapping[Segment, list[Replica]], num_replicas: int) -> Iterator[Option]:
+        sync = self._sync_line(num_replicas)
+        owned = 1 / num_replicas if self._options.zero else 1.0
+        for segment, found in replicas.items():
+            for one in found:
+                end = sync[0] + sync[1] * one.parameter_bytes + one.update(owned)
+                for count, most, made in self._ways_of(one, num_replicas):
+                    yield Option(segment, replace(made, pipeline=one.pipeline), count, most, end)
+
+    def _ways_of(self, replica: Replica, num_replicas: int) -> tuple[tuple[int, int, Replica], ...]:
+        """Return the ways in which a replica fits memory, worked out once for all that hold the same."""
+        key = (id(replica.holdings), num_replicas)  # the builder keeps them, one object for all that are alike
+        if key not in self._ways:
+            limits = Family.of(replica, num_replicas, self._rules).limits
+            self._ways[key] = tuple(way for limit in limits for way in self._lighter(replica, num_replicas, *limit))
+        return self._ways[key]
+
+    def _lighter(
+        self, replica: Replica, num_replicas: int, count: int, most: int
+    ) -> Iterator[tuple[int, int, Replica]]:
+        """Yield a replica, then with more and more recomputed: each does twice the rows of the one before."""
+        if most:
+            yield count, most, replica
+        fair = math.ceil(self._costs.rows / (num_replicas * count))
+        while self._rules.recompute and most < 2 * fair:
+            counts = replica.least_recompute(max(1, min(2 * most, 2 * fair)), count, num_replicas, self._rules)
+            if counts is None:
+                return
+            made = replica.recomputing(counts)
+            most = made.most_micro_rows(count, num_replicas, self._rules)
+            yield count, most, made
+
+    def _sync_line(self, num_replicas: int) -> tuple[float, float]:
+        """Return (seconds, seconds per byte) of gradient sync and gather, on the slowest link there is."""
+        ranks, node = self._cluster.ranks, self._cluster.node_of
+        far = [rank for rank in ranks if node(rank) != node(ranks[0])]
+        ring = tuple(dict.fromkeys((ranks[0], *far, *ranks)))[:num_replicas]
+        empty, full = (sum(sync_seconds(size, ring, self._cluster, self._options.zero)) for size in (0.0, 1e6))
+        return empty + self._costs.row_sums.seconds(ring, self._cluster), (full - empty) / 1e6
+
+    def _first_deadline(self, table: DeadlineTable, num_devices: int, num_replicas: int) -> float | None:
+        """Return a deadline to start from: a little above the best plan's, or one that some plan meets."""
+        if self.plans:
+            return min(self.plans.values()) * _RUNNER_UP_SLACK
+        work = self._costs.whole.flops * self._costs.rows or 1.0
+        deadline = work / sum(device.speed for device in self._cluster.devices)
+        for _ in range(_MAX_GROWTHS if table.options else 0):
+            rows = _rows_of(table.best(deadline))
+            if best_segments(rows, num_devices, num_replicas, self._costs.rows) is not None:
+                return deadline
+            deadline *= _DEADLINE_GROWTH
+        return None
+
+    def _price(self, families: Sequence[Family]) -> float:
+        """Return the seconds of these replicas with their best rows, and remember the plan."""
+        costs = [family.seconds for family in families]
+        rows = spread(self._costs.rows, costs, low=(1,) * len(families))
+        if rows is None:
+            return math.inf
+        pipelines = [family.pipeline(count) for family, count in zip(families, rows, strict=True)]
+        pipelines.sort(key=lambda pipeline: min(pipeline.devices))
+        given = self._options
+        plan = Plan(tuple(pipelines), given.schedule, given.zero, given.name, given.max_length)
+        found = fitted(plan, self._costs, self._cluster, given)
+        if found is None:
+            return math.inf
+        self.plans[found[0]] = found[1].seconds
+        return found[1].seconds
+
+
+def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segment, list[Replica]]:
+    """Return the replicas that can be built of each run of devices in the order."""
+    result: dict[Segment, list[Replica]] = {}
+    for start in range(len(order)):
+        for stop in range(start + 1, len(order) + 1):
+            found = (builder.build(groups) for groups in space.replicas(order[start:stop]))
+            result[start, stop] = list(itertools.chain.from_iterable(found))
+    return result
+
+
+def replica_counts(most: int) -> Iterator[int]:
+    """Yield the numbers of replicas to try: all up to 8, then doubling, then the most."""
+    yield from range(1, min(most, 8) + 1)
+    count = 16
+    while count < most:
+        yield count
+        count *= 2
+    if most > 8:
+        yield most
+
+
+def _rows_of(best: Mapping[Segment, tuple[int, int]]) -> dict[Segment, int]:
+    return {segment: rows for segment, (rows, _) in best.items()}
+
+
+def best_segments(rows: Mapping[Segment, int], num_devices: int, num_replicas: int, total: int) -> list[Segment] | None:
+    """Return `num_replicas` disjoint segments, in order, that do `total` rows or more, by (1), or None."""
+    best: list[list[tuple[int, list[Segment]]]] = [[(0, [])] for _ in range(num_devices + 1)]
+    for stop in range(1, num_devices + 1):
+        for count in range(1, num_replicas + 1):
+            left_out = best[stop - 1][count : count + 1]
+            ending = [
+                (before[count - 1][0] + rows[start, stop], [*before[count - 1][1], (start, stop)])
+                for start, before in enumerate(best[:stop])
+                if len(before) >= count and (start, stop) in rows
+            ]
+            if not left_out and not ending:
+                break
+            best[stop].append(max(left_out + ending, key=lambda pair: pair[0]))
+    found = best[num_devices][num_replicas : num_replicas + 1]
+    return found[0][1] if found and found[0][0] >= total else None

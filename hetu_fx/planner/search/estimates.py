@@ -19,8 +19,7 @@ from hetu_fx.planner.price.step import sync_seconds
 from hetu_fx.planner.search.device_classes import alike_in
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import Replica, Rules, StageEstimate
-from hetu_fx.planner.stage_estimate import stage_estimate
+from hetu_fx.planner.search.replica import Replica, Rules, StageEstimate, stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.buckets import BUCKETS_AT_ONCE
+from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
 from hetu_fx.planner.price.buckets import Bucket, buckets
 from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.stage import Line

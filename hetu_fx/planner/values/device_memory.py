@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetu_fx.comm_ops.buckets import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.values.affine import Line
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.plans.plan import Schedule

@@ -6,8 +6,7 @@ import torch
 
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.refusal import Refusal, RefusedError
-from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
+from hetu_fx.comm_ops.resolve.resolve import Refusal, RefusedError, resolve, resolve_edge
 from hetu_fx.errors import ResolveError
 from tests.comm_ops.worker_changes import EDGES
 from tests.oracles.annotation_reference import shard, unshard

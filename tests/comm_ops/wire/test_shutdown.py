@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetu_fx.comm_ops.severing import opening_connections, sever
+from hetu_fx.comm_ops.wire.shutdown import opening_connections, sever
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetu_fx.planner.dispatch.assignment import Assignment, MicroBatch
-from hetu_fx.planner.hydraulis.work import device_seconds
+from hetu_fx.planner.dispatch.candidates import device_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
 

@@ -6,7 +6,7 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import Line, hand_over_line
+from hetu_fx.planner.price.stage import GATHER, SUM, Line, hand_over_line
 from hetu_fx.planner.price.step import (
     TERMS,
     TURN_MOVES,
@@ -16,7 +16,6 @@ from hetu_fx.planner.price.step import (
     stage_costs,
     sync_seconds,
 )
-from hetu_fx.planner.rounds import GATHER, SUM
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

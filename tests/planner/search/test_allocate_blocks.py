@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hetu_fx.planner.malleus.allocate import spread_evenly
-from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.search.allocate import spread, spread_evenly
 
 COSTS = st.floats(0.5, 20).map(lambda x: round(x, 2))
 

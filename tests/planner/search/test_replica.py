@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.planner.price.step import stage_costs, update_line
-from hetu_fx.planner.stage_estimate import stage_estimate
+from hetu_fx.planner.search.replica import stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.examples import paper, transformer
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hetu_fx.comm_ops.buckets import BUCKET_BYTES
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.planner.values.device_memory import UNBOUNDED, Shard, fixed_bytes, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.footprint import StageFootprint
 

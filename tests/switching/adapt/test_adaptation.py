@@ -15,10 +15,10 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.situations import Situation
 from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.step_report import StepReport
+from hetu_fx.switching.adapt.replanning import Situation
+from hetu_fx.switching.step.report import StepReport
 from tests.planner.examples import paper
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hetu_fx.switching.probe import Probe
+from hetu_fx.switching.adapt.standby import Probe
 
 
 class Ticks:

@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.plans.plan import Plan
-from hetu_fx.situations import PlanBook, Situation
+from hetu_fx.switching.adapt.replanning import PlanBook, Situation
 
 
 @pytest.mark.parametrize(

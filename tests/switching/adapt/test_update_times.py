@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hetu_fx.switching.update_times import UpdateTimes
+from hetu_fx.switching.adapt.rehome_policy import UpdateTimes
 
 
 class Ticks:

@@ -21,10 +21,10 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate import byte_runs, peer_memory, shared_memory
 from hetu_fx.switching.migrate import migrate as migrate_module
+from hetu_fx.switching.migrate.buckets import Way
 from hetu_fx.switching.migrate.in_flight import OnTheWay
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.shared_memory import SHARED_MEMORY
-from hetu_fx.switching.switch_ways import Way
 from tests.switching.home.test_ops_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
 
 ELSEWHERE: dict[str, Annotation] = {

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate.buckets import StateTensor, peak_bytes
+from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, NEW, StateTensor, Way, peak_bytes
 from hetu_fx.switching.migrate.plan import LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
-from hetu_fx.switching.switch_ways import ARRIVING, LEAVING, NEW, Way
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from hetu_fx.annotations.states import proportional_sizes
 from hetu_fx.graph import meta
-from hetu_fx.transforms.parts import Parts
+from hetu_fx.transforms.specialize.local_sizes import Parts
 
 
 @pytest.mark.parametrize("shares", [(1, 1), (2, 1), (1, 9), (5, 1, 2)])

@@ -22,7 +22,7 @@ from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.ancestors import needed_for
+from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import example_rows, is_view
 from hetu_fx.planner.count.flops import FlopCounter

@@ -6,22 +6,35 @@ and the layers and recomputation of each stage (`arrange`). So the best plan in 
 is found and proved. A second stage then splits kinds: of one kind, some groups may be larger than others; from the best
 plan on, as long as a split makes it faster (local, hence without proof). H2: arXiv 2505.17548, section on HeteroAuto;
 its planner is not public.
+
+Lower bounds of the upper level: what no arrangement of given groups is faster than.
+
+Left out are the order of the groups, what is handed over, and what stands before and after the layers; the j-th stage
+of some groups is at least the j-th from the end. Then for a limit B on the maximum of (1) in `cost` each stage takes so
+many layers at most, all of them together have to take all, and the sum is least where the layers that add least to it
+are filled first. So the bound is min_B B + sum(B), over all B that some stage can have.
+
+The lower level, exact: which of given groups follow which, in how many stages, of how many layers each.
+
+Minimise (1) of `cost`, which is sum_j share_j + max_k bound_k. `sweep` finds the least sum F(B) for a limit B on the
+maximum. F falls as B grows; so B starts where nothing above can be better, and falls to just below the maximum of what
+was found, or to where F alone is too much, until nothing is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.heteroauto.arrange import Arranged, arrange
-from hetu_fx.planner.heteroauto.bounds import Bounds
-from hetu_fx.planner.search.heteroauto.cost import Groups
+from hetu_fx.planner.search.heteroauto.cost import Groups, HeteroStage, Numbers
 from hetu_fx.planner.search.heteroauto.problem import HeteroProblem, Kind
 from hetu_fx.planner.search.heteroauto.result import HeteroResult
-from hetu_fx.planner.search.heteroauto.sweep import Choice
+from hetu_fx.planner.search.heteroauto.sweep import Choice, Step, Sweep
 from hetu_fx.planner.search.heteroauto.tables import Tables
 
 _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found
@@ -157,3 +170,86 @@ def _nothing_fits(problem: HeteroProblem) -> str:
         f"no pipeline of {problem.num_layers} layers fits {kinds} with {list(problem.replicas)} replicas: give more "
         f"chips, larger groups, more micro-batches (so that each keeps less), or allow recomputation"
     )
+
+
+class Bounds:
+    """Lower bounds for choices of some groups, for one number of replicas."""
+
+    def __init__(self, tables: Tables, groups: Iterable[Groups]) -> None:
+        self._tables = tables
+        self._bounds = {one: tables.least_bounds(one) for one in groups}
+        values = np.unique(np.concatenate([bounds.ravel() for bounds in self._bounds.values()]))
+        self._limits: Numbers = values[np.isfinite(values)]
+        self._most: dict[Choice, Numbers] = {}
+
+    def seconds(self, choices: Sequence[Choice]) -> float:
+        """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
+        left = np.full(len(self._limits), float(self._tables.problem.num_layers))
+        seconds = self._limits.copy()
+        for choice in sorted(choices, key=lambda choice: self._tables.least_share(choice.groups)):
+            taken = np.minimum(left, self._most_layers(choice))
+            seconds += self._tables.least_share(choice.groups) * taken
+            left -= taken
+        return float(seconds[left == 0].min(initial=math.inf))
+
+    def _most_layers(self, choice: Choice) -> Numbers:
+        """Return how many layers the stages of a choice take at most within each limit."""
+        if choice not in self._most:
+            bounds = np.sort(self._bounds[choice.groups][1 : choice.most_stages + 1].ravel())
+            self._most[choice] = np.searchsorted(bounds, self._limits, side="right").astype(np.float64)
+        return self._most[choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """The stages of a pipeline, in order, and the seconds of a step."""
+
+    seconds: float
+    stages: tuple[HeteroStage, ...]
+
+
+def arrange(tables: Tables, choices: Sequence[Choice], below: float) -> Arranged | None:
+    """Return the fastest arrangement of less than `below` seconds, None when there is none."""
+    best: Arranged | None = None
+    for sizes in _sizes(tables):
+        best = _descend(tables, choices, below if best is None else best.seconds, sizes) or best
+    return best
+
+
+def _sizes(tables: Tables) -> Iterator[list[int]]:
+    """Yield the numbers of layers that stages of one pipeline may have."""
+    count = tables.problem.num_layers
+    if tables.problem.freedom.uneven_layers:
+        yield list(range(1, count + 1))
+    else:
+        least = {count // stages for stages in range(1, count + 1)}
+        yield from ([n for n in (size, size + 1) if n <= count] for size in sorted(least))
+
+
+def _descend(tables: Tables, choices: Sequence[Choice], below: float, sizes: list[int]) -> Arranged | None:
+    best: Arranged | None = None
+    limit = below - tables.problem.num_layers * min(tables.least_share(choice.groups) for choice in choices)
+    while _may_hold(tables, choices, limit, sizes):
+        found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes).solve()
+        if found is None:
+            break
+        share, steps = found
+        largest = max(_bound(tables, step) for step in steps)
+        if share + largest < below:
+            below = share + largest
+            best = Arranged(below, tuple(tables.stage(s.place, s.row, s.layers) for s in steps))
+        limit = min(below - share, largest)
+    return best
+
+
+def _may_hold(tables: Tables, choices: Sequence[Choice], limit: float, sizes: list[int]) -> bool:
+    """Tell whether all stages together could hold all layers within the limit, wherever they stand."""
+    held = 0
+    for choice in choices:
+        fits = tables.least_bounds(choice.groups)[1 : choice.most_stages + 1, sizes] <= limit
+        held += int((fits * sizes).max(axis=1, initial=0).sum())
+    return held >= tables.problem.num_layers
+
+
+def _bound(tables: Tables, step: Step) -> float:
+    return float(tables.costs(step.place).bound[step.row, step.layers])

@@ -16,10 +16,10 @@ from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.contiguous import replica_counts
 from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.price.step import pipeline_seconds, stage_costs
 from hetu_fx.planner.search.allocate import Seconds, spread
+from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
 from hetu_fx.planner.search.homogeneous import Candidate, best_priced, candidates, finalists
 from hetu_fx.planner.search.malleus.adapted import Adapter

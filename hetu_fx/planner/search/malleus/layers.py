@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetu_fx.planner.malleus.allocate import spread_evenly
+from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus.groups import Kind
 from hetu_fx.planner.search.malleus.situation import Situation
 

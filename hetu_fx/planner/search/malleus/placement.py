@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from hetu_fx.planner.malleus.allocate import spread_evenly
+from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus.groups import Kind
 from hetu_fx.planner.search.malleus.layers import Filled, Kinds, LayerFiller
 from hetu_fx.planner.search.malleus.listing import MOST_STEPS, Budget, Listing, most_below

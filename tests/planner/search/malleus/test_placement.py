@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.planner.malleus.allocate import spread_evenly
+from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus import placement
 from hetu_fx.planner.search.malleus.groups import Kind
 from hetu_fx.planner.search.malleus.layers import LayerFiller

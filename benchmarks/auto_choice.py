@@ -39,8 +39,9 @@ from hetu_fx.comm_ops.wire.consensus import by_first, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.device_orders import PlanOptions, Space
+from hetu_fx.planner.search.device_orders import Space
 from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs

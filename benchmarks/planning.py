@@ -24,9 +24,9 @@ from benchmarks.report import Bar, Row, finish, parser, table
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.table import find_search
+from hetu_fx.planner.searches import find_search
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 

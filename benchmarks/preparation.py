@@ -19,8 +19,8 @@ from benchmarks.models import batch, gpt2
 from benchmarks.report import Bar, finish, parser
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.deduce import deduce_program
 from hetu_fx.program.program import make_program
-from hetu_fx.switching.step.compiled_plans import deduce_program
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 T = TypeVar("T")

@@ -24,16 +24,17 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.captured_program import PlannedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.search.table import DEFAULT
+from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs, batch_of
+from hetu_fx.program.deduce import deduce_program, sizes_of
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, example_size, read_batch
-from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant, deduce_program, sizes_of
+from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import Reading, Run, StepInputs, StepOutputs
 from hetu_fx.switching.step.gradients import KeptBack
 from hetu_fx.switching.step.loss import Guess

@@ -16,7 +16,7 @@ import pytest
 
 from hetu_fx.cli.main import main
 from hetu_fx.cluster.chips import CHIPS
-from hetu_fx.planner.search.table import SEARCHES
+from hetu_fx.planner.searches import SEARCHES
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 FILES = re.compile(r"^`(\w+\.json)`:\n\n```json\n(.*?)```", re.MULTILINE | re.DOTALL)

@@ -16,10 +16,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval
 from hetu_fx.checkpoint.weight_files import open_safetensors, read_box
 from hetu_fx.errors import CheckpointError
-from hetu_fx.switching.home.layout import Chunk, index
+from hetu_fx.switching.home.layout import Chunk
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.tensor import mark_written
 

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.local import index
 from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError
-from hetu_fx.switching.home.layout import index
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.tensor import mark_written
 

@@ -96,8 +96,8 @@ def _problem(options: argparse.Namespace) -> Problem:
         missing = "cluster" if options.cluster is None else "profile"
         raise PlanError(f"a plan is made for a cluster and a profile; give --{missing} FILE too")
     from hetu_fx.planner.measure.fit import calibrated
-    from hetu_fx.planner.search.device_orders import PlanOptions
     from hetu_fx.planner.search.problem import Problem
+    from hetu_fx.planner.values.options import PlanOptions
     from hetu_fx.planner.values.profile_file import Profile
 
     profile = Profile.read(options.profile)
@@ -112,7 +112,7 @@ def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
     """Search, or price the plan that was named."""
     from hetu_fx.planner.cache import default_folder, make_or_find_plans
     from hetu_fx.planner.make_plan import make_plans, predicted
-    from hetu_fx.planner.search.table import DEFAULT
+    from hetu_fx.planner.searches import DEFAULT
 
     search = options.search or DEFAULT
     if options.file is not None:

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hetu_fx.annotations.local import local_part
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.errors import ExportError
-from hetu_fx.switching.home.buffers import local_part
 
 FORMAT = "hetu_fx.export/1"
 

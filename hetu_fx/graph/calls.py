@@ -57,3 +57,6 @@ def draws(node: fx.Node) -> bool:
         return False
     given = arguments(node)
     return bool(given.get("dropout_p", given.get("p", True))) and given.get("train") is not False
+
+
+Size = int | fx.Node

@@ -19,7 +19,7 @@ from hetu_fx.cluster.ranks import exchange_of
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
-from hetu_fx.planner.search.table import DEFAULT
+from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.result import Simulation
 from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step

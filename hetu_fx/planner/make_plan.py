@@ -11,9 +11,9 @@ from dataclasses import replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
-from hetu_fx.planner.search.table import DEFAULT, find_search
+from hetu_fx.planner.searches import DEFAULT, find_search
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage

@@ -11,7 +11,8 @@ from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.step.gradients import Collector, layout_of
+from hetu_fx.switching.home.ops import layout_of
+from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.loss import LossGradient
 from hetu_fx.switching.step.timer import ComputeTimer
 from hetu_fx.switching.step.variant import Variant

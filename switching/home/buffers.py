@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate
+from hetu_fx.annotations.local import index, local_part
 from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.switching.home.layout import index
 
 
 class Buffers:
@@ -68,19 +68,6 @@ class Buffers:
 
     def _buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)
-
-
-def local_part(whole: Tensor, annotation: Annotation, rank: int) -> Tensor:
-    """Return a rank's part of a whole tensor; a view where it is one box, else a copy."""
-    region = annotation.region(rank, tuple(whole.shape))
-    boxes = region.boxes
-    if len(boxes) == 1:
-        return whole[index(boxes[0])]
-    shape = [size for size in annotation.local_shape(rank, tuple(whole.shape)) if size is not None]
-    part = whole.new_empty(shape)
-    for box, local in zip(boxes, region.local_boxes, strict=True):
-        part[index(local)] = whole[index(box)]
-    return part
 
 
 def write_part(whole: Tensor, part: Tensor, annotation: Annotation, rank: int) -> None:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval, Intervals, Region, offsets
 from hetu_fx.errors import AnnotationError
 
@@ -98,11 +99,6 @@ class HomeLayout:
         for dim, intervals in enumerate(self.region.dims):
             full = _narrow(full, dim, intervals)
         return full
-
-
-def index(box: Box) -> tuple[slice, ...]:
-    """Turn a box into the index of a tensor."""
-    return tuple(slice(start, stop) for start, stop in box.bounds)
 
 
 @lru_cache(maxsize=65536)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetu_fx.switching.home.gathered import WholeView, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
@@ -50,3 +51,9 @@ def _admit_to_foreach() -> None:
 OPS.update(LOCAL_OPS | REDUCE_OPS)
 FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
+
+
+def layout_of(home: nn.Parameter) -> Any:
+    """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
+    assert isinstance(home, HomeTensor)
+    return home.home_layout

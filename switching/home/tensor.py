@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from hetu_fx.annotations.local import index
 from hetu_fx.comm_ops.wire.async_collectives import gather_segments
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.layout import Chunk, HomeLayout, index
+from hetu_fx.switching.home.layout import Chunk, HomeLayout
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OPS: dict[Any, Handler] = {}

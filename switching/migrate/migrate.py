@@ -25,7 +25,7 @@ from hetu_fx.comm_ops.wire.consensus import any_of, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.home.parameters import move_optimizer_state
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket, Way
 from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
@@ -34,7 +34,6 @@ from hetu_fx.switching.migrate.peer_memory import PeerMemory, addresses_of, all_
 from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 from hetu_fx.switching.migrate.shared_memory import ReadingRoom, SharedMemory, all_share, share
 from hetu_fx.switching.migrate.state_tensors import Homes, TrainingState, with_layout
-from hetu_fx.switching.step.gradients import layout_of
 
 
 @torch.no_grad()

@@ -16,9 +16,8 @@ from hetu_fx.comm_ops.wire.consensus import alike, digest_of, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.migrate.buckets import GRADIENT, VALUE, StateTensor
-from hetu_fx.switching.step.gradients import layout_of
 
 _INSIDE = "/"  # between the keys of what stands deeper in an optimizer's state
 

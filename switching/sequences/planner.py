@@ -13,28 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
-from hetu_fx.planner.dispatch.assignment import Assignment, Candidate, Request
+from hetu_fx.planner.dispatch.assignment import Candidate, Request
+from hetu_fx.planner.dispatch.planned import Assignments, Planned
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
-
-Assignments = tuple[Assignment, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan for a batch.
-
-    Attributes:
-        assignments: the parts that run one after another.
-        seconds: what they are expected to take together.
-        planning_seconds: what making the plan took, wherever that was.
-        waited_seconds: how long the step waited for it.
-    """
-
-    assignments: Assignments
-    seconds: float
-    planning_seconds: float
-    waited_seconds: float
-
 
 _KEPT = 64  # plans that were made and not taken yet
 

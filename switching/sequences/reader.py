@@ -15,6 +15,7 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.dispatch.assignment import Candidate
 from hetu_fx.planner.dispatch.candidates import candidate_of, device_seconds
+from hetu_fx.planner.dispatch.planned import Assignments
 from hetu_fx.planner.dispatch.policies import SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -27,7 +28,7 @@ from hetu_fx.switching.sequences.form import (
     form_of_sequences,
     longest_row,
 )
-from hetu_fx.switching.sequences.planner import Assignments, SequencePlanner
+from hetu_fx.switching.sequences.planner import SequencePlanner
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.execution import Division, Part, Reading, StepInputs, StepOutputs

@@ -13,25 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.consensus import from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.deduce import deduce_program, sizes_of
 from hetu_fx.program.program import Program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
-from hetu_fx.switching.home.buffers import local_part
 from hetu_fx.switching.step.engine import Engine
 from hetu_fx.switching.step.stage_p2p import channels
 from hetu_fx.switching.step.variant import Variant
-from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.flops import travelling_work
-from hetu_fx.transforms.layouts.reshard_cost import bytes_of
 from hetu_fx.transforms.layouts.serialize import read
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.lowering.lower import ChooseForms, lower
@@ -209,17 +207,6 @@ class GraphCompute(Compute):
 def _with_several_micro_batches(plan: Plan) -> Plan:
     pipelines = (replace(pipeline, micro_batches=max(2, pipeline.micro_batches)) for pipeline in plan.pipelines)
     return replace(plan, pipelines=tuple(pipelines))
-
-
-def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return what deduction weighs ways by: bytes of values, and work that travels; of this rank's example."""
-    return bytes_of(program.graph), travelling_work(program.graph, program.factors)
-
-
-def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:
-    """Put a plan on a program and deduce every value's state; without `deduce`, for typical links."""
-    annotated = Annotate(plan, wants_values)(program.graph, program.factors, program.flow)
-    return (deduce or Deduce())(annotated)
 
 
 def bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) -> list[BridgeEntry]:

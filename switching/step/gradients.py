@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
-from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.step.loss import LossGradient, applied
 from hetu_fx.switching.step.timer import ComputeTimer
 
@@ -230,9 +230,3 @@ class _Anchor(torch.autograd.Function):
 def as_home(pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Wrap pieces of gradients in the layouts of their parameters."""
     return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}
-
-
-def layout_of(home: nn.Parameter) -> Any:
-    """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
-    assert isinstance(home, HomeTensor)
-    return home.home_layout

@@ -7,9 +7,9 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner import cache
 from hetu_fx.planner.cache import default_folder, make_or_find_plans, question_key
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.table import DEFAULT
+from hetu_fx.planner.searches import DEFAULT
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from tests.planner.examples import paper, transformer

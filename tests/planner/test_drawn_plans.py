@@ -3,7 +3,8 @@ import random
 from benchmarks.drawn_plans import KINDS, Draw, kind_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.device_orders import PlanOptions, Space
+from hetu_fx.planner.search.device_orders import Space
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan

@@ -14,13 +14,13 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
+from hetu_fx.planner.dispatch.planned import Planned
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run_log import Batch, Entry, State, Variant, entries
 from hetu_fx.report.sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
 from hetu_fx.report.summary import draw, read_log, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
-from hetu_fx.switching.sequences.planner import Planned
 
 SHORT, LONG = Variant(Plan.single(), 1.5), Variant(Plan.single(), 0.0)
 VARIANTS = {"short": SHORT, "long": LONG}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from hetu_fx.annotations.annotation import Annotation, cotangent
+from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.plans.subdims import join_parts, take_part
 from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import Call
@@ -17,7 +18,6 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.show import op_name
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program, make_program
-from hetu_fx.switching.home.buffers import local_part
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph

@@ -19,12 +19,12 @@ from torch import fx
 
 from hetu_fx.annotations.states import proportional_sizes
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg
+from hetu_fx.deduction.rules.call import argument_at
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.rewrites.random_ops import CUT_AT
-from hetu_fx.transforms.specialize.localize import argument_at
 
 Classes = frozenset[FactorClass]
 NOTHING: Classes = frozenset()

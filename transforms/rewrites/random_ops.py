@@ -25,7 +25,7 @@ from hetu_fx.deduction.rules.build import dims_of
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.registry import register_rule
 from hetu_fx.deduction.rules.rule import Factoring
-from hetu_fx.transforms.specialize.localize import Size
+from hetu_fx.graph.calls import Size
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of the counter

@@ -17,9 +17,10 @@ from hetu_fx.deduction.factors.dual_roles import original
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import Size
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState
-from hetu_fx.transforms.specialize.localize import Size, SizeOf, computed
+from hetu_fx.transforms.specialize.localize import SizeOf, computed
 
 
 @dataclass(eq=False)

@@ -10,10 +10,10 @@ from typing import Any
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, SizeArg
-from hetu_fx.deduction.rules.call import Path
+from hetu_fx.deduction.rules.call import Path, _get, _holder
 from hetu_fx.graph import meta
+from hetu_fx.graph.calls import Size
 
-Size = int | fx.Node
 SizeOf = Callable[[FactorClass], Size]
 
 
@@ -54,11 +54,6 @@ def localized_call(
         return argument
 
     return tuple(fx.node.map_aggregate(args, place)), dict(fx.node.map_aggregate(kwargs, place))
-
-
-def argument_at(node: fx.Node, path: Path) -> Any:
-    """Return what stands at a place of a call."""
-    return _get({"args": node.args, "kwargs": node.kwargs}, path)
 
 
 def _told(
@@ -113,19 +108,6 @@ def _thawed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _thawed(item) for key, item in value.items()}
     return value
-
-
-def _holder(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
-    first, *rest = path
-    holder, key = (call["args"], first) if isinstance(first, int) else (call["kwargs"], first)
-    for step in rest:
-        holder, key = holder[key], step
-    return holder, key
-
-
-def _get(call: dict[str, Any], path: Path) -> Any:
-    holder, key = _holder(call, path)
-    return holder[key]
 
 
 def _set(call: dict[str, Any], path: Path, value: Any) -> None:

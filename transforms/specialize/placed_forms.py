@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import bound, callee, operand, overload
-from hetu_fx.transforms.specialize.localize import Size, computed
+from hetu_fx.graph.calls import Size, bound, callee, operand, overload
+from hetu_fx.transforms.specialize.localize import computed
 
 aten = torch.ops.aten
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from hetu_fx.graph.calls import bound, overload
-from hetu_fx.transforms.specialize.localize import Size
+from hetu_fx.graph.calls import Size, bound, overload
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import argument, callee, operand, overload
+from hetu_fx.graph.calls import Size, argument, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -33,7 +33,7 @@ from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summ
 from hetu_fx.transforms.rewrites.random_ops import CUT_AT, cut_of
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes
-from hetu_fx.transforms.specialize.localize import Size, localized_call, product
+from hetu_fx.transforms.specialize.localize import localized_call, product
 from hetu_fx.transforms.specialize.placed_forms import Placed, placed_form
 from hetu_fx.transforms.specialize.reshard import Moves
 from hetu_fx.transforms.specialize.ring_forms import Circle, ring_form

@@ -192,3 +192,21 @@ def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
 def _tensor_names(target: Any, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     signature = _signature(target)
     return tuple(arguments) if signature is None else tuple(name for name, _, tensor in signature if tensor)
+
+
+def argument_at(node: fx.Node, path: Path) -> Any:
+    """Return what stands at a place of a call."""
+    return _get({"args": node.args, "kwargs": node.kwargs}, path)
+
+
+def _holder(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
+    first, *rest = path
+    holder, key = (call["args"], first) if isinstance(first, int) else (call["kwargs"], first)
+    for step in rest:
+        holder, key = holder[key], step
+    return holder, key
+
+
+def _get(call: dict[str, Any], path: Path) -> Any:
+    holder, key = _holder(call, path)
+    return holder[key]

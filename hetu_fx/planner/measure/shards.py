@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.deduce import deduce_program
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, evaluate
-from hetu_fx.switching.home.buffers import local_part
-from hetu_fx.switching.step.compiled_plans import deduce_program
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind

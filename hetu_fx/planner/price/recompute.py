@@ -14,8 +14,8 @@ from dataclasses import replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import Place, places_in
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.values.device_memory import in_flight
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import Prediction

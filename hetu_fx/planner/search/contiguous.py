@@ -25,9 +25,10 @@ from hetu_fx.planner.price.step import predict, sync_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment
-from hetu_fx.planner.search.device_orders import PlanOptions, Space, alone, orders
+from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, Rules
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 

@@ -8,8 +8,8 @@ from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.recompute import fitted, least_blocks
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.replica import Rules
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer

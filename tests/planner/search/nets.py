@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.captured_program import PlannedProgram
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution

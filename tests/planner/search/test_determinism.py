@@ -19,7 +19,7 @@ from tests.planner.search.malleus.test_adapter import MODEL, eight
 from hetu_fx.planner.cache import question_key
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.table import SEARCHES
+from hetu_fx.planner.searches import SEARCHES
 
 slowed = Problem(MODEL, eight({0: 2.6, 5: 1.4}).without([2, 3, 6, 7]))
 for name in SEARCHES:

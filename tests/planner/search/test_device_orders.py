@@ -1,7 +1,8 @@
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.device_orders import PlanOptions, Space, alone, compositions, equal_sizes, orders
+from hetu_fx.planner.search.device_orders import Space, alone, compositions, equal_sizes, orders
+from hetu_fx.planner.values.options import PlanOptions
 from tests.planner.examples import paper
 
 

@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS, candidates, stage_counts
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer

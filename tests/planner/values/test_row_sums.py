@@ -9,9 +9,9 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.device_orders import PlanOptions
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.values.json import PROGRAM_KEYS, program_json, read_program
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums

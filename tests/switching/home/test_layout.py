@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
+from hetu_fx.annotations.local import index
 from hetu_fx.errors import AnnotationError
-from hetu_fx.switching.home.layout import HomeLayout, home_layout, index
+from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from tests.oracles.annotation_samples import random_annotation
 
 WORLD = 6

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.annotations.local import local_part
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.home.buffers import local_part
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
 from tests.transforms.plans import deduced, device_graph, program_of, run_in_lockstep
 

@@ -9,8 +9,8 @@ from torch import nn
 from hetu_fx.errors import StateError
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.deduce import deduce_program
 from hetu_fx.program.program import Program, make_program
-from hetu_fx.switching.step.compiled_plans import deduce_program
 from hetu_fx.transforms.layouts.serialize import read, written
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import VOCABULARY, llama

@@ -12,7 +12,7 @@ from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.adapter import HAP
-from hetu_fx.planner.search.table import AUTO
+from hetu_fx.planner.searches import AUTO
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.graph_execution import GraphExecution

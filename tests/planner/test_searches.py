@@ -2,7 +2,7 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.search.table import DEFAULT, SEARCHES, find_search
+from hetu_fx.planner.searches import DEFAULT, SEARCHES, find_search
 from tests.planner.examples import paper, transformer
 
 

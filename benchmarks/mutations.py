@@ -28,11 +28,22 @@ QUICK = 6  # every so many mutants in a quick run
 FEWEST = 20
 
 # Quickest first, as the first failure ends a run.
-_FIRST = ("axes", "tiers", "middle", "price", "split_plan", "bsr_plan", "bsr_senders", "reference", "resolve")
+_FIRST = (
+    "plans/test_axes",
+    "resolve/test_tiers",
+    "resolve/test_intermediates",
+    "resolve/test_price",
+    "plans/test_split_plan",
+    "plans/test_bsr_plan",
+    "plans/test_bsr_senders",
+    "resolve/test_resolve",
+)
+_LAST = ("resolve/test_properties", "resolve/test_explain", "plans/test_cost", "ops/test_table")
 FAST = (
-    *(f"tests/comm_ops/test_{name}.py" for name in _FIRST),
+    *(f"tests/comm_ops/{name}.py" for name in _FIRST),
+    "tests/oracles",
     "tests/annotations",
-    *(f"tests/comm_ops/test_{name}.py" for name in ("properties", "explain", "cost", "comm_ops")),
+    *(f"tests/comm_ops/{name}.py" for name in _LAST),
 )
 ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_of_many_changes_on_four_ranks",)
 

@@ -58,10 +58,10 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     """Make the runtime, and what watches it; collective. Raises on every rank if it fails on one."""
     join_world()
     table = GroupTable(wanted.process_group)
-    warn_if_alone(table)
-    check_group(table)
-    together(table, lambda: check_model(wanted.model))
-    execution = together(table, lambda: execution_of(wanted))
+    _warn_if_alone(table)
+    _check_group(table)
+    together(table, lambda: _check_model(wanted.model))
+    execution = together(table, lambda: _execution_of(wanted))
     with using(table):
         rows = _rows_of_examples(wanted, execution, table)
         costs, cluster = _measured(wanted, execution, rows, table)
@@ -83,7 +83,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     return runtime, adaptation
 
 
-def execution_of(wanted: Preparation) -> Execution[Any]:
+def _execution_of(wanted: Preparation) -> Execution[Any]:
     """Return the way in which the model is to run."""
     match wanted.capture:
         case "graph":
@@ -125,7 +125,7 @@ def join_world() -> None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
-def warn_if_alone(table: GroupTable) -> None:
+def _warn_if_alone(table: GroupTable) -> None:
     """Say loudly that a launcher is there, but this process is alone."""
     launched = [name for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID") if name in os.environ]
     if table.size == 1 and launched:
@@ -137,7 +137,7 @@ def warn_if_alone(table: GroupTable) -> None:
         )
 
 
-def check_group(table: GroupTable) -> None:
+def _check_group(table: GroupTable) -> None:
     """Refuse a process group of other ranks than the first ones: optimizers and backward look ranks up in the world.
 
     Raises:
@@ -151,7 +151,7 @@ def check_group(table: GroupTable) -> None:
         )
 
 
-def check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     """Refuse a model without values, or spread over devices already."""
     devices = {parameter.device for parameter in model.parameters()}
     if not devices:

@@ -128,7 +128,7 @@ def plan_moves(
     for number, move in enumerate(moves):
         for part in _slices(move):
             copies = [[loads.owners(ranks) for ranks in copy] for copy in part.owners]
-            teams = relay_teams(part, node_of, afar=afar) if relays and not move.target.has_partial else []
+            teams = _relay_teams(part, node_of, afar=afar) if relays and not move.target.has_partial else []
             for team in teams:
                 for chunk, first in zip(_chunks(part, len(team)), team, strict=False):
                     transfers += _transfers(number, move, chunk, copies, first, loads)
@@ -152,7 +152,7 @@ def plan_each(
     return tuple(plan_moves([move], node_of=node_of, relays=relays, senders=senders) for move in moves)
 
 
-def relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tuple[int, ...]]:
+def _relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tuple[int, ...]]:
     """List the receivers of a slice that had better share what they get, team by team."""
     summands, receivers = min(map(len, part.owners)), len(part.receivers)
     if summands > 1:

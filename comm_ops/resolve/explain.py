@@ -70,7 +70,7 @@ def explain(resolution: Resolution, topology: Topology | None = None, itemsize: 
     steps = resolution.steps
     links: dict[tuple[int, int], float] = {}
     for step in steps:
-        for link, num_bytes in step_links(step, itemsize).items():
+        for link, num_bytes in _step_links(step, itemsize).items():
             links[link] = links.get(link, 0.0) + num_bytes
     return Explanation(
         change=str(resolution).partition("\n")[0],
@@ -82,7 +82,7 @@ def explain(resolution: Resolution, topology: Topology | None = None, itemsize: 
     )
 
 
-def step_links(step: CommStep, itemsize: int) -> dict[tuple[int, int], float]:
+def _step_links(step: CommStep, itemsize: int) -> dict[tuple[int, int], float]:
     """Count the bytes of a step per (sender, receiver)."""
     found: dict[tuple[int, int], float] = {}
     if isinstance(step, MoveStep):

@@ -64,9 +64,9 @@ def resolve_edge(
 
 @lru_cache(maxsize=16384)
 def _resolve(source: Annotation, target: Annotation, gradient: Annotation, shape: Shape, prices: Prices) -> Resolution:
-    check_gradient(target, gradient)
+    _check_gradient(target, gradient)
     for annotation in (source, target):
-        check_fits(annotation, shape, f"{source} -> {target}")
+        _check_fits(annotation, shape, f"{source} -> {target}")
     return Resolution(source, target, shape, _best(Edge(source, target, gradient, shape), prices))
 
 
@@ -234,7 +234,7 @@ class RefusedError(ResolveError):
         self.reason = reason
 
 
-def check_fits(annotation: Annotation, shape: Shape, what: str) -> None:
+def _check_fits(annotation: Annotation, shape: Shape, what: str) -> None:
     """Raise RefusedError where a tensor of `shape` cannot be annotated so."""
     try:
         annotation.check_shape(shape)
@@ -242,7 +242,7 @@ def check_fits(annotation: Annotation, shape: Shape, what: str) -> None:
         raise RefusedError(_why(annotation, shape), f"{what} of {format_shape(shape)}: {error}") from error
 
 
-def check_gradient(target: Annotation, gradient: Annotation) -> None:
+def _check_gradient(target: Annotation, gradient: Annotation) -> None:
     """Raise RefusedError where `gradient` cannot annotate the gradient of what `target` annotates."""
     if cotangent(gradient) != cotangent(target):
         raise RefusedError(

@@ -38,7 +38,7 @@ def gather_slices(x: Tensor, change: Change, form: Form, table: GroupTable) -> T
     result = result_like(x, change, table.rank)
     for group in groups_of(change, table.rank):
         shapes = [[_numel(part, change, x)] for part in group.parts]
-        flat = take(x, change.source, change, own_part(group, table.rank), table.rank)
+        flat = take(x, change.source, change, _own_part(group, table.rank), table.rank)
         flats = gather_in_form(flat, shapes, group.ranks, form.within(change.ranks, group.ranks), table)
         for flat, part in zip(flats, group.parts, strict=True):
             put(result, change.target, change, part, table.rank, flat)
@@ -52,7 +52,7 @@ def scatter_slices(x: Tensor, change: Change, form: Form, table: GroupTable) -> 
     for group in groups_of(change, table.rank):
         flats = [take(x, change.source, change, part, table.rank) for part in group.parts]
         total = reduce_in_form(flats, group.ranks, form.within(change.ranks, group.ranks), table)
-        put(result, change.target, change, own_part(group, table.rank), table.rank, total)
+        put(result, change.target, change, _own_part(group, table.rank), table.rank, total)
     return result
 
 
@@ -70,7 +70,7 @@ def form_of_slices(of_group: ChooseForm) -> ChooseForm:
     return choose
 
 
-def own_part(group: SliceGroup, rank: int) -> tuple[Dims, ...]:
+def _own_part(group: SliceGroup, rank: int) -> tuple[Dims, ...]:
     """Give the slices of `rank` in a group."""
     return group.parts[group.ranks.index(rank)]
 

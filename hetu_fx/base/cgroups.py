@@ -24,7 +24,7 @@ def quota_within(mounts: str, own: str) -> float | None:
 
     mounts: the text of /proc/self/mounts; own: the text of /proc/self/cgroup.
     """
-    root, controller = v1_root(mounts, "cpu"), "cpu"
+    root, controller = _v1_root(mounts, "cpu"), "cpu"
     if root is None:
         root, controller = v2_root(mounts), _OF_V2
     if root is None:
@@ -38,7 +38,7 @@ def own_quota() -> float | None:
     return quota_within(read(Path("/proc/self/mounts")), read(Path("/proc/self/cgroup")))
 
 
-def v1_root(mounts: str, controller: str) -> Path | None:
+def _v1_root(mounts: str, controller: str) -> Path | None:
     """Find where a controller's hierarchy of version 1 is mounted."""
     points = (point for point, kind, options in _mounts(mounts) if kind == "cgroup" and controller in options)
     return next(map(Path, points), None)
@@ -46,7 +46,7 @@ def v1_root(mounts: str, controller: str) -> Path | None:
 
 def v1_folder(mounts: str, own: str, controller: str) -> Path | None:
     """Find the process's cgroup in the hierarchy of a controller."""
-    root = v1_root(mounts, controller)
+    root = _v1_root(mounts, controller)
     return None if root is None else _folder(root, own, controller)
 
 

@@ -66,7 +66,7 @@ class TokenBudgetSampler:
 
     def __iter__(self) -> Iterator[list[Piece]]:
         """Yield the batches that are left of this epoch; the next call begins the next one."""
-        batches = batches_of(self._pieces(), self._tokens)
+        batches = _batches_of(self._pieces(), self._tokens)
         for number, batch in enumerate(batches):
             if number >= self._batches_done:
                 self._batches_done = number + 1
@@ -94,7 +94,7 @@ class TokenBudgetSampler:
             yield from (Piece(index, start, min(start + step, length)) for start in range(0, length, step))
 
 
-def batches_of(pieces: Iterator[Piece], tokens: int) -> Iterator[list[Piece]]:
+def _batches_of(pieces: Iterator[Piece], tokens: int) -> Iterator[list[Piece]]:
     """Yield the pieces in groups of exactly `tokens` tokens, cut where a group is full; the last has what is left."""
     batch: list[Piece] = []
     room = tokens

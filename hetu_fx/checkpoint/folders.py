@@ -87,7 +87,7 @@ def _sync_files(staging: Path) -> None:
 
 def _commit(folder: Path, staging: Path, token: str) -> None:
     def commit() -> None:
-        write_manifest(staging)
+        _write_manifest(staging)
         old = folder.parent / f".{folder.name}.old-{token}"
         if folder.exists():
             os.rename(folder, old)
@@ -98,7 +98,7 @@ def _commit(folder: Path, staging: Path, token: str) -> None:
     _guarded(commit, f"cannot put {folder} in place")
 
 
-def write_manifest(folder: Path) -> None:
+def _write_manifest(folder: Path) -> None:
     """Write the sizes and SHA-256 sums of all files of a folder into its manifest, and sync it."""
     files = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}

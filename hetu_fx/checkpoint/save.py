@@ -49,7 +49,7 @@ def save_model(
         save_checkpoint(
             folder,
             tensors_of(runtime),
-            aliases=aliases_of(runtime.model),
+            aliases=_aliases_of(runtime.model),
             write_config=_config_writer(runtime.model),
             max_shard_size=max_shard_size,
             optimizer=optimizer,
@@ -77,7 +77,7 @@ def load_model(
     """
     runtime.on_the_way.settle()
     with using(runtime.table):
-        aliases = aliases_of(runtime.model)
+        aliases = _aliases_of(runtime.model)
         with torch.no_grad():
             load_consolidated(folder, tensors_of(runtime), aliases=aliases, verify=verify, table=runtime.table)
         if optimizer is None:
@@ -94,7 +94,7 @@ def tensors_of(runtime: Runtime) -> dict[str, Tensor]:
     return {**runtime.homes, **buffers}
 
 
-def aliases_of(model: nn.Module) -> dict[str, str]:
+def _aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the further names of tied parameters, and the first name that each is stored under."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)

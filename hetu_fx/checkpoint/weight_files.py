@@ -62,7 +62,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
     shards = plan_shards(tensors, max_shard_bytes)
     failed: OSError | SafetensorError | None = None
     for file, names in shards.items():
-        wholes = bring_to_first({name: tensors[name].detach() for name in names}, table)
+        wholes = _bring_to_first({name: tensors[name].detach() for name in names}, table)
         if table.rank == 0 and failed is None:
             try:
                 save_file(wholes, str(folder / file), metadata=METADATA)
@@ -82,7 +82,7 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Map
     (folder / INDEX).write_text(text + "\n")
 
 
-def bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+def _bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
     """Give whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
     homes = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HomeTensor)}
     moves = [

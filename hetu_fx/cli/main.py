@@ -37,7 +37,7 @@ class Command:
     call: Callable[[argparse.Namespace, Sequence[str]], int]
 
 
-def add_emulate(parser: argparse.ArgumentParser) -> None:
+def _add_emulate(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx emulate`."""
     parser.usage = "hetu-fx emulate --speeds 0.8,0.4,0.2,0.2 [options] -- COMMAND ..."
     parser.add_argument("--speeds", type=parse_speeds, metavar="S,S,...", help="cores per rank")
@@ -55,7 +55,7 @@ def add_emulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
 
 
-def call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx emulate`; the status is the command's."""
     if options.set is not None:
         change_speed(*_rank_and_speed(options.set))
@@ -81,7 +81,7 @@ def call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
-def call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx passes`: the graph passes in their order, as their docstrings tell them."""
     from hetu_fx.transforms.passes import GRAPH_PASSES
 
@@ -90,21 +90,21 @@ def call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def add_demo(parser: argparse.ArgumentParser) -> None:
+def _add_demo(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx demo`."""
     parser.add_argument("--quick", action="store_true", help="a smaller version of the same")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="what it writes")
     parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
 
 
-def call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx demo`; the status is 0 when the result is that of one process."""
     from hetu_fx.demo.demo import run_demo
 
     return run_demo(options.output, quick=options.quick, limit=options.limit)
 
 
-def call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx env`: what a bug report should say about the machine."""
     from hetu_fx.cluster.environment import environment_lines
 
@@ -112,19 +112,19 @@ def call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def add_nothing(parser: argparse.ArgumentParser) -> None:
+def _add_nothing(parser: argparse.ArgumentParser) -> None:
     """Declare no options."""
 
 
 COMMANDS = {
-    "emulate": Command("run a command on unequal emulated devices of this machine", add_emulate, call_emulate),
+    "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
-    "demo": Command("train a model on four unequal emulated devices, and compare", add_demo, call_demo),
+    "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", add_launch, call_launch),
     "log": Command("say what the log of a run holds: variants, times, changes", add_log, call_log),
-    "passes": Command("list the graph passes in their order", add_nothing, call_passes),
-    "env": Command("show versions, backends and what this machine can emulate", add_nothing, call_env),
+    "passes": Command("list the graph passes in their order", _add_nothing, _call_passes),
+    "env": Command("show versions, backends and what this machine can emulate", _add_nothing, _call_env),
 }
 
 

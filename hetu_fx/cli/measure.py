@@ -46,7 +46,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 
-    make = None if options.model is None else function_named(options.model)
+    make = None if options.model is None else _function_named(options.model)
     join_world()
     table, device = GroupTable(), local_device(options.device)
     cluster, rank = Cluster.measure(table, device=device), table.rank
@@ -65,7 +65,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def function_named(text: str) -> Callable[[], tuple[Any, Any]]:
+def _function_named(text: str) -> Callable[[], tuple[Any, Any]]:
     """Return the function that MODULE:FUNCTION names; modules are also looked for in the current folder."""
     module, colon, name = text.partition(":")
     if not (module and colon and name):

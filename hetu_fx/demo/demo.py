@@ -31,7 +31,7 @@ def run_demo(folder: Path = DEFAULT_FOLDER, *, quick: bool = False, limit: Limit
     Raises EnvironmentProblem when something that it needs is not there.
     """
     start = time.monotonic()
-    check_needed()
+    _check_needed()
     make_room(folder)
     settings = settings_for(quick=quick)
     status = _run_ranks(folder, settings, quick=quick, limit=limit)
@@ -42,7 +42,7 @@ def run_demo(folder: Path = DEFAULT_FOLDER, *, quick: bool = False, limit: Limit
     return status
 
 
-def check_needed() -> None:
+def _check_needed() -> None:
     """Raise EnvironmentProblem unless the packages of the demo are installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:

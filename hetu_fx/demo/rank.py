@@ -51,7 +51,7 @@ class Training:
     @property
     def hetu(self) -> Handle:
         """Return the parallel model's handle."""
-        return handle_of(self.model)
+        return _handle_of(self.model)
 
     def run(self) -> None:
         """Train."""
@@ -100,7 +100,7 @@ class Training:
             self.screen.event(f"step {number}: planned again, without a restart: {name!r}")
             self.screen.say(diff(self.hetu.variants[variant], plan))
             if plan.predicted is not None:
-                self.screen.say(in_short(plan.predicted))
+                self.screen.say(_in_short(plan.predicted))
         if record.variant != variant:
             why = f"longest sequence {record.longest}"
             self.screen.event(f"step {number}: {variant!r} -> {record.variant!r} ({why})")
@@ -108,7 +108,7 @@ class Training:
         self.screen.step(Shown(record.step, steps, record.loss, rate, record.variant))
 
 
-def in_short(prediction: Prediction) -> str:
+def _in_short(prediction: Prediction) -> str:
     """Say what a new plan is expected to cost, and why it was chosen."""
     runner_up = f"; runner-up {prediction.runner_up}" if prediction.runner_up else ""
     return f"  predicted step: {prediction.seconds:.2f} s, {prediction.why}{runner_up}"
@@ -150,7 +150,7 @@ def _measure(model: nn.Module, optimizer: torch.optim.Optimizer, text: Text, usu
     return Throughput(tuple(tokens[1:]), tuple(seconds[1:]))  # the first one warms up
 
 
-def gathered_events(events: list[Event]) -> Timeline:
+def _gathered_events(events: list[Event]) -> Timeline:
     """Return all ranks' events as one timeline; collective. Processes of one machine share its clock."""
     everyone: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, events)
@@ -210,7 +210,7 @@ class Rank:
     ) -> None:
         self.screen.head("Saving and exporting")
         self.devices.make_equal()
-        handle = handle_of(self.model)
+        handle = _handle_of(self.model)
         held_out = loss_of(self.model, self._own(self.text.held_out()))
         weights = {name: full_tensor(parameter) for name, parameter in self.model.named_parameters()}
         handle.save(self.folder / "checkpoint")
@@ -221,7 +221,7 @@ class Rank:
             slowed_rank=self.devices.slowed_rank,
             even_shares=shares,
             plans={name: plan.to_json() for name, plan in handle.variants.items()},
-            measured=gathered_events(training.events),
+            measured=_gathered_events(training.events),
             predicted=predicted,
             held_out_loss=held_out,
             weights=digest(weights),
@@ -233,7 +233,7 @@ class Rank:
         self.screen.end()
 
 
-def handle_of(model: nn.Module) -> Handle:
+def _handle_of(model: nn.Module) -> Handle:
     """Return the parallel model's handle."""
     return cast(Handle, model.hetu)
 

@@ -66,7 +66,7 @@ def remove_run(name: str, cgroup_bases: Iterable[Path]) -> None:
     for folder in _control_folders(name):
         _kill_groups(folder / PROCESSES_FILE)
     for base in cgroup_bases:
-        remove_cgroup(base / name)
+        _remove_cgroup(base / name)
     for namespace in _entries(NAMESPACES):
         if namespace.name.startswith(f"{name}-"):
             subprocess.run(["ip", "netns", "delete", namespace.name], check=False, capture_output=True)
@@ -74,12 +74,12 @@ def remove_run(name: str, cgroup_bases: Iterable[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_cgroup(folder: Path) -> None:
+def _remove_cgroup(folder: Path) -> None:
     """Kill the processes of a cgroup and its children, then remove the folders."""
     if not folder.is_dir():
         return
     deadline = time.monotonic() + KILL_SECONDS
-    while (pids := processes_in(folder)) and time.monotonic() < deadline:
+    while (pids := _processes_in(folder)) and time.monotonic() < deadline:
         for pid in pids:
             _kill(pid)
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def remove_cgroup(folder: Path) -> None:
     _remove_folder(folder)
 
 
-def processes_in(folder: Path) -> tuple[int, ...]:
+def _processes_in(folder: Path) -> tuple[int, ...]:
     """List the processes of a cgroup and its children."""
     pids: list[int] = []
     for path in folder.rglob("cgroup.procs"):

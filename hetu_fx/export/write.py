@@ -90,7 +90,7 @@ def _export_variant(runtime: Runtime, variant: GraphVariant, program: Program, f
         return None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{stage.device.rank}.pt2"
-    exported = export_device(stage.deduced, stage.device)
+    exported = _export_device(stage.deduced, stage.device)
     torch.export.save(exported, path)
     path.with_suffix(".txt").write_text(str(stage.device.graph) + "\n")
     save_file(_unsaved_values(stage, runtime.buffers), path.with_suffix(".safetensors"))
@@ -140,7 +140,7 @@ def _slot_entry(stage: StagePlan, slot: Slot) -> dict[str, Any]:
     return entry
 
 
-def export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.ExportedProgram:
+def _export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.ExportedProgram:
     """Export one rank's graph; open sizes stay open."""
     graph = deduced.annotated.graph
     examples, dims = [], []
@@ -153,7 +153,7 @@ def export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.Ex
     return _exported(module, tuple(examples), tuple(dims), device.rank)
 
 
-def export_single(graph: Graph) -> torch.export.ExportedProgram:
+def _export_single(graph: Graph) -> torch.export.ExportedProgram:
     """Export the captured program as it is, leaves as arguments."""
     nodes = [leaf.node for leaf in graph.leaves]
     examples = tuple(torch.zeros(meta.hints(node), dtype=meta.dtype(node)) for node in nodes)
@@ -203,7 +203,7 @@ def _gathered(table: GroupTable, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
     graph = program.graph
-    torch.export.save(export_single(graph), aside / "single.pt2")
+    torch.export.save(_export_single(graph), aside / "single.pt2")
     unsaved = {name: runtime.model.get_buffer(name) for name in _unsaved_buffers(graph)}
     save_file(_by_key(graph.constants, unsaved), aside / "single.safetensors")
     (aside / "plans").mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ def _check_constants(captured: Tree, given: Tree) -> None:
             )
 
 
-def opaque_inputs(graph: Graph) -> tuple[str, ...]:
+def _opaque_inputs(graph: Graph) -> tuple[str, ...]:
     """Return the names of baked-in inputs whose values are not compared."""
     return tuple(leaf.name for leaf in walk(graph.input_tree) if isinstance(leaf, Opaque))
 

@@ -171,7 +171,7 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
 }
 
 
-def device_nodes(graph: fx.Graph) -> list[fx.Node]:
+def _device_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the ops that name a device (factories such as arange)."""
     return [node for node in graph.nodes if node.kwargs.get("device") is not None]
 
@@ -179,6 +179,6 @@ def device_nodes(graph: fx.Graph) -> list[fx.Node]:
 def on_device(graph: Graph, device: torch.device | str) -> Graph:
     """Return the graph with every device argument replaced, and constants moved, for a rank on `device`."""
     fresh = graph.clone()
-    for node in device_nodes(fresh.graph):
+    for node in _device_nodes(fresh.graph):
         node.update_kwarg("device", torch.device(device))
     return fresh.evolve(constants={name: tensor.to(device) for name, tensor in graph.constants.items()})

@@ -43,7 +43,7 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.graph.erase_node(old)
 
 
-def end_of_leaves(graph: fx.Graph) -> fx.Node:
+def _end_of_leaves(graph: fx.Graph) -> fx.Node:
     """Return the first node that is not a placeholder."""
     first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return first
@@ -53,7 +53,7 @@ def add_leaf(
     graph: Graph, kind: LeafKind, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Graph, fx.Node]:
     """Add a placeholder after the others; return the new Graph and the placeholder."""
-    with graph.graph.inserting_before(end_of_leaves(graph.graph)):
+    with graph.graph.inserting_before(_end_of_leaves(graph.graph)):
         node = graph.graph.placeholder(name)
     meta.set_value(node, meta.fresh_placeholder_value(graph.graph, tuple(shape), dtype))
     leaf = Leaf(kind, name, node, persistent=False)

@@ -133,7 +133,7 @@ def _contains(size: Any, symbol: Any) -> bool:
     return symbolic and symbol in size.node.expr.free_symbols
 
 
-def source_frame(node: fx.Node) -> tuple[str, int] | None:
+def _source_frame(node: fx.Node) -> tuple[str, int] | None:
     """Return file and line of the user's (or a library's, never torch's) innermost frame, if known."""
     return innermost_frame(node.meta.get("stack_trace") or "")
 
@@ -147,7 +147,7 @@ def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
 
 def source_line(node: fx.Node) -> str:
     """Return where the node comes from as "file.py:41", or "unknown line"."""
-    frame = source_frame(node)
+    frame = _source_frame(node)
     return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else "unknown line"
 
 
@@ -164,7 +164,7 @@ def module_stack(node: fx.Node) -> ModuleStack:
     return stack
 
 
-def module_path(node: fx.Node) -> str:
+def _module_path(node: fx.Node) -> str:
     """Return the FQN of the innermost module around the node; "" for the model itself or unknown."""
     stack = module_stack(node)
     return stack[-1][0] if stack else ""
@@ -200,7 +200,7 @@ def copy_meta(source: fx.Node, target: fx.Node, *, with_value: bool = False) -> 
         target.meta["val"] = source.meta["val"]
 
 
-def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """Return the mode that the graph's example values belong to."""
     examples = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     mode = detect_fake_mode(examples)
@@ -217,7 +217,7 @@ def infer(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
     """
     args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
     assert callable(node.target)
-    known = detect_fake_mode(tree_leaves((args, kwargs))) or mode or fake_mode(node.graph)
+    known = detect_fake_mode(tree_leaves((args, kwargs))) or mode or _fake_mode(node.graph)
     with known, torch.no_grad():
         set_value(node, node.target(*args, **kwargs))
     return value(node)
@@ -229,7 +229,7 @@ def _argument_value(argument: Any) -> Any:
 
 def fresh_placeholder_value(graph: fx.Graph, size: tuple[Size, ...], kind: torch.dtype) -> Any:
     """Make an example value for a new placeholder of the graph, on the cpu."""
-    with fake_mode(graph):
+    with _fake_mode(graph):
         return torch.empty(size, dtype=kind)
 
 

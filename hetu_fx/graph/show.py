@@ -35,7 +35,7 @@ def _lines(graph: Graph) -> Iterator[str]:
             if graph.block_of(node) != block:
                 block = graph.block_of(node)
                 yield f"  -- block {block}" if block is not None else "  --"
-            yield f"  {node.name}: {value_text(node, graph)} = {call_text(node)}  # {meta.source_line(node)}"
+            yield f"  {node.name}: {value_text(node, graph)} = {_call_text(node)}  # {meta.source_line(node)}"
     for output, node in zip(graph.outputs, graph.output_values, strict=True):
         yield f"  return {output.kind} {output.name} = {node.name}"
     for note in graph.notes:
@@ -66,7 +66,7 @@ def _size_text(size: Any, graph: Graph) -> str:
     return text if graph.batch_symbol is None else text.replace(str(graph.batch_symbol), "batch")
 
 
-def call_text(node: fx.Node) -> str:
+def _call_text(node: fx.Node) -> str:
     """Return the call of an op node as text, e.g. linear(x, weight)."""
     arguments = [_argument_text(argument) for argument in node.args]
     arguments += [f"{key}={_argument_text(argument)}" for key, argument in node.kwargs.items()]

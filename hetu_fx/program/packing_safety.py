@@ -47,7 +47,7 @@ def why_not_packed(graph: Graph, factors: FactorMap, flow: Flow, positions: str)
         if not isinstance(mask, fx.Node) or mask not in follows:
             return False
         if mask not in known:
-            known[mask] = keeps_apart(graph, mask, positions)
+            known[mask] = _keeps_apart(graph, mask, positions)
         return known[mask]
 
     lacks = f"has no mask that follows from {positions!r} and keeps sequences apart"
@@ -126,7 +126,7 @@ def _before_parameters(graph: Graph, flow: Flow) -> frozenset[fx.Node]:
 _HIDDEN = -1e4  # what is added to the score of a token that is not seen, or less
 
 
-def keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
+def _keeps_apart(graph: Graph, mask: fx.Node, positions: str) -> bool:
     """Tell whether no token sees one of another sequence under the mask; False where that cannot be told.
 
     Two sequences are laid into each row of the example's length, all else being ones. `positions` is the input of

@@ -50,12 +50,12 @@ def homes_near(
     """Choose homes as `choose_homes` does, where it is known where the plan reads each parameter."""
     able = tuple(rank for rank, weight in enumerate(weights) if weight > 0)
     elsewhere = Annotation.replicated(able)
-    compute = {name: read[name] if able_to_read(read.get(name), able) else elsewhere for name in shapes}
+    compute = {name: read[name] if _able_to_read(read.get(name), able) else elsewhere for name in shapes}
     zero = plan.zero if set(plan.devices) <= set(able) else 1
     return make_home_layouts(shapes, tuple(range(len(weights))), compute, weights, zero)
 
 
-def able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
+def _able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
     """Tell whether all of a parameter's readers, of which there are some, are among `ranks`."""
     return compute is not None and set(compute.ranks) <= set(ranks)
 

@@ -125,7 +125,7 @@ class Compute:
         self._sized_for, self.sizes = None, None
 
     def _pieces(self) -> dict[str, Tensor]:
-        return {name: local_of(home) for name, home in self.homes.items()}
+        return {name: _local_of(home) for name, home in self.homes.items()}
 
 
 def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
@@ -139,7 +139,7 @@ def _versions(pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple(piece._version for piece in pieces.values())
 
 
-def local_of(home: nn.Parameter) -> Tensor:
+def _local_of(home: nn.Parameter) -> Tensor:
     """Return this rank's piece of a home parameter."""
     assert isinstance(home, HomeTensor)
     return home.local

@@ -124,8 +124,8 @@ def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES
         raise StateError(f"parameters {twice} stand in the bridge more than once")
     return BridgePlan(
         tuple(entries),
-        _buckets(entries, lambda e: gather_routes(e.home, e.compute, e.shape), bucket_bytes),
-        _buckets(entries[::-1], lambda e: reduce_routes(e.gradient, e.home, e.shape), bucket_bytes),
+        _buckets(entries, lambda e: _gather_routes(e.home, e.compute, e.shape), bucket_bytes),
+        _buckets(entries[::-1], lambda e: _reduce_routes(e.gradient, e.home, e.shape), bucket_bytes),
     )
 
 
@@ -134,7 +134,7 @@ Routes = tuple[Route, ...] | None  # None: to be moved
 
 
 @lru_cache(maxsize=4096)
-def gather_routes(home: Annotation, compute: Annotation, shape: Shape) -> Routes:
+def _gather_routes(home: Annotation, compute: Annotation, shape: Shape) -> Routes:
     """Say how every slice that is not read by its owners alone comes to its readers."""
     routes: list[Route] = []
     for part in finest_slices(Change(home, compute, shape)):
@@ -155,7 +155,7 @@ def _one_lane_per_group(routes: Sequence[Route]) -> tuple[Route, ...]:
 
 
 @lru_cache(maxsize=4096)
-def reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Routes:
+def _reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Routes:
     """Say how every slice whose value is a sum over ranks is summed."""
     routes: list[Route] = []
     for part in finest_slices(Change(gradient, home, shape)):

@@ -119,10 +119,10 @@ def common_form(forms: Mapping[int, OutputForm]) -> OutputForm:
                 f"the module's outputs differ in form between replicas: rank {first_rank} made {_told(first)}, rank "
                 f"{rank} made {_told(form)}; return the same structure for any rows"
             )
-    return replace(first, tree=_without_constants(first.tree, differing_constants(forms)))
+    return replace(first, tree=_without_constants(first.tree, _differing_constants(forms)))
 
 
-def differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int, object]]:
+def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int, object]]:
     """Return the plain values that are not the same on all replicas, by name and rank."""
     columns = {rank: form.constants for rank, form in forms.items()}
     names = next(iter(columns.values()))
@@ -148,7 +148,7 @@ def eager_routes(forms: Mapping[int, OutputForm], plan: Plan, rows: RowPlan, *, 
     Raises:
         StateError: on all ranks, for an output of several replicas that has not one entry per row.
     """
-    for name, values in differing_constants(forms).items():
+    for name, values in _differing_constants(forms).items():
         raise StateError(
             f"output {name!r} is {values} on ranks {sorted(values)}: a plain value of each replica's rows alone; "
             f"return a tensor with one entry per row, {WAY_OUT}"

@@ -47,11 +47,11 @@ class EagerVariant(Variant):
     def flush(self) -> None:
         """Bring gradients that were kept back home, of the parameters that some rank has used; collective."""
         if self.kept_back.bridge is not None:
-            used = used_anywhere(self.kept_back.local.keys(), self)
+            used = _used_anywhere(self.kept_back.local.keys(), self)
             self.kept_back.flush({name: self.homes[name] for name in used})
 
 
-def used_anywhere(names: Collection[str], variant: EagerVariant) -> tuple[str, ...]:
+def _used_anywhere(names: Collection[str], variant: EagerVariant) -> tuple[str, ...]:
     """Return the trained parameters that are among some rank's `names`; collective."""
     trained = [name for name in variant.homes if name in variant.trained]
     flags = any_of(variant.table, [name in names for name in trained])
@@ -106,4 +106,4 @@ class UsedOnly(Collector):
         home = super().finish()
         if not home:
             return home
-        return {name: home[name] for name in used_anywhere(self._used, self._variant)}
+        return {name: home[name] for name in _used_anywhere(self._used, self._variant)}

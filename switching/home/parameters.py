@@ -16,7 +16,7 @@ from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor
 
 
-def named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return for every parameter, by its first name, all places where the model holds it (several if tied)."""
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     first: dict[int, str] = {}
@@ -92,7 +92,7 @@ def plain_parameters(model: nn.Module) -> Iterator[None]:
 
     Their memory is not touched, so the operating system does not back it.
     """
-    slots = named_slots(model)
+    slots = _named_slots(model)
     homes = dict(model.named_parameters())
     try:
         for name, places in slots.items():

@@ -38,7 +38,7 @@ class PendingNorm(Pending):
         open_norms = {id(norm): norm for norm in pending if norm.value is None}.values()
         for order, world in sorted({(norm.order, norm.world) for norm in open_norms}):
             norms = [norm for norm in open_norms if (norm.order, norm.world) == (order, world)]
-            values = total_norms(torch.stack([norm.part.double() for norm in norms]), order, world)
+            values = _total_norms(torch.stack([norm.part.double() for norm in norms]), order, world)
             for norm, value in zip(norms, values.unbind(), strict=True):
                 norm.value = value.to(norm.dtype)
 
@@ -47,14 +47,14 @@ class PendingNorm(Pending):
         return f"PendingNorm({known}, order={self.order})"
 
 
-def pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:
+def _pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:
     """Make a norm of `dtype`, to be settled, from this rank's part of it."""
     pending = torch.Tensor._make_subclass(PendingNorm, part.to(dtype))
     pending.part, pending.order, pending.world, pending.value = part, order, world, None
     return pending
 
 
-def total_norms(parts: torch.Tensor, order: float, world: int) -> torch.Tensor:
+def _total_norms(parts: torch.Tensor, order: float, world: int) -> torch.Tensor:
     """Combine a vector of this rank's norms (float64) with the other ranks'."""
     if math.isinf(order):
         return _extremes(parts, world, largest=order > 0)
@@ -94,7 +94,7 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not _over_all(home, dims) or keepdim or order < 0 or home.is_complex():
         return run_whole(func, args, kwargs)
     dtype = kwargs.get("dtype") or home.dtype
-    return pend(_local_norm(home, float(order), dtype), float(order), home.home_layout.world, dtype)
+    return _pend(_local_norm(home, float(order), dtype), float(order), home.home_layout.world, dtype)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if order < 0:
         return [aten.linalg_vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     parts = torch.stack([_local_norm(home, float(order), dtype or home.dtype).double() for home in homes])
-    totals = iter(total_norms(parts, float(order), homes[0].home_layout.world).unbind())
+    totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world).unbind())
     return [
         next(totals).to(dtype or tensor.dtype)
         if type(tensor) is HomeTensor

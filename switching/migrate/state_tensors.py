@@ -90,7 +90,7 @@ class TrainingState:
             return mine
         others = together(table, self._others)
         told = of_all(table, (mine, others))
-        merged = merged_state([described for described, _ in told])
+        merged = _merged_state([described for described, _ in told])
         together(table, lambda: self._complete(merged, [plain for _, plain in told], table))
         return merged
 
@@ -145,7 +145,7 @@ def check_optimizers(homes: Homes, optimizers: Sequence[torch.optim.Optimizer]) 
             )
 
 
-def merged_state(told: Sequence[Sequence[StateTensor]]) -> tuple[StateTensor, ...]:
+def _merged_state(told: Sequence[Sequence[StateTensor]]) -> tuple[StateTensor, ...]:
     """Merge the ranks' descriptions of the state, by rank; a pure function.
 
     Raises:
@@ -177,7 +177,7 @@ def with_layout(tensor: HomeTensor, piece: torch.Tensor | None, target: Annotati
     tensor.data = HomeTensor(tensor.local.new_empty(layout.local_shape) if piece is None else piece, layout)
 
 
-def annotations_of(homes: Homes) -> dict[str, Annotation]:
+def _annotations_of(homes: Homes) -> dict[str, Annotation]:
     """Return where the parameters' homes are now."""
     return {name: layout_of(home).annotation for name, home in homes.items()}
 

@@ -56,7 +56,7 @@ class SequenceForm:
 
     def sample(self, sequences: Sequences, width: int) -> Mapping[str, Tensor]:
         """Return the inputs of two rows of so many tokens, of zeros."""
-        return input_tensors(self.program.graph, sample_rows(sequences, self.filling, width))
+        return input_tensors(self.program.graph, _sample_rows(sequences, self.filling, width))
 
     def request(self, lengths: tuple[int, ...], tokens: int | None) -> Request:
         """Return what is asked of a policy for sequences of these lengths."""
@@ -77,13 +77,13 @@ def form_of_sequences(
     reason = f"the model's forward takes no {options.positions!r}"
     if takes_positions and options.packs is not False and options.positions not in sequences.inputs:
         filling = replace(plain, positions=options.positions)
-        program = programs.find(sample_rows(sequences, filling), training)
+        program = programs.find(_sample_rows(sequences, filling), training)
         reason = "" if options.packs else why_not_packed(*_known_of(program), options.positions)
         if not reason:
             return _checked(SequenceForm(program, filling, Batching.PACKED, options.multiple), sequences, options)
     if options.packs:
         raise BatchError(f"sequences cannot be packed as asked for by packs=True: {reason}; leave packs out")
-    program = programs.find(sample_rows(sequences, plain), training)
+    program = programs.find(_sample_rows(sequences, plain), training)
     return _checked(_apart(program, plain, options, reason), sequences, options)
 
 
@@ -105,7 +105,7 @@ def longest_row(sequences: Sequences) -> int:
     return max(_SHORTEST, *sequences.lengths)
 
 
-def sample_rows(sequences: Sequences, filling: Filling, width: int | None = None) -> dict[str, Any]:
+def _sample_rows(sequences: Sequences, filling: Filling, width: int | None = None) -> dict[str, Any]:
     """Return a batch of two rows of one sequence, of zeros, with the other arguments as they are."""
     width = width or longest_row(sequences)
     zeros = {name: (parts[0].new_zeros((width, *parts[0].shape[1:])),) for name, parts in sequences.inputs.items()}

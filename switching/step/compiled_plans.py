@@ -191,7 +191,7 @@ class GraphCompute(Compute):
         return deduce_program(program, plan, wants_values=wants_values, deduce=deduce)
 
     def _bridge(self, deduced: DeducedGraph) -> Bridge:
-        return self.bridge_between(bridge_entries(deduced, self.homes))
+        return self.bridge_between(_bridge_entries(deduced, self.homes))
 
     def _engine(self, device: DeviceGraph) -> Engine:
         inward = channels(device.handovers_in, self.table, self.device)
@@ -209,7 +209,7 @@ def _with_several_micro_batches(plan: Plan) -> Plan:
     return replace(plan, pipelines=tuple(pipelines))
 
 
-def bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) -> list[BridgeEntry]:
+def _bridge_entries(deduced: DeducedGraph, homes: Mapping[str, nn.Parameter]) -> list[BridgeEntry]:
     """Return what the bridge moves for one program: its parameters, in the graph's order."""
     entries = []
     for leaf in deduced.parameters():

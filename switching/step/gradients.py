@@ -63,7 +63,7 @@ class KeptBack:
             return
         kept, self.local = self.local, {}
         wanted = {name: piece for name, piece in bridge.reduce(kept).items() if name in homes}
-        for name, gradient in as_home(wanted, homes).items():
+        for name, gradient in _as_home(wanted, homes).items():
             home = homes[name]
             home.grad = gradient if home.grad is None else home.grad + gradient
 
@@ -191,7 +191,7 @@ class Collector:
         home = self._reduction.finish()
         if sums_first:
             self._multiply(list(home.values()))
-        return as_home(home, self.homes)
+        return _as_home(home, self.homes)
 
     def _refuse(self) -> NoReturn:
         """Wait for what is under way, which the next step would wait for in vain, and say why it comes too late."""
@@ -227,6 +227,6 @@ class _Anchor(torch.autograd.Function):
         return (None, None, *(home.get(name) for name in collector.trained))
 
 
-def as_home(pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _as_home(pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Wrap pieces of gradients in the layouts of their parameters."""
     return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}

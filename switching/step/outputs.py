@@ -109,7 +109,7 @@ def hand_out(
         differentiable: a loss may be computed of them, whose gradient comes back.
     """
     if not differentiable:
-        return bring_back(routes, {name: value.detach() for name, value in values.items()}, table)
+        return _bring_back(routes, {name: value.detach() for name, value in values.items()}, table)
     returned: dict[str, Tensor] = {}
     for route in routes:
         piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
@@ -120,7 +120,7 @@ def hand_out(
     return returned
 
 
-def bring_back(routes: tuple[ValueRoute, ...], made: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+def _bring_back(routes: tuple[ValueRoute, ...], made: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
     """Move outputs to the ranks that asked; collective. `made` holds this rank's pieces by name."""
     return {route.name: _moved(route, _piece_of(route, made, table), table) for route in routes}
 

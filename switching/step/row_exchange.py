@@ -77,7 +77,7 @@ def value_target(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annota
 
 
 @lru_cache(maxsize=256)
-def one_move(source: Annotation, target: Annotation, shape: tuple[int, ...], itemsize: int) -> BsrPlan:
+def _one_move(source: Annotation, target: Annotation, shape: tuple[int, ...], itemsize: int) -> BsrPlan:
     """Return the plan that moves one tensor."""
     return plan_moves([Move(source, target, shape, itemsize)])
 
@@ -92,4 +92,4 @@ def move_tensor(
 ) -> Tensor | None:
     """Move one tensor; collective. `tensor` is this rank's piece, None where it has none."""
     like = [torch.empty(0, dtype=dtype)]
-    return run_moves(one_move(source, target, shape, dtype.itemsize), [tensor], table, like=like)[0]
+    return run_moves(_one_move(source, target, shape, dtype.itemsize), [tensor], table, like=like)[0]

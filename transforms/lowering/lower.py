@@ -13,7 +13,7 @@ on one node, the graph is as it was.
     %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate')                                ->
     %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate', 'nodes 0,0,1,1 from 65536')
 
-Make a device graph's runs that are recomputed into checkpointed modules of their own.
+Make a device graph's runs that are recomputed into _checkpointed modules of their own.
 
 %a = aten.gelu(%x)                                 %run = call_module[recomputed_0](%x, %w)
 %y = aten.linear(%a, %w)           ->              %y = getitem(%run, 0)
@@ -59,7 +59,7 @@ def lower(device: DeviceGraph, backend: Backend) -> Callable[..., Any]:
             runs both halves eagerly; "inductor" compiles with torch.compile; a callable compiles each half, given
             its GraphModule and example inputs.
     """
-    module = checkpointed(device)
+    module = _checkpointed(device)
     if backend is None:
         return module.forward
     if backend == "inductor":
@@ -122,7 +122,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def checkpointed(device: DeviceGraph) -> fx.GraphModule:
+def _checkpointed(device: DeviceGraph) -> fx.GraphModule:
     """Return the module of a device graph."""
     if not device.recomputed:
         return fx.GraphModule(nn.Module(), device.graph)

@@ -34,7 +34,7 @@ class Counts:
         self.graph = graph
         self.sizes = Sizes(graph)
         self.leaves: dict[fx.Node, fx.Node] = {}
-        self.input_only = input_only_nodes(graph)
+        self.input_only = _input_only_nodes(graph)
 
     def hoist(self, local: fx.Node) -> fx.Node:
         """Return the leaf of the global sum of `local`, a 0-d value computed from inputs alone."""
@@ -83,7 +83,7 @@ def linear_factor(expression: Any, symbol: sympy.Symbol | None) -> Any:
     return None if symbol in factor.free_symbols else factor
 
 
-def input_only_nodes(graph: Graph) -> set[fx.Node]:
+def _input_only_nodes(graph: Graph) -> set[fx.Node]:
     """Return the nodes that are computed from inputs and constants alone, sizes included."""
     kinds = (LeafKind.INPUT, LeafKind.CONSTANT)
     found = {leaf.node for leaf in graph.leaves if leaf.kind in kinds}

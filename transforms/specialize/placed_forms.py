@@ -54,7 +54,7 @@ class Placed:
         return self.start + self.size
 
 
-def causal_attention(part: Placed) -> fx.Node:
+def _causal_attention(part: Placed) -> fx.Node:
     """Attend with a part of the queries: keys after its last are left out, the mask has its rows alone."""
     given, stop = part.given, part.stop
     for name in ("key", "value"):
@@ -76,7 +76,7 @@ def _rows_of_triangle(part: Placed, keys: fx.Node, stop: Size) -> fx.Node:
 
 
 FORMS: Mapping[str, Callable[[Placed], fx.Node]] = {
-    "aten.scaled_dot_product_attention.default": causal_attention,
+    "aten.scaled_dot_product_attention.default": _causal_attention,
 }
 
 

@@ -8,7 +8,7 @@ from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import ONE, Size
 
 
-def scaled_dot_product(call: Call) -> Factoring:
+def _scaled_dot_product(call: Call) -> Factoring:
     """Attend: linear in the values; under a causal mask queries go by position."""
     query, key, value = (operand.shape for operand in call.operands[:3])
     result = call.results[0]
@@ -53,4 +53,4 @@ def _group_heads(call: Call, leading: list[Dim], sizes: dict[str, Size]) -> list
     return shared
 
 
-RULES: tuple[Rule, ...] = built(scaled_dot_product, "scaled_dot_product_attention")
+RULES: tuple[Rule, ...] = built(_scaled_dot_product, "scaled_dot_product_attention")

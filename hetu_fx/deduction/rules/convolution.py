@@ -10,12 +10,12 @@ from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, LiteralS
 from hetu_fx.deduction.rules.size import Size, integer
 
 
-def convolved(call: Call) -> Factoring:
+def _convolved(call: Call) -> Factoring:
     """Convolve: with groups, channels are (group, channel) and the groups pass through."""
     return _convolution(call, transposed=bool(call.arguments.get("transposed")))
 
 
-def convolved_transposed(call: Call) -> Factoring:
+def _convolved_transposed(call: Call) -> Factoring:
     """Convolve transposed: the weight has input channels first."""
     return _convolution(call, transposed=True)
 
@@ -64,15 +64,15 @@ def _channels(name: str, size: Size, groups: Size) -> tuple[Dim, Size]:
     return named(name, inner), inner
 
 
-def pooled(call: Call) -> Factoring:
+def _pooled(call: Call) -> Factoring:
     """Pool over space, which stays whole; batch and channels pass through."""
     space = 3 if "3d" in call.op else 1 if "1d" in call.op else 2
     return _over_space(call, space)
 
 
-def pooled_linearly(call: Call) -> Factoring:
+def _pooled_linearly(call: Call) -> Factoring:
     """Average or interpolate over space, which stays whole; batch and channels pass through."""
-    return replace(pooled(call), linear=(frozenset({0}),))
+    return replace(_pooled(call), linear=(frozenset({0}),))
 
 
 def _over_space(call: Call, space: int) -> Factoring:
@@ -83,7 +83,7 @@ def _over_space(call: Call, space: int) -> Factoring:
     return Factoring((dims,), results, whole=whole)
 
 
-def sampled(call: Call) -> Factoring:
+def _sampled(call: Call) -> Factoring:
     """Read space at given places: batch and channels pass, the places too; linear in what is read."""
     image, grid = (dims_of(operand.shape, prefix) for operand, prefix in zip(call.operands, "xg", strict=True))
     batch = image[0]
@@ -97,7 +97,7 @@ def unfolded(call: Call) -> Factoring:
     return _columns(call, call.operands[0].shape, call.results[0], folds=False)
 
 
-def folded(call: Call) -> Factoring:
+def _folded(call: Call) -> Factoring:
     """Add columns up to the windows of space they are: channels are (channel, place in the window)."""
     return _columns(call, call.results[0], call.operands[0].shape, folds=True)
 
@@ -123,14 +123,14 @@ def shuffled(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(convolved, "conv1d", "conv2d", "conv3d", "convolution"),
-    *built(convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
-    *built(convolved_transposed, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
-    *built(pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
-    *built(pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
-    *built(sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
+    *built(_convolved, "conv1d", "conv2d", "conv3d", "convolution"),
+    *built(_convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
+    *built(_convolved_transposed, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
+    *built(_pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
+    *built(_pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
+    *built(_sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
     *built(
-        pooled_linearly,
+        _pooled_linearly,
         *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
         *("adaptive_avg_pool3d", "upsample_nearest2d", "upsample_nearest2d.vec", "upsample_bilinear2d"),
         *("upsample_bilinear2d.vec", "upsample_bicubic2d", "upsample_bicubic2d.vec", "upsample_nearest1d"),
@@ -141,5 +141,5 @@ RULES: tuple[Rule, ...] = (
     ),
     *built(shuffled, "pixel_shuffle", "pixel_unshuffle"),
     *built(unfolded, "im2col"),
-    *built(folded, "col2im"),
+    *built(_folded, "col2im"),
 )

@@ -157,7 +157,7 @@ def scattered(call: Call) -> Factoring:
     return Factoring(operands, (dims,), whole=whole, linear=(frozenset({0, 2}),) if len(operands) == 3 else ())
 
 
-def picked_rows(call: Call) -> Factoring:
+def _picked_rows(call: Call) -> Factoring:
     """Pick along one dim, whole in the tensor, by a list of positions, which passes through."""
     dims = dims_of(call.operands[0].shape)
     dim = call.dim("dim", len(dims))
@@ -166,7 +166,7 @@ def picked_rows(call: Call) -> Factoring:
     return Factoring((dims, index), (target,), whole=names(dims, [dim]), linear=FIRST)
 
 
-def added_rows(call: Call) -> Factoring:
+def _added_rows(call: Call) -> Factoring:
     """Add rows at a list of positions; positions and the dim stay whole, unless rows are only permuted."""
     shape, source = call.operands[0].shape, call.operands[2].shape
     dim = call.dim("dim", len(shape))
@@ -197,7 +197,7 @@ RULES: tuple[Rule, ...] = (
     *built(put, "index_put", "_unsafe_index_put"),
     *built(gathered, "gather"),
     *built(scattered, "scatter.src", "scatter.value", "scatter_add"),
-    *built(picked_rows, "index_select"),
-    *built(added_rows, "index_add"),
+    *built(_picked_rows, "index_select"),
+    *built(_added_rows, "index_add"),
     *built(one_hot, "one_hot"),
 )

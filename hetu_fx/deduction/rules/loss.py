@@ -10,7 +10,7 @@ NONE, MEAN = 0, 1  # torch's codes of the reduction argument; 2 is the sum
 CUT_OVER_CLASSES = frozenset(f"aten.{op}.default" for op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"))
 
 
-def classified(call: Call) -> Factoring:
+def _classified(call: Call) -> Factoring:
     """Compare scores per class with targets: all dims but the classes are rows.
 
     The class dim may be cut, if targets are indices (not probabilities) and classes are not weighed.
@@ -55,7 +55,7 @@ def _reduced(
 
 
 RULES: tuple[Rule, ...] = (
-    *built(classified, "cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
+    *built(_classified, "cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
     *built(
         compared,
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),

@@ -16,12 +16,12 @@ def softmax(call: Call) -> Factoring:
     return replace(factoring, sharded=names(factoring.operands[0], [call.dim("dim", len(call.operands[0].shape))]))
 
 
-def softmax_whole(call: Call) -> Factoring:
+def _softmax_whole(call: Call) -> Factoring:
     """Normalize over one dim, which stays whole."""
     return kept(call, [call.dim("dim", len(call.operands[0].shape))])
 
 
-def over_last_dims(call: Call) -> Factoring:
+def _over_last_dims(call: Call) -> Factoring:
     """Normalize over the last dims, which stay whole and which weight and bias have (layer and RMS norm)."""
     dims = dims_of(call.operands[0].shape)
     count = len(call.arguments["normalized_shape"])
@@ -32,7 +32,7 @@ def over_last_dims(call: Call) -> Factoring:
     return Factoring(operands, results, whole=names(dims, last))
 
 
-def over_groups(call: Call) -> Factoring:
+def _over_groups(call: Call) -> Factoring:
     """Normalize over groups of channels and space: batch and groups pass through, the rest stays whole."""
     shape = call.operands[0].shape
     groups = integer(call.integer("num_groups"))
@@ -47,7 +47,7 @@ def over_groups(call: Call) -> Factoring:
     return Factoring(operands, (dims,), {"group": groups, "channel": rest}, whole, literals=found)
 
 
-def over_all_but_one(call: Call) -> Factoring:
+def _over_all_but_one(call: Call) -> Factoring:
     """Scale a weight to a length for each entry of one dim (weight norm); that dim passes, all others stay whole."""
     dims = dims_of(call.operands[0].shape)
     dim = call.dim("dim", len(dims))
@@ -55,12 +55,12 @@ def over_all_but_one(call: Call) -> Factoring:
     return Factoring((dims, length), (dims,), whole=names(dims, [i for i in range(len(dims)) if i != dim]))
 
 
-def over_batch(call: Call) -> Factoring:
+def _over_batch(call: Call) -> Factoring:
     """Normalize over batch and space (batch norm): channels pass; with running statistics all do."""
     return _per_channel(call, over_rows=_uses_batch_statistics(call))
 
 
-def over_instance(call: Call) -> Factoring:
+def _over_instance(call: Call) -> Factoring:
     """Normalize over space (instance norm): channels pass, the batch too unless statistics run."""
     return _per_channel(call, over_rows=call.position("running_mean") is not None, over_space=True)
 
@@ -85,12 +85,12 @@ def _channel_or_all(rank: int, dims: Dims, channel: Dims) -> Dims:
 
 RULES: tuple[Rule, ...] = (
     *built(softmax, "softmax.int", "log_softmax.int"),
-    *built(softmax_whole, "_softmax", "_log_softmax", "_safe_softmax"),
-    *built(over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
-    *built(over_groups, "group_norm"),
-    *built(over_all_but_one, "_weight_norm"),
+    *built(_softmax_whole, "_softmax", "_log_softmax", "_safe_softmax"),
+    *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
+    *built(_over_groups, "group_norm"),
+    *built(_over_all_but_one, "_weight_norm"),
     *built(
-        over_batch,
+        _over_batch,
         *(
             "batch_norm",
             "native_batch_norm",
@@ -99,5 +99,5 @@ RULES: tuple[Rule, ...] = (
         ),
         "_batch_norm_with_update_functional",
     ),
-    *built(over_instance, "instance_norm"),
+    *built(_over_instance, "instance_norm"),
 )

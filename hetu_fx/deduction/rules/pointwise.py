@@ -69,14 +69,14 @@ def gated(call: Call) -> Factoring:
     return Factoring((operand,), (result,), sizes, frozenset({"halves"}))
 
 
-def sloped(call: Call) -> Factoring:
+def _sloped(call: Call) -> Factoring:
     """Scale what is negative by a slope for each channel, which is dim 1, or by one for all."""
     dims, slope = dims_of(call.operands[0].shape), call.operands[1].shape
     channel = dims[min(1, len(dims) - 1)] if dims else ()
     return Factoring((dims, tuple(() if size.number == 1 else channel for size in slope)), (dims,))
 
 
-def cast_like(call: Call) -> Factoring:
+def _cast_like(call: Call) -> Factoring:
     """Cast to the dtype of another tensor, which is not read."""
     dims = dims_of(call.operands[0].shape)
     other = dims_of(call.operands[1].shape, "u")
@@ -121,9 +121,9 @@ RULES: tuple[Rule, ...] = (
     *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
     *built(broadcast, "fill.Scalar", "fill.Tensor"),
-    *built(cast_like, "to.other", "type_as"),
+    *built(_cast_like, "to.other", "type_as"),
     *built(gated, "glu"),
-    *built(sloped, "prelu"),
+    *built(_sloped, "prelu"),
     *lines("..., [b] -> ...", "bucketize.Tensor"),
 )
 TAG_RULE = Rule("*.*.*", broadcast, "ops that torch tags as pointwise")

@@ -18,12 +18,12 @@ def dropout(call: Call) -> Factoring:
     return replace(kept(call), random=draws)
 
 
-def channel_dropout(call: Call) -> Factoring:
+def _channel_dropout(call: Call) -> Factoring:
     """Drop whole channels at random in training: batch and channels pass through, space too."""
     return dropout(call)
 
 
-def drawn_like(call: Call) -> Factoring:
+def _drawn_like(call: Call) -> Factoring:
     """Draw a tensor of another's shape."""
     return replace(kept(call), random=True)
 
@@ -36,7 +36,7 @@ def drawn(call: Call) -> Factoring:
 
 RULES: tuple[Rule, ...] = (
     *built(dropout, "dropout", "native_dropout", "alpha_dropout"),
-    *built(channel_dropout, "feature_dropout", "feature_alpha_dropout"),
-    *built(drawn_like, "rand_like", "randn_like", "bernoulli", "bernoulli.p"),
+    *built(_channel_dropout, "feature_dropout", "feature_alpha_dropout"),
+    *built(_drawn_like, "rand_like", "randn_like", "bernoulli", "bernoulli.p"),
     *built(drawn, "rand", "randn"),
 )

@@ -7,7 +7,7 @@ from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.rule import Dims, Factoring, Rule
 
 
-def recurred(call: Call) -> Factoring:
+def _recurred(call: Call) -> Factoring:
     """Run gated cells over time: weights, steps and hidden states are whole, rows pass."""
     at = 0 if call.arguments.get("batch_first") else 1
     operands = tuple(
@@ -32,4 +32,4 @@ def _with_rows(dims: Dims, at: int | None) -> Dims:
     return dims if at is None or not dims[at] else replaced(dims, {at: ("rows",)})
 
 
-RULES: tuple[Rule, ...] = built(recurred, "gru.input", "lstm.input", "rnn_tanh.input", "rnn_relu.input")
+RULES: tuple[Rule, ...] = built(_recurred, "gru.input", "lstm.input", "rnn_tanh.input", "rnn_relu.input")

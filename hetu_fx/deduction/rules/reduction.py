@@ -7,22 +7,22 @@ from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 
-def summed_away(call: Call) -> Factoring:
+def _summed_away(call: Call) -> Factoring:
     """Sum over dims: partial where they are cut."""
     return _reduction(call, linear=True)
 
 
-def counted_away(call: Call) -> Factoring:
+def _counted_away(call: Call) -> Factoring:
     """Count over dims: partial where they are cut, but not linear."""
     return _reduction(call)
 
 
-def averaged_away(call: Call) -> Factoring:
+def _averaged_away(call: Call) -> Factoring:
     """Average over dims: partial, weighed by the shard's count, where they are cut."""
     return _reduction(call, linear=True, averaged=True)
 
 
-def looked_over(call: Call) -> Factoring:
+def _looked_over(call: Call) -> Factoring:
     """Reduce over dims in a way that cannot be done in parts: they stay whole."""
     return _reduction(call, whole=True)
 
@@ -43,7 +43,7 @@ def _reduction(call: Call, *, linear: bool = False, averaged: bool = False, whol
     )
 
 
-def compared_along(call: Call) -> Factoring:
+def _compared_along(call: Call) -> Factoring:
     """Compare directions along a dim, which stays whole and is gone; operands are broadcast."""
     target = dims_of(call.results[0])
     rank = len(target) + 1
@@ -58,17 +58,17 @@ def running(call: Call) -> Factoring:
     return kept(call, [call.dim("dim", len(call.operands[0].shape))])
 
 
-def running_sum(call: Call) -> Factoring:
+def _running_sum(call: Call) -> Factoring:
     """Sum up along a dim, which stays whole; linear."""
     return kept(call, [call.dim("dim", len(call.operands[0].shape))], linear=True)
 
 
 RULES: tuple[Rule, ...] = (
-    *built(summed_away, "sum", "sum.dim_IntList", "nansum"),
-    *built(counted_away, "count_nonzero", "count_nonzero.dim_IntList"),
-    *built(averaged_away, "mean", "mean.dim"),
+    *built(_summed_away, "sum", "sum.dim_IntList", "nansum"),
+    *built(_counted_away, "count_nonzero", "count_nonzero.dim_IntList"),
+    *built(_averaged_away, "mean", "mean.dim"),
     *built(
-        looked_over,
+        _looked_over,
         *(
             "amax",
             "amin",
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
             "mode",
         ),
     ),
-    *built(compared_along, "cosine_similarity"),
+    *built(_compared_along, "cosine_similarity"),
     *built(running, "cumprod", "logcumsumexp", "cummax", "cummin"),
-    *built(running_sum, "cumsum"),
+    *built(_running_sum, "cumsum"),
 )

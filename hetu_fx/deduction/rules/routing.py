@@ -21,7 +21,7 @@ GROUPED = frozenset({2})
 CUT_OVER_GROUPS = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 
 
-def sorted_along(call: Call) -> Factoring:
+def _sorted_along(call: Call) -> Factoring:
     """Sort along a dim, which stays whole unless its rows are sorted shard by shard."""
     dim = call.dim("dim", len(call.operands[0].shape), -1)
     return kept(call, () if call.routed else [dim])
@@ -70,7 +70,7 @@ def _batched(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
+    *built(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
     *built(top, "topk"),
     *built(histogram, "histc"),
     *built(grouped_product, "_grouped_mm", "*.*grouped_mm_fallback.default"),

@@ -29,14 +29,14 @@ def _cut(call: Call, dims: Sequence[int]) -> Factoring:
     return Factoring((source,), (target,), whole=whole, linear=FIRST)
 
 
-def selected(call: Call) -> Factoring:
+def _selected(call: Call) -> Factoring:
     """Take one index of a dim, which stays whole and is gone."""
     dims = dims_of(call.operands[0].shape)
     dim = call.dim("dim", len(dims))
     return Factoring((dims,), (dims[:dim] + dims[dim + 1 :],), whole=names(dims, [dim]), linear=FIRST)
 
 
-def unbound(call: Call) -> Factoring:
+def _unbound(call: Call) -> Factoring:
     """Take every index of a dim as a tensor of its own; the dim stays whole and is gone."""
     dims = dims_of(call.operands[0].shape)
     dim = call.dim("dim", len(dims))
@@ -172,29 +172,29 @@ def diagonal(call: Call) -> Factoring:
     return Factoring((dims,), (target,), whole=names(dims, pair) | frozenset(last), linear=FIRST)
 
 
-def triangular(call: Call) -> Factoring:
+def _triangular(call: Call) -> Factoring:
     """Keep a triangle of the last two dims, which stay whole."""
     rank = len(call.operands[0].shape)
     return kept(call, [rank - 2, rank - 1], linear=True)
 
 
-def rolled(call: Call) -> Factoring:
+def _rolled(call: Call) -> Factoring:
     """Flip or roll along dims, which stay whole."""
     return kept(call, call.dims("dims", len(call.operands[0].shape)), linear=True)
 
 
 RULES: tuple[Rule, ...] = (
     *built(sliced, "slice.Tensor", "narrow"),
-    *built(selected, "select.int"),
-    *built(unbound, "unbind.int"),
+    *built(_selected, "select.int"),
+    *built(_unbound, "unbind.int"),
     *built(pieces, "split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections"),
     *built(concatenated, "cat", "concat", "concatenate"),
     *built(differences, "diff"),
     *built(overwritten, "slice_scatter", "select_scatter"),
     *built(stacked, "stack"),
     *built(padded, "pad", "constant_pad_nd"),
-    *built(rolled, "flip", "roll"),
-    *built(triangular, "tril", "triu"),
+    *built(_rolled, "flip", "roll"),
+    *built(_triangular, "tril", "triu"),
     *built(unfolded, "unfold"),
     *built(diagonal, "diagonal"),
 )

@@ -7,20 +7,20 @@ from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 
-def along_one(call: Call) -> Factoring:
+def _along_one(call: Call) -> Factoring:
     """Transform along one dim, the last by default."""
     rank = len(call.operands[0].shape)
     return _transformed(call, (call.dim("dim", rank, -1),))
 
 
-def along_last_two(call: Call) -> Factoring:
+def _along_last_two(call: Call) -> Factoring:
     """Transform along two dims, the last by default."""
     rank = len(call.operands[0].shape)
     given = call.arguments.get("dim")
     return _transformed(call, call.dims("dim", rank) if given else (rank - 2, rank - 1))
 
 
-def along_several(call: Call) -> Factoring:
+def _along_several(call: Call) -> Factoring:
     """Transform along several dims: the last of as many as sizes are given, all by default."""
     rank = len(call.operands[0].shape)
     sizes = call.arguments.get("s")
@@ -35,8 +35,8 @@ def _transformed(call: Call, dims: tuple[int, ...]) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(along_one, "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
-    *built(along_last_two, "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"),
-    *built(along_several, "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"),
-    *built(along_several, "fft_fftshift", "fft_ifftshift"),
+    *built(_along_one, "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"),
+    *built(_along_last_two, "fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"),
+    *built(_along_several, "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"),
+    *built(_along_several, "fft_fftshift", "fft_ifftshift"),
 )

@@ -43,7 +43,7 @@ def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], 
     return dims[0], dims[1], sizes, frozenset(f"f{atom}" for atom in whole)
 
 
-def reshaped(call: Call) -> Factoring:
+def _reshaped(call: Call) -> Factoring:
     """Reshape, flatten, squeeze or unsqueeze; factors follow from the shapes."""
     source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
     given = "size" if "size" in call.arguments else "shape"
@@ -51,21 +51,21 @@ def reshaped(call: Call) -> Factoring:
     return Factoring((source,), (target,), sizes, whole, linear=FIRST, literals=found)
 
 
-def reshaped_like(call: Call) -> Factoring:
+def _reshaped_like(call: Call) -> Factoring:
     """Reshape to the shape of another tensor, which is cut as the result is."""
     source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
     return Factoring((source, target), (target,), sizes, whole, linear=FIRST)
 
 
-def squeezed(call: Call) -> Factoring:
+def _squeezed(call: Call) -> Factoring:
     """Drop dims of size 1; dims that might be dropped were they cut to size 1 stay whole."""
     shape = call.operands[0].shape
     asked = call.dims("dim", len(shape))
-    factoring = reshaped(call)
+    factoring = _reshaped(call)
     return replace(factoring, whole=factoring.whole | names(factoring.operands[0], asked))
 
 
-def unflattened(call: Call) -> Factoring:
+def _unflattened(call: Call) -> Factoring:
     """Split one dim into several; factors follow from the shapes."""
     rank = len(call.operands[0].shape)
     dim = call.dim("dim", rank)
@@ -95,13 +95,13 @@ def transposed(call: Call) -> Factoring:
     return _permutation(call, order)
 
 
-def flipped_matrix(call: Call) -> Factoring:
+def _flipped_matrix(call: Call) -> Factoring:
     """Swap the last two dims."""
     rank = len(call.operands[0].shape)
     return _permutation(call, [*range(rank - 2), *reversed(range(max(rank - 2, 0), rank))])
 
 
-def reversed_dims(call: Call) -> Factoring:
+def _reversed_dims(call: Call) -> Factoring:
     """Reverse the order of the dims."""
     return _permutation(call, list(reversed(range(len(call.operands[0].shape)))))
 
@@ -142,7 +142,7 @@ def repeated(call: Call) -> Factoring:
     return Factoring((source,), (tuple(target),), sizes, linear=FIRST, literals=tuple(found))
 
 
-def mixed_channels(call: Call) -> Factoring:
+def _mixed_channels(call: Call) -> Factoring:
     """Turn channels (groups, rest) into (rest, groups); both pass."""
     shape, dims = call.operands[0].shape, dims_of(call.operands[0].shape)
     groups = integer(call.integer("groups"))
@@ -173,18 +173,18 @@ def interleaved(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", "ravel", "view_copy"),
-    *built(reshaped_like, "view_as", "reshape_as"),
-    *built(squeezed, "squeeze", "squeeze.dim", "squeeze.dims"),
-    *built(unflattened, "unflatten.int"),
+    *built(_reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", "ravel", "view_copy"),
+    *built(_reshaped_like, "view_as", "reshape_as"),
+    *built(_squeezed, "squeeze", "squeeze.dim", "squeeze.dims"),
+    *built(_unflattened, "unflatten.int"),
     *built(expanded, "expand", "expand_as", "broadcast_to"),
     *built(transposed, "transpose.int", "swapaxes", "swapdims"),
-    *built(flipped_matrix, "t", "mT", "adjoint"),
-    *built(reversed_dims, "numpy_T"),
+    *built(_flipped_matrix, "t", "mT", "adjoint"),
+    *built(_reversed_dims, "numpy_T"),
     *built(permuted, "permute"),
     *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
     *built(repeated, "repeat"),
-    *built(mixed_channels, "channel_shuffle"),
+    *built(_mixed_channels, "channel_shuffle"),
     *built(interleaved, "repeat_interleave.self_int"),
     *lines("... [c] -> ...", "view_as_complex", linear="all"),
     *lines("... -> ... [c]", "view_as_real", linear="all"),

@@ -48,7 +48,7 @@ def without_blocks(most: int) -> Callable[[Problem], bool]:
     return lambda problem: not problem.costs.num_blocks and up_to(most)(problem) and devices_differ(problem)
 
 
-def lengths_differ(problem: Problem) -> bool:
+def _lengths_differ(problem: Problem) -> bool:
     """Tell whether batches have sequences of several lengths."""
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
 
@@ -75,7 +75,7 @@ def both(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
 
 def auto(by_length: Search, rules: Sequence[Rule]) -> Search:
     """Return the search that asks all of these that are asked, or, where lengths differ, the one that plans by them."""
-    lengths = Rule(by_length, lengths_differ)
+    lengths = Rule(by_length, _lengths_differ)
 
     def find(problem: Problem) -> Candidates:
         if lengths.asks(problem):

@@ -80,7 +80,7 @@ class Candidate:
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Yield every homogeneous plan that is estimated to fit."""
     estimates, rules = Estimates(problem), [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
-    for arrangement in arrangements(problem):
+    for arrangement in _arrangements(problem):
         replicas = _replicas(arrangement, problem.costs.num_blocks, estimates)
         firsts = [arrangement.groups(i)[0][0] for i in range(arrangement.degrees.pipelines)]
         last = arrangement.groups(0)[-1][-1]
@@ -110,9 +110,9 @@ def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Rule
             yield replace(slowest, micro_batches=count)
 
 
-def arrangements(problem: Problem) -> Iterator[Arrangement]:
+def _arrangements(problem: Problem) -> Iterator[Arrangement]:
     """Yield the arrangements to try."""
-    for degrees in all_degrees(problem):
+    for degrees in _all_degrees(problem):
         for order in orders(problem.cluster):
             yield Arrangement(degrees, order)
             if min(degrees.pipelines, degrees.stages) > 1:
@@ -126,7 +126,7 @@ def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(tuple(device.rank for device in order) for order in (by_node, by_speed)))
 
 
-def all_degrees(problem: Problem) -> Iterator[Degrees]:
+def _all_degrees(problem: Problem) -> Iterator[Degrees]:
     """Yield the degrees to try."""
     count, options, costs = len(problem.cluster.devices), problem.options, problem.costs
     units = costs.units if options.tensor_parallel else 1

@@ -63,11 +63,11 @@ def estimated(problem: Problem) -> Iterator[Estimated]:
 
 def estimate(chosen: tuple[Template, ...], problem: Problem, estimates: Estimates) -> Estimated | None:
     """Return the templates with the rows that let them end together; None where one cannot do its rows."""
-    rows = rows_of_templates(chosen, problem.costs.rows)
+    rows = _rows_of_templates(chosen, problem.costs.rows)
     return None if rows is None else Estimated(seconds_of(chosen, rows, problem, estimates), chosen, rows)
 
 
-def rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...] | None:
+def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...] | None:
     """Return the rows of each region; None where one that must have some cannot do them."""
     counts = [len(template.pipelines) for template in chosen]
     rows = spread(total, [template.seconds for template in chosen], low=counts)

@@ -96,10 +96,10 @@ class StageEstimate:
         if len(counts) < len(needs):
             return math.inf
         piece = self.holdings[0].piece
-        return self.seconds(rows) + again_line(self.again, max(counts), piece.stop - piece.start)(rows)
+        return self.seconds(rows) + _again_line(self.again, max(counts), piece.stop - piece.start)(rows)
 
 
-def again_line(line: Line, recompute: int, blocks: int) -> Line:
+def _again_line(line: Line, recompute: int, blocks: int) -> Line:
     """Return the seconds of doing some blocks again, `line` being all of them; as if all took the same."""
     share = recompute / blocks if recompute else 0.0
     return Line(line.fixed * share, line.per_row * share)
@@ -132,7 +132,7 @@ class Replica:
         if not any(recompute):
             return self.lines
         parts = zip(self.lines, self.again, recompute, self.pipeline.stages, strict=True)
-        return [line + again_line(again, count, stage.blocks or 0) for line, again, count, stage in parts]
+        return [line + _again_line(again, count, stage.blocks or 0) for line, again, count, stage in parts]
 
     def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: Rules) -> int:
         """Return the most rows of a micro-batch that fit the memory of every device; 0 when none do."""

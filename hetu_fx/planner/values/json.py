@@ -32,12 +32,12 @@ _WHOLE = tuple(name for name, kind in get_type_hints(PartCosts).items() if kind 
 def program_json(costs: ProgramCosts) -> dict[str, Any]:
     """Return the JSON object of a program's costs, defaults left out."""
     result: dict[str, Any] = {"rows": costs.rows, "units": costs.units, "before": _part_json(costs.before)}
-    result["blocks"] = repeated_json(costs.blocks, _part_json)
+    result["blocks"] = _repeated_json(costs.blocks, _part_json)
     result["after"] = _part_json(costs.after)
-    result["boundary_bytes"] = repeated_json(costs.boundary_bytes, lambda size: {"bytes": size})
-    result |= {"tied": [tied_json(one) for one in costs.tied]} if costs.tied else {}
+    result["boundary_bytes"] = _repeated_json(costs.boundary_bytes, lambda size: {"bytes": size})
+    result |= {"tied": [_tied_json(one) for one in costs.tied]} if costs.tied else {}
     result |= {"row_sums": costs.row_sums.to_json()} if costs.row_sums else {}
-    return result if costs.memory is None else result | {"memory": memory_json(costs.memory)}
+    return result if costs.memory is None else result | {"memory": _memory_json(costs.memory)}
 
 
 def read_program(view: Fields) -> ProgramCosts:
@@ -48,12 +48,12 @@ def read_program(view: Fields) -> ProgramCosts:
         "rows": view.integer("rows"),
         "units": view.integer("units", 1),
         "before": _read_part(view.mapping("before", {}), f"{where}.before"),
-        "blocks": read_repeated(view.objects("blocks", ()), f"{where}.blocks", _PART_KEYS, _part_of),
+        "blocks": _read_repeated(view.objects("blocks", ()), f"{where}.blocks", _PART_KEYS, _part_of),
         "after": _read_part(view.mapping("after", {}), f"{where}.after"),
-        "boundary_bytes": read_repeated(edges, f"{where}.boundary_bytes", ("bytes",), _edge_of),
-        "tied": tuple(read_tied(one, f"{where}.tied[{i}]") for i, one in enumerate(view.objects("tied", ()))),
+        "boundary_bytes": _read_repeated(edges, f"{where}.boundary_bytes", ("bytes",), _edge_of),
+        "tied": tuple(_read_tied(one, f"{where}.tied[{i}]") for i, one in enumerate(view.objects("tied", ()))),
         "row_sums": read_row_sums(view.mapping("row_sums", {"count": 0}), f"{where}.row_sums"),
-        "memory": None if memory is None else read_memory(memory, f"{where}.memory"),
+        "memory": None if memory is None else _read_memory(memory, f"{where}.memory"),
     }
     return located(ProgramCosts, parts, where)
 
@@ -87,27 +87,27 @@ _HELD_KEYS = ("kept", "forward", "backward", "later", "largest")
 _MEMORY_PART_KEYS = (*_HELD_KEYS, "again")
 
 
-def memory_json(memory: ProgramMemory) -> dict[str, Any]:
-    """Return the JSON object that `read_memory` reads."""
+def _memory_json(memory: ProgramMemory) -> dict[str, Any]:
+    """Return the JSON object that `_read_memory` reads."""
     return {
         "everywhere": _amount_json(memory.everywhere),
-        "parts": repeated_json(memory.parts, _memory_part_json),
+        "parts": _repeated_json(memory.parts, _memory_part_json),
     }
 
 
-def read_memory(value: Mapping[str, Any], where: str) -> ProgramMemory:
+def _read_memory(value: Mapping[str, Any], where: str) -> ProgramMemory:
     """Read what parts hold; raise `ProfileError` with the place."""
     view = Fields(value, where, ProfileError, ("everywhere", "parts"))
-    parts = read_repeated(view.objects("parts"), f"{where}.parts", _MEMORY_PART_KEYS, _memory_part_of)
+    parts = _read_repeated(view.objects("parts"), f"{where}.parts", _MEMORY_PART_KEYS, _memory_part_of)
     return ProgramMemory(parts, _amount_of(view.mapping("everywhere", {}), f"{where}.everywhere"))
 
 
-def tied_json(tied: Tied) -> dict[str, Any]:
-    """Return the JSON object that `read_tied` reads."""
+def _tied_json(tied: Tied) -> dict[str, Any]:
+    """Return the JSON object that `_read_tied` reads."""
     return {"bytes": tied.bytes, "split_bytes": tied.split_bytes, "readers": list(tied.readers)}
 
 
-def read_tied(value: Mapping[str, Any], where: str) -> Tied:
+def _read_tied(value: Mapping[str, Any], where: str) -> Tied:
     """Read a parameter that several parts read; raise `ProfileError` with the place."""
     view = Fields(value, where, ProfileError, ("bytes", "split_bytes", "readers"))
     readers = tuple(view.integers("readers"))
@@ -156,12 +156,14 @@ def _amount_of(value: Mapping[str, Any], where: str) -> Amount:
 T = TypeVar("T")
 
 
-def repeated_json(values: Iterable[T], one: Callable[[T], Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _repeated_json(values: Iterable[T], one: Callable[[T], Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the objects of values, of equal ones in a row a single one."""
     return [{"count": len(list(same)), **one(value)} for value, same in groupby(values)]
 
 
-def read_repeated(values: Sequence[Any], where: str, keys: Sequence[str], read: Callable[[Fields], T]) -> tuple[T, ...]:
+def _read_repeated(
+    values: Sequence[Any], where: str, keys: Sequence[str], read: Callable[[Fields], T]
+) -> tuple[T, ...]:
     """Read a list of objects that each stand for `count` equal things in a row."""
     return tuple(chain.from_iterable(_run(v, f"{where}[{i}]", keys, read) for i, v in enumerate(values)))
 

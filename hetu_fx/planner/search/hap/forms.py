@@ -89,7 +89,7 @@ def forms_of(op: Op, problem: Problem, rules: Rules, num_devices: int) -> tuple[
     return tuple(dict.fromkeys((*forms.whole(), *forms.on_summands(), *forms.cut())))
 
 
-def gradient_bearing(tensor: Tensor, layout: Layout, rules: Rules) -> Layout:
+def _gradient_bearing(tensor: Tensor, layout: Layout, rules: Rules) -> Layout:
     """Return a layout as the rules know it: copies without gradient are COPY, others may all be SHARED."""
     if layout not in (COPY, SHARED):
         return layout
@@ -179,7 +179,7 @@ class _Forms:
         return split(names.index(factor), self.op.segment) if factor in names else other
 
     def _known(self, name: str, layout: Layout) -> Layout:
-        return gradient_bearing(self._tensor(name), layout, self.rules)
+        return _gradient_bearing(self._tensor(name), layout, self.rules)
 
     def _tensor(self, name: str) -> Tensor:
         return self.problem.by_name[name]

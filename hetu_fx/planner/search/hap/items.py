@@ -34,7 +34,7 @@ def items_of(expansion: Expansion, *, blocks_once: bool = True) -> list[Item]:
     return [*items, *ops[at:]]
 
 
-def with_layouts(state: State, problem: Problem, touched: Sequence[tuple[str, Layouts]], index: int) -> State:
+def _with_layouts(state: State, problem: Problem, touched: Sequence[tuple[str, Layouts]], index: int) -> State:
     """Return the state after an op has touched tensors, without what nothing after op `index` reads."""
     after = dict(state) | dict(touched)
     return tuple(sorted((name, have) for name, have in after.items() if problem.last_use.get(name, -1) > index))
@@ -52,7 +52,7 @@ class OpItem:
     def moves(self, state: State) -> Iterator[Move]:
         """Yield what can be done from a state, with the whole state after it."""
         for move in self.expansion.moves(self.index, dict(state)):
-            after = with_layouts(state, self.expansion.problem, move.layouts, self.index)
+            after = _with_layouts(state, self.expansion.problem, move.layouts, self.index)
             yield move._replace(layouts=after)
 
     @property

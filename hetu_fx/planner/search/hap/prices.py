@@ -26,7 +26,7 @@ Vector = tuple[float, ...]
 _EPSILON = 1e-9
 
 
-def check_ratios(ratios: Ratios, num_devices: int) -> None:
+def _check_ratios(ratios: Ratios, num_devices: int) -> None:
     """Raise `PlanError` unless every segment's ratios are shares of all devices."""
     for segment, shares in enumerate(ratios):
         if len(shares) != num_devices or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
@@ -68,12 +68,12 @@ def _driver(follows: tuple[int, ...], ratios: Ratios) -> float:
         case (segment,):
             return max(ratios[segment])
         case (one, other):
-            return boundary_distance(ratios[one], ratios[other])
+            return _boundary_distance(ratios[one], ratios[other])
         case _:
             return 0.0
 
 
-def boundary_distance(one: Sequence[float], other: Sequence[float]) -> float:
+def _boundary_distance(one: Sequence[float], other: Sequence[float]) -> float:
     """Return how far boundaries between parts are apart at most, as a share of the dim."""
     return max(abs(a - b) for a, b in zip(itertools.accumulate(one), itertools.accumulate(other), strict=True))
 
@@ -90,7 +90,7 @@ class Prices:
     )
 
     def __post_init__(self) -> None:
-        check_ratios(self.ratios, len(self.speeds))
+        _check_ratios(self.ratios, len(self.speeds))
 
     @property
     def num_devices(self) -> int:

@@ -107,7 +107,7 @@ class _Ask:
         total = max((t.shape[t.row_dim] for t in self.problem.tensors if t.row_dim is not None), default=0)
         if not total:
             raise PlanError("no tensor of the program has rows of the batch")
-        allowed = {op.name: row_factors(op, self.problem) for op in self.problem.ops}
+        allowed = {op.name: _row_factors(op, self.problem) for op in self.problem.ops}
         found = self._search(_confined(self.problem, allowed))
         shares = rounded(found.ratios[0], total)
         pairs = zip(self.cluster.ranks, shares, strict=True)
@@ -120,7 +120,7 @@ class _Ask:
 
     def with_sequence(self) -> _Found:
         """Return the plan of one group that shares the sequence besides."""
-        carried = carried_factors(self.problem)
+        carried = _carried_factors(self.problem)
         if not carried:
             raise PlanError("the program has no sequence")
         return self._group(self.split, carried)
@@ -128,8 +128,8 @@ class _Ask:
     @cached_property
     def split(self) -> FactorSet:
         """Return the factors of parameters that the best program cuts that cuts no rows."""
-        ops = (replace(op, whole=op.whole | row_factors(op, self.problem)) for op in self.problem.ops)
-        split = split_factors(self.problem, self._search(replace(self.problem, ops=tuple(ops))))
+        ops = (replace(op, whole=op.whole | _row_factors(op, self.problem)) for op in self.problem.ops)
+        split = _split_factors(self.problem, self._search(replace(self.problem, ops=tuple(ops))))
         if not split:
             raise PlanError("the program splits no factor of a parameter")
         return split
@@ -141,7 +141,7 @@ class _Ask:
         shares = rounded(found.ratios[0], PARTS)
         kept = [(rank, share) for rank, share in zip(self.cluster.ranks, shares, strict=True) if share]
         stage = Stage(tuple(rank for rank, _ in kept), tuple(share for _, share in kept))
-        asked = tuple(asked_for(self.problem, split))
+        asked = tuple(_asked_for(self.problem, split))
         plan = Plan((Pipeline((stage,)),), zero=self.zero, split=asked, sequence_parallel=bool(carried))
         return plan, found, _seconds(found, shares)
 
@@ -171,7 +171,7 @@ def _confined(problem: Problem, allowed: dict[str, FactorSet], forced: FactorSet
     return replace(problem, ops=tuple(ops))
 
 
-def row_factors(op: Op, problem: Problem) -> FactorSet:
+def _row_factors(op: Op, problem: Problem) -> FactorSet:
     """Return the factors of an op that are rows of the batch."""
     return frozenset(factors[tensor.row_dim] for tensor, factors in _places(op, problem) if tensor.row_dim is not None)
 
@@ -181,7 +181,7 @@ def _of_parameters(problem: Problem) -> FactorSet:
     return frozenset(name for tensor, factors in places if tensor.kind == "parameter" for name in factors)
 
 
-def split_factors(problem: Problem, result: HapResult) -> FactorSet:
+def _split_factors(problem: Problem, result: HapResult) -> FactorSet:
     """Return the factors of parameters that the program cuts, without those that rival more work in some op."""
     of_parameters = _of_parameters(problem)
     flops: dict[str, float] = {}
@@ -195,13 +195,13 @@ def split_factors(problem: Problem, result: HapResult) -> FactorSet:
     return frozenset(chosen)
 
 
-def carried_factors(problem: Problem) -> FactorSet:
+def _carried_factors(problem: Problem) -> FactorSet:
     """Return the factors that no parameter has and that are no rows: sequences."""
-    rows = {factor for op in problem.ops for factor in row_factors(op, problem)}
+    rows = {factor for op in problem.ops for factor in _row_factors(op, problem)}
     return frozenset(factor for op in problem.ops for factor in op.factors) - rows - _of_parameters(problem)
 
 
-def asked_for(problem: Problem, split: FactorSet) -> Iterator[tuple[str, int]]:
+def _asked_for(problem: Problem, split: FactorSet) -> Iterator[tuple[str, int]]:
     """Yield (parameter, its dim in the model) for each factor that stands alone in some dim of a parameter."""
     told: set[str] = set()
     for op in problem.ops:
@@ -228,7 +228,7 @@ def _why(plan: Plan, problem: Problem, result: HapResult, loss: float) -> str:
         said += " with the sequence"
     if loss <= 1e-3 * result.seconds:
         return f"{said}: all that matters of the program can be said"
-    cuts = [bool(step.form.cut in row_factors(step.op, problem)) for step in result.program.steps if step.form.cut]
+    cuts = [bool(step.form.cut in _row_factors(step.op, problem)) for step in result.program.steps if step.form.cut]
     mixed = any(cuts) and not all(cuts)
     reason = (
         "rows are cut in some ops and parameters in others" if mixed else "ops of one kind are done in several ways"

@@ -2,7 +2,7 @@
 
 The upper level chooses the number of replicas and the size of the tensor parallel groups of each kind, in order of a
 lower bound (`bounds`); the lower level, exact, which kinds are used and in which order, how many stages they have,
-and the layers and recomputation of each stage (`arrange`). So the best plan in which every kind has groups of one size
+and the layers and recomputation of each stage (`_arrange`). So the best plan in which every kind has groups of one size
 is found and proved. A second stage then splits kinds: of one kind, some groups may be larger than others; from the best
 plan on, as long as a split makes it faster (local, hence without proof). H2: arXiv 2505.17548, section on HeteroAuto;
 its planner is not public.
@@ -114,7 +114,7 @@ class _Upper:
             if candidate.seconds >= below:
                 break
             self.num_arranged += 1
-            arranged = arrange(self._tables[candidate.replicas], candidate.choices, below)
+            arranged = _arrange(self._tables[candidate.replicas], candidate.choices, below)
             if arranged is not None:
                 below, best = arranged.seconds, _Found(candidate.replicas, candidate.choices, arranged)
         return best
@@ -208,7 +208,7 @@ class Arranged:
     stages: tuple[HeteroStage, ...]
 
 
-def arrange(tables: Tables, choices: Sequence[Choice], below: float) -> Arranged | None:
+def _arrange(tables: Tables, choices: Sequence[Choice], below: float) -> Arranged | None:
     """Return the fastest arrangement of less than `below` seconds, None when there is none."""
     best: Arranged | None = None
     for sizes in _sizes(tables):

@@ -94,7 +94,7 @@ def situation(problem: Problem, shape: Shape, *, recompute: bool = False) -> Sit
         num_micro_batches=shape.micro_batches,
         num_pipelines=shape.pipelines,
         layer_seconds=_worthwhile(seconds),
-        memory=layer_memory(problem, shape, rows, recompute=recompute),
+        memory=_layer_memory(problem, shape, rows, recompute=recompute),
     )
 
 
@@ -132,7 +132,7 @@ def _worthwhile(seconds: Mapping[int, float]) -> dict[int, float]:
     return result
 
 
-def layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool = False) -> LayerMemory | None:
+def _layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool = False) -> LayerMemory | None:
     """Return the bytes of a block on a group, cut as thin as the largest group cuts it; None if it holds nothing.
 
     A block that is recomputed keeps what enters it and what its group has sent.
@@ -155,7 +155,7 @@ def layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool =
 
 def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
-    healthy = without_stragglers(problem)
+    healthy = _without_stragglers(problem)
     even = sorted(candidates(healthy), key=lambda candidate: candidate.seconds)
     tried = tuple(shapes(problem, even))
     for number, shape in enumerate(tried, 1):
@@ -181,7 +181,7 @@ def _adapted(problem: Problem, healthy: Problem, even: Sequence[Candidate]) -> d
     return best_priced(made_plans, problem, finalists(len(problem.cluster.devices)))
 
 
-def without_stragglers(problem: Problem) -> Problem:
+def _without_stragglers(problem: Problem) -> Problem:
     """Return the problem as it would be if no device straggled."""
     return replace(problem, cluster=problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0)))
 

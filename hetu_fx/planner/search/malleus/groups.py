@@ -147,12 +147,12 @@ def _grouping(situation: Situation, ranks: Sequence[int], sizes: Sequence[int]) 
     groups, start = [], 0
     for size in sizes:
         devices = tuple(ranks[start : start + size])
-        groups.append(make_group(situation, devices))
+        groups.append(_make_group(situation, devices))
         start += size
     return Grouping(tuple(groups), tuple(ranks[start:]))
 
 
-def make_group(situation: Situation, devices: tuple[int, ...]) -> Group:
+def _make_group(situation: Situation, devices: tuple[int, ...]) -> Group:
     """Return the group of these devices, which stand on one node."""
     seconds = situation.layer_seconds[len(devices)] * max(situation.rates[rank] for rank in devices)
     kind = Kind(seconds, len(devices), situation.room_bytes(devices))

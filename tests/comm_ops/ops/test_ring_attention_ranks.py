@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hetu_fx.comm_ops.ops import table  # noqa: F401 - registers hetu::ring_attention
 from hetu_fx.comm_ops.wire.collectives import gather_parts
 from hetu_fx.comm_ops.wire.groups import active
 

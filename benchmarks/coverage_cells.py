@@ -28,7 +28,7 @@ MakePlan = Callable[[int], Plan]
 
 
 def _data_parallel(micro_batches: int) -> Plan:
-    return Plan((Pipeline((Stage((0,)),), rows=3), Pipeline((Stage((1,)),), rows=1)))
+    return Plan((Pipeline((Stage((0,)),), share=3), Pipeline((Stage((1,)),), share=1)))
 
 
 def _tensor_parallel(micro_batches: int, ratios: tuple[int, ...] = ()) -> Plan:
@@ -40,7 +40,7 @@ def _pipeline(micro_batches: int) -> Plan:
 
 
 def _unequal_replicas(micro_batches: int) -> Plan:
-    return Plan((Pipeline((Stage((0, 1)),), rows=2), Pipeline((Stage((2,)),), rows=1)))
+    return Plan((Pipeline((Stage((0, 1)),), share=2), Pipeline((Stage((2,)),), share=1)))
 
 
 PLANS: Mapping[str, MakePlan] = {

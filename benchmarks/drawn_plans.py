@@ -67,7 +67,7 @@ class Draw:
     def _pipeline(self, groups: Groups, rows: int, micro_batches: int) -> Pipeline:
         blocks = self._shares(self.num_blocks, groups) if len(groups) > 1 else (None,)
         stages = (self._stage(group, count) for group, count in zip(groups, blocks, strict=True))
-        return Pipeline(tuple(stages), rows=rows, micro_batches=micro_batches)
+        return Pipeline(tuple(stages), share=rows, micro_batches=micro_batches)
 
     def _stage(self, group: Sequence[int], blocks: int | None) -> Stage:
         ratios = self._shares(self.units, [[rank] for rank in group]) if len(group) > 1 else (1,)

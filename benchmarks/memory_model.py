@@ -44,7 +44,7 @@ BAR = 0.10
 
 def pipeline(*stages: tuple[int, ...], micro_batches: int = 1, rows: int = 1) -> Pipeline:
     """Make a pipeline of stages of these devices."""
-    return Pipeline(tuple(Stage(devices) for devices in stages), rows=rows, micro_batches=micro_batches)
+    return Pipeline(tuple(Stage(devices) for devices in stages), share=rows, micro_batches=micro_batches)
 
 
 def again(devices: tuple[int, ...], context: int = 1) -> Plan:

@@ -64,4 +64,4 @@ def _pipeline(stages: Sequence[Group], start: int, layers: int, held: int) -> Pi
         made.append(Stage(devices, blocks=some, context=group.context))
         start += group.devices
     rows = sum(group.devices for group in stages)
-    return Pipeline(tuple(made), rows=rows, max_length=held * min(group.devices for group in stages))
+    return Pipeline(tuple(made), share=rows, max_length=held * min(group.devices for group in stages))

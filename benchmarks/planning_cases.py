@@ -42,7 +42,7 @@ class Case:
             for blocks, size, kind in stages:
                 taken.append(Stage(tuple(free[kind][:size]), blocks=blocks))
                 del free[kind][:size]
-            pipelines.append(Pipeline(tuple(taken), rows=rows, micro_batches=rows))
+            pipelines.append(Pipeline(tuple(taken), share=rows, micro_batches=rows))
         return Plan(tuple(pipelines)) if pipelines else None
 
 

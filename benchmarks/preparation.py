@@ -28,8 +28,8 @@ SECONDS_BAR = 10.0
 NUM_DEVICES = 8
 PLAN = Plan(
     (
-        Pipeline((Stage((0, 1), (2, 1), 8), Stage((2, 3), (), 4)), rows=2, micro_batches=2),
-        Pipeline((Stage((4, 5, 6, 7), (), 12),), rows=1),
+        Pipeline((Stage((0, 1), (2, 1), 8), Stage((2, 3), (), 4)), share=2, micro_batches=2),
+        Pipeline((Stage((4, 5, 6, 7), (), 12),), share=1),
     )
 )
 

@@ -53,7 +53,7 @@ TIME_LIMIT_SECONDS, QUICK_SECONDS = 3000, 480
 
 def pipeline(*stages: Stage, micro_batches: int = 1, rows: int = 1) -> Pipeline:
     """Make a pipeline."""
-    return Pipeline(stages, rows=rows, micro_batches=micro_batches)
+    return Pipeline(stages, share=rows, micro_batches=micro_batches)
 
 
 def stage(*devices: int, blocks: int | None = None, ratios: tuple[int, ...] = ()) -> Stage:

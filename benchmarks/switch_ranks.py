@@ -53,7 +53,7 @@ def plans(layers: int) -> dict[str, Plan]:
         "DP": Plan.data_parallel(range(WORLD)),
         "TP": Plan.tensor_parallel(range(WORLD)),
         "PP": Plan((Pipeline(tuple(Stage((rank,), (), blocks) for rank, blocks in enumerate(stages)), 1, 2),)),
-        "unequal": Plan((Pipeline((Stage((0, 1), (3, 1), layers),), rows=2), Pipeline(halves, rows=1))),
+        "unequal": Plan((Pipeline((Stage((0, 1), (3, 1), layers),), share=2), Pipeline(halves, share=1))),
     }
 
 

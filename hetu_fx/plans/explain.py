@@ -22,12 +22,12 @@ def device_rows(plan: Plan) -> Iterator[list[str]]:
     it has; busy: the share of the step in which it does not wait for others.
     """
     costs = {} if plan.predicted is None else {device.rank: device for device in plan.predicted.devices}
-    total = sum(pipeline.rows for pipeline in plan.pipelines)
+    total = sum(pipeline.share for pipeline in plan.pipelines)
     for i, j, stage in plan.stages:
         pipeline = plan.pipelines[i]
         for rank, (context, tensor) in zip(stage.devices, stage.shares, strict=True):
             if rank in costs:
-                shares = _percent(pipeline.rows / total), _percent(context * tensor)
+                shares = _percent(pipeline.share / total), _percent(context * tensor)
                 yield [str(rank), f"{i}.{j}", *shares, _blocks(stage), _memory(costs[rank]), _busy(costs[rank])]
 
 
@@ -49,9 +49,9 @@ def _percent(share: float) -> str:
 
 def rows_text(pipeline: Pipeline) -> str:
     """Return a pipeline's share and parts: `3 rows in 2`."""
-    noun = "row" if pipeline.rows == 1 else "rows"
+    noun = "row" if pipeline.share == 1 else "rows"
     parts = f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else ""
-    return f"{pipeline.rows} {noun}{parts}{_limit_text(pipeline)}"
+    return f"{pipeline.share} {noun}{parts}{_limit_text(pipeline)}"
 
 
 def _limit_text(pipeline: Pipeline) -> str:
@@ -60,7 +60,7 @@ def _limit_text(pipeline: Pipeline) -> str:
 
 def stage_row(pipeline: Pipeline, index: int, position: int, stage: Stage) -> list[str]:
     """Return the cells of a stage's row in the table of a plan; what is the pipeline's stands with its first stage."""
-    rows = f"{pipeline.rows}{_limit_text(pipeline)}"
+    rows = f"{pipeline.share}{_limit_text(pipeline)}"
     first = [str(index), rows, str(pipeline.micro_batches)] if position == 0 else ["", "", ""]
     return [
         *first,

@@ -17,13 +17,13 @@ from hetu_fx.plans.stage import LATER, Stage, read_stage
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages one after another. `rows` is its relative share of the batch, cut into `micro_batches`.
+    """Stages one after another. `share` is its share of the batch relative to others', cut into `micro_batches`.
 
     `max_length` is the longest sequence that it takes, None: any that the plan does.
     """
 
     stages: tuple[Stage, ...]
-    rows: int = 1
+    share: int = 1
     micro_batches: int = 1
     max_length: int | None = None
 
@@ -31,8 +31,8 @@ class Pipeline:
         object.__setattr__(self, "stages", tuple(self.stages))
         if not self.stages:
             raise PlanError("a pipeline has no stages; give at least one, such as {'devices': [0]}")
-        if self.rows < 1:
-            raise PlanError(f"{self} has rows {self.rows}; give 1 or more, or leave the pipeline out")
+        if self.share < 1:
+            raise PlanError(f"{self} has rows {self.share}; give 1 or more, or leave the pipeline out")
         if self.micro_batches < 1:
             raise PlanError(f"{self} has {self.micro_batches} micro-batches; give 1 or more")
         if self.max_length is not None and self.max_length < 1:
@@ -79,7 +79,7 @@ class Pipeline:
         """Return the JSON object of this pipeline."""
         stages = [stage.to_json() for stage in self.stages]
         limit = {} if self.max_length is None else {"max_length": self.max_length}
-        return {"rows": self.rows, "micro_batches": self.micro_batches} | limit | {"stages": stages}
+        return {"rows": self.share, "micro_batches": self.micro_batches} | limit | {"stages": stages}
 
     def __str__(self) -> str:
         return " > ".join(map(str, self.stages))
@@ -87,11 +87,13 @@ class Pipeline:
 
 def read_pipeline(value: Mapping[str, Any], where: str) -> Pipeline:
     """Read one entry of `pipelines`; raise `PlanError` with its place."""
-    fields = Fields(value, where, PlanError, ("rows", "micro_batches", "max_length", "stages"), LATER)
+    fields = Fields(value, where, PlanError, ("rows", "share", "micro_batches", "max_length", "stages"), LATER)
+    if "rows" in fields.value and "share" in fields.value:
+        raise PlanError(f"{where}: 'rows' and 'share' are two names of one thing; give one of them")
     stages = fields.objects("stages")
     parts: dict[str, Any] = {
         "stages": tuple(read_stage(s, f"{where}.stages[{i}]") for i, s in enumerate(stages)),
-        "rows": fields.integer("rows", 1),
+        "share": fields.integer("share" if "share" in fields.value else "rows", 1),
         "micro_batches": fields.integer("micro_batches", 1),
         "max_length": fields.integer("max_length", None),
     }

@@ -49,7 +49,7 @@ class Plan:
 
     `schedule` orders forwards and backwards of the micro-batches; `zero` 1 spreads optimizer states over the
     replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest
-    sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Rows are
+    sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Shares are
     kept without common factor. `split` names what tensor parallel groups split before what they would choose:
     pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
     `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
@@ -72,9 +72,9 @@ class Plan:
         object.__setattr__(self, "pipelines", tuple(self.pipelines))
         if not self.pipelines:
             raise PlanError("a plan has no pipelines; give at least one, such as {'stages': [{'devices': [0]}]}")
-        rows = reduced(tuple(pipeline.rows for pipeline in self.pipelines))
-        pairs = zip(self.pipelines, rows, strict=True)
-        object.__setattr__(self, "pipelines", tuple(replace(p, rows=share) for p, share in pairs))
+        shares = reduced(tuple(pipeline.share for pipeline in self.pipelines))
+        pairs = zip(self.pipelines, shares, strict=True)
+        object.__setattr__(self, "pipelines", tuple(replace(p, share=share) for p, share in pairs))
         check_devices(self.devices, "a plan")
         if self.schedule not in SCHEDULES:
             raise PlanError(_no_schedule(self.schedule))
@@ -113,12 +113,12 @@ class Plan:
         return cls((Pipeline((Stage((device,)),)),))
 
     @classmethod
-    def data_parallel(cls, devices: Sequence[int], rows: Sequence[int] = ()) -> Plan:
+    def data_parallel(cls, devices: Sequence[int], shares: Sequence[int] = ()) -> Plan:
         """Build a plan with the whole model on each device, each with its share of the rows."""
-        shares = tuple(rows) or (1,) * len(devices)
+        shares = tuple(shares) or (1,) * len(devices)
         if len(shares) != len(devices):
-            raise PlanError(f"{len(shares)} rows {list(shares)} for devices {list(devices)}; give one per device")
-        return cls(tuple(Pipeline((Stage((d,)),), rows=r) for d, r in zip(devices, shares, strict=True)))
+            raise PlanError(f"{len(shares)} shares {list(shares)} for devices {list(devices)}; give one per device")
+        return cls(tuple(Pipeline((Stage((d,)),), share=s) for d, s in zip(devices, shares, strict=True)))
 
     @classmethod
     def tensor_parallel(cls, devices: Sequence[int], ratios: Sequence[int] = ()) -> Plan:
@@ -231,11 +231,11 @@ def split_rows(total: int, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 def pipeline_rows(total: int, plan: Plan) -> tuple[int, ...]:
-    """Return how many of `total` rows each pipeline gets, in proportion to `rows`, by largest remainder.
+    """Return how many of `total` rows each pipeline gets, in proportion to `share`, by largest remainder.
 
     They add up to `total`; equal remainders go to the earlier pipeline; some may get none.
     """
-    shares = [pipeline.rows for pipeline in plan.pipelines]
+    shares = [pipeline.share for pipeline in plan.pipelines]
     whole = [total * share // sum(shares) for share in shares]
     order = sorted(range(len(shares)), key=lambda i: (-(total * shares[i] % sum(shares)), i))
     for index in order[: total - sum(whole)]:

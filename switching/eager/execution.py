@@ -84,8 +84,8 @@ class EagerExecution:
             if len(pipeline.devices) > 1 or pipeline.micro_batches > 1:
                 raise PlanError(
                     f"pipelines[{index}] of the plan is {_told(pipeline)}, but capture='eager' runs the whole module "
-                    f"on one device in one micro-batch; use hetu_fx.Plan.data_parallel(devices, rows) or plan='auto', "
-                    f"or make the model capturable and use capture='graph'"
+                    f"on one device in one micro-batch; use hetu_fx.Plan.data_parallel(devices, shares) or plan='auto'"
+                    f", or make the model capturable and use capture='graph'"
                 )
             if any(stage.recompute for stage in pipeline.stages):
                 raise PlanError(

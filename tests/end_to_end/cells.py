@@ -55,7 +55,7 @@ def in_double() -> None:
 
 
 def _one(*stages: Stage, rows: int = 1, micro_batches: int = 1) -> Pipeline:
-    return Pipeline(stages, rows=rows, micro_batches=micro_batches)
+    return Pipeline(stages, share=rows, micro_batches=micro_batches)
 
 
 PLANS: Mapping[str, Plan] = {

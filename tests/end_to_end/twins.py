@@ -32,7 +32,7 @@ def world_of(size: int) -> dist.ProcessGroup | None:
 
 
 def one(*stages: Stage, rows: int = 1, micro_batches: int = 1) -> Pipeline:
-    return Pipeline(stages, rows=rows, micro_batches=micro_batches)
+    return Pipeline(stages, share=rows, micro_batches=micro_batches)
 
 
 def batch_of(name: str, rows: int, length: int = 11, seed: int = 0) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ def test_every_device_has_its_share_its_memory_of_the_limit_and_how_busy_it_is()
         DeviceCost(4, (("compute", 0.5), ("idle", 0.5)), (("parameters", 1_000_000),)),
         DeviceCost(5, (), ()),
     )
-    plan = Plan((Pipeline(stages, rows=3), Pipeline((Stage((5,)),))), predicted=Prediction(1.0, costs))
+    plan = Plan((Pipeline(stages, share=3), Pipeline((Stage((5,)),))), predicted=Prediction(1.0, costs))
     assert list(device_rows(plan)) == [
         ["0", "0.0", "75 %", "75 %", "3", "2 of 8 (25 %)", "75 %"],
         ["4", "0.1", "75 %", "100 %", "1", "1", "50 %"],

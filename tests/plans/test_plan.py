@@ -26,7 +26,7 @@ DESIGN_FILE = """
 
 
 def design_plan() -> Plan:
-    front = Pipeline((Stage((0, 1), (2, 1), 3), Stage((2,), blocks=1)), rows=3, micro_batches=2)
+    front = Pipeline((Stage((0, 1), (2, 1), 3), Stage((2,), blocks=1)), share=3, micro_batches=2)
     return Plan((front, Pipeline((Stage((3,), blocks=4),))))
 
 
@@ -40,7 +40,11 @@ def test_design_file_reads_as_the_plan_it_says() -> None:
 
 def test_what_is_left_out_gets_the_defaults() -> None:
     plan = Plan.from_json({"format": "hetu_fx.plan/1", "pipelines": [{"stages": [{"devices": [0, 1]}]}]})
-    assert plan == Plan((Pipeline((Stage((0, 1), (1, 1), None),), rows=1, micro_batches=1),), "1f1b", 1)
+    assert plan == Plan((Pipeline((Stage((0, 1), (1, 1), None),), share=1, micro_batches=1),), "1f1b", 1)
+
+
+def test_a_file_may_say_share_and_is_written_with_rows() -> None:
+    assert of_file(DESIGN_FILE.replace('"rows"', '"share"')).to_json() == json.loads(DESIGN_FILE)
 
 
 def test_a_written_plan_reads_back_equal_with_its_prediction(tmp_path: Any) -> None:
@@ -80,7 +84,7 @@ def test_conveniences_build_the_obvious_plans() -> None:
     assert str(Plan.single(2).pipelines[0]) == "[2]"
     assert Plan.data_parallel([0, 1]).summary() == "1 row: [0] | 1 row: [1]"
     assert Plan.tensor_parallel([0, 1], [3, 1]).summary() == "1 row: [0,1 3:1]"
-    with pytest.raises(PlanError, match=r"3 rows \[1, 2, 3\] for devices \[0, 1\]"):
+    with pytest.raises(PlanError, match=r"3 shares \[1, 2, 3\] for devices \[0, 1\]"):
         Plan.data_parallel([0, 1], [1, 2, 3])
 
 
@@ -200,6 +204,7 @@ def test_a_bad_plan_object_is_refused_with_its_place(changes: dict[str, Any], me
     [
         ({"stages": []}, r"plan: pipelines\[0\]: a pipeline has no stages"),
         ({"stages": [{"devices": [0]}], "rows": 0}, r"\[0\] has rows 0; give 1 or more"),
+        ({"stages": [{"devices": [0]}], "rows": 1, "share": 2}, r"'rows' and 'share' are two names of one thing"),
         ({"stages": [{"devices": [0]}], "rows": 1.5}, r"'rows' must be a whole number, not a number: 1.5"),
         ({"stages": [{"devices": [0]}], "micro_batches": 0}, r"0 micro-batches; give 1 or more"),
         ({"stages": [{"devices": [0]}], "microbatches": 2}, r"did you mean 'micro_batches'"),

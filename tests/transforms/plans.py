@@ -46,7 +46,7 @@ def pipeline(*stages: Sequence[int], ratios: Sequence[int] = (), rows: int = 1, 
     """Write a pipeline by the devices of its stages; `ratios` are the first stage's."""
     first, *rest = stages
     made = (Stage(tuple(first), tuple(ratios)), *(Stage(tuple(devices)) for devices in rest))
-    return Pipeline(made, rows=rows, micro_batches=micro_batches)
+    return Pipeline(made, share=rows, micro_batches=micro_batches)
 
 
 def deduced(program: Program, plan: Plan, *, wants_values: bool = False) -> DeducedGraph:

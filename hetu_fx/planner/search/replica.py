@@ -233,7 +233,7 @@ class Family:
         """Return the pipeline with its rows, in no more micro-batches than rows."""
         best = self.best(rows) or Way(math.inf, 1)
         made = self.replica.recomputing(best.recompute)
-        return replace(made.pipeline, rows=rows, micro_batches=min(best.micro_batches, rows))
+        return replace(made.pipeline, share=rows, micro_batches=min(best.micro_batches, rows))
 
     def on(self, groups: Groups) -> Family:
         """Return the same on other devices, which must be alike."""

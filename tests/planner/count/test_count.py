@@ -154,7 +154,7 @@ def test_a_captured_model_is_planned_from_end_to_end() -> None:
     costs: ProgramCosts = program_costs(graph, rows=24)
     plan = make_plan(costs, paper(0.02, 0.01))  # so slow that what running an op costs does not count
     plan.check(num_blocks=graph.num_blocks, world_size=2)
-    assert [pipeline.rows for pipeline in plan.pipelines] == [17, 7]  # both move all parameters, so not 16 and 8
+    assert [pipeline.share for pipeline in plan.pipelines] == [17, 7]  # both move all parameters, so not 16 and 8
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -20,7 +20,7 @@ def test_states_are_spread_over_the_readers_of_each_part_by_speed() -> None:
 
 
 def test_unequal_pipelines_own_together_what_the_program_has() -> None:
-    front = Pipeline((Stage((0, 1), (3, 1), 3), Stage((2,), blocks=1)), rows=3, micro_batches=2)
+    front = Pipeline((Stage((0, 1), (3, 1), 3), Stage((2,), blocks=1)), share=3, micro_batches=2)
     shards = shards_of(Plan((front, Pipeline((Stage((3,)),)))), COSTS, EQUAL)
     assert shards[3].copied == COSTS.whole.parameter_bytes
     # the device that reads a quarter of what the pair splits owns no more than that

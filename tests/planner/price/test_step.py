@@ -104,7 +104,7 @@ def test_stages_pay_for_what_they_send() -> None:
 
 
 def test_every_device_accounts_for_the_whole_step() -> None:
-    plan = Plan((replace(PIPELINE, rows=3), Pipeline((Stage((2, 3), (3, 1), 4),))))
+    plan = Plan((replace(PIPELINE, share=3), Pipeline((Stage((2, 3), (3, 1), 4),))))
     prediction = predict(plan, transformer(), paper(8, 4, 2, 2))
     assert [device.rank for device in prediction.devices] == [0, 1, 2, 3]
     for device in prediction.devices:

@@ -33,7 +33,7 @@ def free(*speeds: float) -> Cluster:
 
 
 def pipeline(*devices: int, micro_batches: int = 1, rows: int = 1) -> Pipeline:
-    return Pipeline(tuple(Stage((device,)) for device in devices), rows=rows, micro_batches=micro_batches)
+    return Pipeline(tuple(Stage((device,)) for device in devices), share=rows, micro_batches=micro_batches)
 
 
 def events(step: Simulation, *kinds: str, device: int | None = None) -> list[Event]:

@@ -29,8 +29,10 @@ WORLD, WIDTH, STEPS = 4, 12, 300
 DATA_PARALLEL = Plan.data_parallel((0, 1, 2, 3), (3, 2, 2, 1))
 TENSOR_PARALLEL = Plan.tensor_parallel((0, 1, 2, 3))
 STAGES = Plan((Pipeline((Stage((0, 1), (), 3), Stage((2, 3), (), 1)), micro_batches=2),))
-UNEQUAL = Plan((Pipeline((Stage((0, 1), (2, 1), 4),), rows=2), Pipeline((Stage((2,), (), 4),), rows=1)))
-WITHOUT_0 = Plan((Pipeline((Stage((3,), (), 2), Stage((1,), (), 2)), rows=1), Pipeline((Stage((2,), (), 4),), rows=1)))
+UNEQUAL = Plan((Pipeline((Stage((0, 1), (2, 1), 4),), share=2), Pipeline((Stage((2,), (), 4),), share=1)))
+WITHOUT_0 = Plan(
+    (Pipeline((Stage((3,), (), 2), Stage((1,), (), 2)), share=1), Pipeline((Stage((2,), (), 4),), share=1))
+)
 PLANS = {"dp": DATA_PARALLEL, "tp": TENSOR_PARALLEL, "pp": STAGES, "unequal": UNEQUAL, "without 0": WITHOUT_0}
 
 

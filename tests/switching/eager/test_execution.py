@@ -158,9 +158,9 @@ def test_rows_are_shared_out_in_proportion_to_speed() -> None:
     execution = EagerExecution(make(Choosy), None, batch(8, 0))
     cluster = Cluster.on_paper((8e9, 4e9, 2e9, 2e9))
     plan = execution.plan(execution.costs(8), cluster, "auto")
-    assert [(p.devices, p.rows) for p in plan.pipelines] == [((0,), 4), ((1,), 2), ((2,), 1), ((3,), 1)]
+    assert [(p.devices, p.share) for p in plan.pipelines] == [((0,), 4), ((1,), 2), ((2,), 1), ((3,), 1)]
     slowed = execution.plan(execution.costs(8), cluster.with_rates({0: 4.0}), "slowed")
-    assert slowed.pipelines[0].rows < plan.pipelines[0].rows
+    assert slowed.pipelines[0].share < plan.pipelines[0].share
     assert plan.predicted is not None
 
 

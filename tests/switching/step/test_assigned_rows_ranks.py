@@ -38,7 +38,7 @@ def test_mixed_lengths_on_four_ranks(gloo_checks: Callable[..., dict[str, list[s
 
 
 def one(*stages: Stage, rows: int = 1, max_length: int | None = None) -> Pipeline:
-    return Pipeline(stages, rows=rows, max_length=max_length)
+    return Pipeline(stages, share=rows, max_length=max_length)
 
 
 TWO_AND_TWO = Plan((one(Stage((0, 1))), one(Stage((2,)), Stage((3,)), max_length=10)), name="TP2 + PP2", max_length=32)

@@ -14,7 +14,7 @@ from hetu_fx.switching.step.outputs import ValueRoute, _with_summed_copies, valu
 from hetu_fx.switching.step.rows import plan_rows
 from tests.transforms.plans import deduced, program_of
 
-PLAN = Plan((Pipeline((Stage((0, 1)),), rows=3), Pipeline((Stage((2,)),), rows=1)))
+PLAN = Plan((Pipeline((Stage((0, 1)),), share=3), Pipeline((Stage((2,)),), share=1)))
 
 
 class Several(nn.Module):
@@ -56,7 +56,7 @@ def test_every_pipeline_has_a_summand_of_a_sum_over_rows(program: Program) -> No
 
 def test_what_no_row_has_to_do_with_comes_from_a_pipeline_that_had_rows(program: Program) -> None:
     assert routes(program, (2, 2, 0))["norm"].source.ranks == (0, 1)
-    late = Plan((Pipeline((Stage((0, 1)),), rows=1), Pipeline((Stage((2,)),), rows=9)))
+    late = Plan((Pipeline((Stage((0, 1)),), share=1), Pipeline((Stage((2,)),), share=9)))
     assert routes(program, (1, 0, 0), late)["norm"].source.ranks == (2,)
 
 

@@ -9,7 +9,7 @@ from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.step.rows import Interval, RowPlan, plan_rows
 
-TWO = Plan((Pipeline((Stage((0, 1)),), rows=3, micro_batches=2), Pipeline((Stage((2,)),), rows=1)))
+TWO = Plan((Pipeline((Stage((0, 1)),), share=3, micro_batches=2), Pipeline((Stage((2,)),), share=1)))
 ROWS_BY_RANK = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
 
 

@@ -111,7 +111,7 @@ class _Ask:
         found = self._search(_confined(self.problem, allowed))
         shares = rounded(found.ratios[0], total)
         pairs = zip(self.cluster.ranks, shares, strict=True)
-        pipelines = tuple(Pipeline((Stage((rank,)),), rows=rows) for rank, rows in pairs if rows)
+        pipelines = tuple(Pipeline((Stage((rank,)),), share=rows) for rank, rows in pairs if rows)
         return Plan(pipelines, zero=self.zero), found, _seconds(found, shares)
 
     def tensor_parallel(self) -> _Found:

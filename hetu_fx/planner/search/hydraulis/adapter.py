@@ -91,7 +91,7 @@ def plan_of(variant: Variant, problem: Problem) -> tuple[Plan, Choice]:
     pipelines = tuple(
         Pipeline(
             stages=tuple(map(Stage, stages)),
-            rows=shares[scheme],
+            share=shares[scheme],
             micro_batches=max(len(packing.rows) or 1 for packing in done.packings if packing.scheme == scheme),
             max_length=scheme.max_length if scheme.max_length < variant.longest else None,
         )

@@ -218,7 +218,7 @@ def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"
     pairs = zip(plan.pipelines, rows, strict=True)
-    shared = tuple(replace(p, rows=count, micro_batches=min(p.micro_batches, count)) for p, count in pairs)
+    shared = tuple(replace(p, share=count, micro_batches=min(p.micro_batches, count)) for p, count in pairs)
     return replace(plan, pipelines=shared)
 
 

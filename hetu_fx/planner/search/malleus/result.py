@@ -108,7 +108,7 @@ class MalleusResult:
         pipelines = tuple(
             Pipeline(
                 tuple(Stage(stage.devices, blocks=stage.layers) for stage in pipeline.stages),
-                rows=pipeline.micro_batches,
+                share=pipeline.micro_batches,
                 micro_batches=pipeline.micro_batches,
             )
             for pipeline in self.pipelines

@@ -48,8 +48,8 @@ def test_a_program_that_cuts_rows_becomes_a_data_parallel_plan() -> None:
     result = search(problem, cluster, collectives=LINES)
     translation = translate(problem, result, cluster, collectives=LINES)
     assert translation.plan.pipelines == (
-        Pipeline((Stage((0,)),), rows=3),
-        Pipeline((Stage((1,)),), rows=1),
+        Pipeline((Stage((0,)),), share=3),
+        Pipeline((Stage((1,)),), share=1),
     )
     assert translation.loss_seconds == pytest.approx(0, abs=1e-9)
     assert translation.plan.predicted is not None

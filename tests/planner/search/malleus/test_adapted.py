@@ -33,7 +33,7 @@ def test_a_stragglers_pipeline_is_mended_and_the_other_stays() -> None:
     plan = adapted.plan(slowed)
     hurt, other = plan.pipelines
     assert [stage.devices for stage in other.stages] == [(8, 9, 10, 11), (12, 13, 14, 15)]
-    assert hurt.rows <= other.rows
+    assert hurt.share <= other.share
     assert (4, 5, 6, 7) not in [stage.devices for stage in hurt.stages]
     now = predict(plan, COSTS, slowed.cluster).seconds
     assert abs(now / adapted.seconds - 1) < 0.1

@@ -143,7 +143,7 @@ def test_the_result_becomes_a_plan() -> None:
     plan = result.to_plan("slow-0x4.79")
     plan.check(num_blocks=60, world_size=32)
     assert plan.name == "slow-0x4.79"
-    assert [p.rows for p in plan.pipelines] == [p.micro_batches for p in plan.pipelines]
+    assert [p.share for p in plan.pipelines] == [p.micro_batches for p in plan.pipelines]
     assert sum(p.micro_batches for p in plan.pipelines) == 64
     assert plan.place(0) is None
     assert plan.predicted is not None

@@ -32,7 +32,6 @@ from hetu_fx.transforms.layouts.sequence_parallel import (
     named_sizes,
     stands_alone,
 )
-from hetu_fx.transforms.rewrites.random_ops import CUT_AT
 
 
 def context_cut(
@@ -130,7 +129,7 @@ def _runs_on_part(node: fx.Node, op: OpFactors, factor: FactorClass) -> bool:
     tensors = [*op.results, *(operand.dims for operand in _read(op))]
     first = [next((dim for dim in dims if factor in dim), ()) for dims in tensors]
     once = all(dim.count(factor) <= 1 for dim in first)
-    alone = node.target not in CUT_AT or all(len(dim) <= 1 for dim in first)  # it counts in a dim of its own
+    alone = op.traits.counter_at is None or all(len(dim) <= 1 for dim in first)  # it counts in a dim of its own
     named = named_sizes(node, seen)
     return once and alone and named is not None and all(_is_told(given, size, factor) for given, size in named)
 

@@ -24,7 +24,6 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
 from hetu_fx.transforms.layouts.flow import Flow
-from hetu_fx.transforms.rewrites.random_ops import CUT_AT
 
 Classes = frozenset[FactorClass]
 NOTHING: Classes = frozenset()
@@ -109,8 +108,7 @@ def _cuttable(node: fx.Node, annotated: AnnotatedGraph) -> Classes:
 def stands_alone(node: fx.Node, factors: FactorMap) -> bool:
     """Tell whether an op must run as it is: it draws, counts rows, or has them in an order of their own."""
     op = factors.op(node)
-    draws = op.random and node.target not in CUT_AT
-    return draws or bool(op.counted) or not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes))
+    return op.random or bool(op.counted) or not factors.shard_ordered.isdisjoint((node, *node.all_input_nodes))
 
 
 def named_sizes(node: fx.Node, op: OpFactors) -> list[tuple[object, SizeArg]] | None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors
+from hetu_fx.deduction.rules.forms import Lacking
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.transforms.layouts.flops import product_flops
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.sequence_parallel import SequenceCut
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Spread, Summed, Whole
-from hetu_fx.transforms.specialize.sharded_forms import form_of, has_form
 
 Splits = frozenset[FactorClass]
 States = Mapping[fx.Node, AxisState]
@@ -57,12 +57,12 @@ class Ways:
 
     def _candidates(self, node: fx.Node, op: OpFactors, states: States) -> list[FactorClass]:
         """Return the split factors to compute a part of: first the one that most operands are already split on."""
-        found = [c for c in (op.classes & self.splits) - self._uncut(node, op) if _is_worth(op, c, states)]
+        found = [c for c in (op.classes & self.splits) - self._uncut(op) if _is_worth(op, c, states)]
         return sorted(found, key=lambda c: (-_already_split(op, c, states), c.id))
 
-    def _uncut(self, node: fx.Node, op: OpFactors) -> Splits:
-        """Return the classes that cannot be cut in this op; its form, if it has one, communicates like a gather."""
-        return op.whole if self.may_gather and has_form(node) else op.whole | op.sharded
+    def _uncut(self, op: OpFactors) -> Splits:
+        """Return the classes that cannot be cut in this op; a form of it communicates like a gather."""
+        return op.whole if self.may_gather else op.whole | op.sharded
 
     def _on_summands(self, node: fx.Node, op: OpFactors, states: States) -> list[Decision]:
         """Return how the op runs on operands that are summands, one by one; nothing if it needs their sum.
@@ -112,7 +112,7 @@ class Ways:
         needs = tuple(_split_need(op, i, factor, states) for i in range(len(op.operands)))
         if factor in op.reduced:
             _check_averaged(node, op, factor)
-            return Decision(factor, needs, form_of(node).result(factor) if factor in op.sharded else SUMMED)
+            return Decision(factor, needs, _lacking(op, factor))
         return Decision(factor, needs, SplitOn(factor))
 
     def _check_gather(self, node: fx.Node, op: OpFactors, states: States) -> None:
@@ -155,6 +155,18 @@ def passes_on_exactly(node: fx.Node, decision: Decision | None, flow: Flow) -> b
     return not narrow and passes_on(node, decision, flow)
 
 
+def _lacking(op: OpFactors, factor: FactorClass) -> AxisState:
+    """Return the state of a result that lacks `factor`, which is cut."""
+    form = op.traits.sharded if factor in op.sharded else None
+    match form.lacking if form is not None else Lacking.SUM:
+        case Lacking.WHOLE:
+            return WHOLE
+        case Lacking.SUM:
+            return SUMMED
+        case Lacking.SPREAD:
+            return Spread(factor)
+
+
 def _narrows(node: fx.Node, op: OpFactors, summed: frozenset[int]) -> bool:
     return meta.is_tensor(node) and any(meta.dtype(node).itemsize < _itemsize(op.operands[i].node) for i in summed)
 
@@ -165,7 +177,7 @@ def _itemsize(node: fx.Node) -> int:
 
 def _of_summands(op: OpFactors, summed: frozenset[int], states: States) -> AxisState | None:
     kinds = {states[op.operands[i].node] for i in summed}
-    if len(kinds) == 1 and summed <= op.vanishing and isinstance(kind := next(iter(kinds)), Spread):
+    if len(kinds) == 1 and summed <= op.traits.vanishing and isinstance(kind := next(iter(kinds)), Spread):
         return kind
     return SUMMED if summed and any(summed == group for group in op.linear) else None
 

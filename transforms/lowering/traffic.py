@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from hetu_fx.comm_ops.ops.table import OPS
@@ -20,7 +19,6 @@ from hetu_fx.comm_ops.resolve.resolution import Call
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.calls import overload
-from hetu_fx.transforms.rewrites.random_ops import CUT_AT
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 
@@ -72,16 +70,15 @@ def comm_call(node: fx.Node) -> Call:
 
 
 def sends(node: fx.Node) -> bool:
-    """Tell whether an op sends in forward: one of ours that neither draws nor is known to leave that to its adjoint."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "hetu" and target not in _SILENT
+    """Tell whether an op sends in forward: one that communicates and does not leave that to its adjoint."""
+    return node.target in _SENDING
 
 
 def _sending(calls: Sequence[Call]) -> tuple[str, ...]:
-    return tuple(call.op for call in calls if OPS[call.op].overload not in _SILENT)
+    return tuple(call.op for call in calls if OPS[call.op].overload in _SENDING)
 
 
-_SILENT = {record.overload for record in OPS.values() if not record.cost(1.0, (0, 1), EQUAL_LINKS)} | CUT_AT.keys()
+_SENDING = {record.overload for record in OPS.values() if record.cost(1.0, (0, 1), EQUAL_LINKS)}
 
 
 def _text(counts: Mapping[str, int]) -> str:

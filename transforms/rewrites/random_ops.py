@@ -21,10 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.deduction.rules.build import dims_of
-from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.registry import register_rule
-from hetu_fx.deduction.rules.rule import Factoring
 from hetu_fx.graph.calls import Size
 
 MASK = (1 << 64) - 1
@@ -35,16 +31,6 @@ CHUNK = 1 << 16  # elements hashed at a time on a cpu, so that the rounds stay i
 CUT_FIELDS = 5
 
 SIGNATURE = "Tensor state, int site, int row_dim, SymInt row_length, SymInt[] cut"
-
-
-def drawn(call: Call) -> Factoring:
-    """Draw for every element of the first operand; every device reads the whole state."""
-    dims = dims_of(call.operands[0].shape)
-    return Factoring((dims, (("state",),)), (dims,), whole=frozenset({"state"}))
-
-
-register_rule("hetu.uniform.default", drawn)
-register_rule("hetu.dropout.default", drawn)
 
 
 def cut_of(dim: int, start: Size, part: Size, whole: Size, inner: int) -> list[Size]:
@@ -155,7 +141,3 @@ def _mixed_number(number: int) -> int:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
-
-
-# Where the ops that draw take `cut`: the pass that makes a device's graph writes it.
-CUT_AT = {torch.ops.hetu.uniform.default: 5, torch.ops.hetu.dropout.default: 6}

@@ -23,22 +23,19 @@ from torch import fx
 from hetu_fx.annotations.annotation import Split
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors
+from hetu_fx.deduction.rules.forms import PlacedCall, RingCall, ShardedCall
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import Size, argument, callee, operand, overload
+from hetu_fx.graph.calls import Size, argument, bound, callee, operand, overload
 from hetu_fx.graph.graph import Leaf
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout, is_size, stage_nodes
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
-from hetu_fx.transforms.rewrites.random_ops import CUT_AT, cut_of
+from hetu_fx.transforms.rewrites.random_ops import cut_of
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes
-from hetu_fx.transforms.specialize.localize import localized_call, product
-from hetu_fx.transforms.specialize.placed_forms import Placed, placed_form
+from hetu_fx.transforms.specialize.localize import computed, localized_call, product
 from hetu_fx.transforms.specialize.reshard import Moves
-from hetu_fx.transforms.specialize.ring_forms import Circle, ring_form
-from hetu_fx.transforms.specialize.shard import Shard
-from hetu_fx.transforms.specialize.sharded_forms import form_of
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,8 @@ class _Builder:
         op = reduce(OpFactors.cut_at, cut, self.annotated.factors.op(node))
         sizes = self.sizes.in_op(cut)
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
-        if cut and node.target in CUT_AT:
-            args = self._with_cuts(node, args, cut)
+        if cut and op.traits.counter_at is not None:
+            args = self._with_cuts(node, args, op.traits.counter_at, cut)
         result = self._in_form(node, args, kwargs)
         return self._settled(node, self._emit(node, callee(node), *args, **kwargs) if result is None else result)
 
@@ -137,12 +134,12 @@ class _Builder:
         for axis, factor in enumerate(self._cut(node)):
             if factor is None:
                 continue
-            if self.inside[axis].decisions[node].travels:
-                return ring_form(node)(self._circle(node, args, kwargs, axis, factor))
-            if factor in op.sharded:
-                return form_of(node).write(self._shard(node, args, kwargs, axis, factor))
-            if factor in op.cut_at(factor).placed:
-                return placed_form(node)(self._place(node, args, kwargs, axis, factor))
+            if op.traits.ring and self.inside[axis].decisions[node].travels:
+                return op.traits.ring(self._ring_call(node, args, kwargs, axis, factor))
+            if op.traits.sharded and factor in op.sharded:
+                return op.traits.sharded.write(self._sharded_call(node, args, kwargs, axis, factor))
+            if op.traits.placed and factor in op.cut_at(factor).placed:
+                return op.traits.placed(self._placed_call(node, args, kwargs, axis, factor))
             if factor in op.averaged:
                 return self._weighed(node, self._emit(node, callee(node), *args, **kwargs), axis, factor)
         return None
@@ -160,17 +157,17 @@ class _Builder:
         length = product([self.sizes.whole(cls) for cls in classes])
         return self._emit(node, int, length) if isinstance(length, int) else length
 
-    def _shard(
+    def _sharded_call(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
-    ) -> Shard:
+    ) -> ShardedCall:
+        given = bound(overload(node), args, kwargs)
         sizes, devices = self.layout.axes[axis].sizes[factor], self.peers[axis]
         emit, communicate = (partial(write, node) for write in (self._emit, self.moves.resolved))
-        return Shard(node, args, kwargs, devices, self.places[axis], sizes, emit, communicate)
+        return ShardedCall(node, given, devices, self.places[axis], sizes, emit, communicate)
 
-    def _with_cuts(self, node: fx.Node, args: tuple[Any, ...], cut: Sequence[FactorClass]) -> tuple[Any, ...]:
+    def _with_cuts(self, node: fx.Node, args: tuple[Any, ...], at: int, cut: Sequence[FactorClass]) -> tuple[Any, ...]:
         """Tell an op that draws which part of the whole tensor it draws for."""
         cuts = [number for factor in cut for number in self._drawn(node, factor)]
-        at = CUT_AT[overload(node)]
         return (*args[:at], cuts, *args[at + 1 :])
 
     def _drawn(self, node: fx.Node, factor: FactorClass) -> list[Size]:
@@ -201,19 +198,22 @@ class _Builder:
     def _replicas(self) -> tuple[StageLayout, ...]:
         return tuple(stages[0] for stages in self.annotated.stages)
 
-    def _place(
+    def _placed_call(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
-    ) -> Placed:
+    ) -> PlacedCall:
+        given = bound(overload(node), args, kwargs)
         start, size = self.sizes.start(factor), self.sizes.part(factor)
-        return Placed(node, args, kwargs, self.places[axis] == 0, start, size, partial(self._emit, node))
+        stop = computed(operator.add, size, start) if isinstance(size, fx.Node) else _end(start, size)
+        return PlacedCall(node, given, self.places[axis] == 0, start, stop, partial(self._emit, node))
 
-    def _circle(
+    def _ring_call(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
-    ) -> Circle:
+    ) -> RingCall:
         travelling = self.annotated.factors.op(node).travelling
         parts = {position: self.sizes.parts(cls).sizes for position, cls in travelling.items()}
         own = self.sizes.parts(factor).sizes
-        return Circle(node, args, kwargs, self.peers[axis], own, parts, partial(self._fused, node))
+        given = bound(overload(node), args, kwargs)
+        return RingCall(given, self.peers[axis], own, parts, partial(self._fused, node))
 
     def _settled(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
@@ -281,6 +281,11 @@ class _Builder:
             self.deduced.value_annotation(node, source),
         )
         return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
+
+
+def _end(start: Size, size: int) -> int:
+    assert isinstance(start, int), "a part of known size begins at a known place"
+    return start + size
 
 
 def _check_sendable(node: fx.Node) -> None:

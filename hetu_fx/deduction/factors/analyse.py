@@ -30,7 +30,6 @@ from hetu_fx.deduction.factors.steps import Ops, Step, factor_ops
 from hetu_fx.deduction.rules.partition import Partition
 from hetu_fx.deduction.rules.rule import Factoring, names_in
 from hetu_fx.deduction.rules.size import Size, size_of
-from hetu_fx.deduction.rules.zeros import NONE, VANISHING
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 
@@ -190,8 +189,8 @@ class _Extraction:
             random=factoring.random,
             known=step.known,
             sharded=self._named(node, factoring.sharded) - whole,
-            vanishing=VANISHING.get(step.call.op, NONE),
             travelling=self._travelling(node, factoring),
+            traits=step.traits,
         )
         return replace(op, apart=self._apart(node, op, factoring)) if whole & results else op
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import fx
 
 from hetu_fx.deduction.rules.call import Path
+from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph.graph import Leaf, LeafKind
 
@@ -93,9 +94,9 @@ class OpFactors:
         random: whether the op draws random numbers.
         known: False if there is no rule: everything is whole.
         sharded: classes that the op looks across, and has a form of its own for where they are cut.
-        vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
         placed: classes along which the op goes by position.
         travelling: operands of which devices may have parts, which go round: the class of these.
+        traits: what is known of the op besides.
         apart: classes of `whole` that may be cut where they come first: the op as it then is (see `apart`).
     """
 
@@ -112,9 +113,9 @@ class OpFactors:
     random: bool
     known: bool
     sharded: frozenset[FactorClass] = frozenset()
-    vanishing: frozenset[int] = frozenset()
     placed: frozenset[FactorClass] = frozenset()
     travelling: Mapping[int, FactorClass] = field(default_factory=dict)
+    traits: Traits = NO_TRAITS
     apart: Mapping[FactorClass, OpFactors] = field(default_factory=dict)
 
     @property

@@ -12,6 +12,7 @@ from torch import fx
 from hetu_fx.deduction.factors.row_order import Routing, find_routing
 from hetu_fx.deduction.rules.build import opaque
 from hetu_fx.deduction.rules.call import Call, call_of
+from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
 from hetu_fx.deduction.rules.registry import rule_for
 from hetu_fx.deduction.rules.rule import Factoring
 from hetu_fx.errors import RuleError
@@ -30,6 +31,7 @@ class Step:
     call: Call
     factoring: Factoring
     known: bool
+    traits: Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def _step(call: Call, node: fx.Node, told: set[str]) -> Step:
     problem = "has no rule"
     if rule is not None:
         try:
-            return Step(call, rule.factor(call), known=True)
+            return Step(call, rule.factor(call), True, rule.traits)
         except RuleError as error:
             problem = f"has a rule that does not fit: {error}"
     if call.op not in told:
@@ -76,4 +78,4 @@ def _step(call: Call, node: fx.Node, told: set[str]) -> Step:
             UnknownOpWarning,
             stacklevel=4,
         )
-    return Step(call, opaque(call), known=False)
+    return Step(call, opaque(call), False, NO_TRAITS if rule is None else rule.traits)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+from torch import fx
+
 from hetu_fx.deduction.rules.build import broadcast, built, dims_of, named
 from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.forms import PlacedCall, RingCall, Traits
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import ONE, Size
+from hetu_fx.graph import calls, meta
+from hetu_fx.graph.calls import callee, operand
+
+aten = torch.ops.aten
 
 
 def _scaled_dot_product(call: Call) -> Factoring:
@@ -53,4 +61,37 @@ def _group_heads(call: Call, leading: list[Dim], sizes: dict[str, Size]) -> list
     return shared
 
 
-RULES: tuple[Rule, ...] = built(_scaled_dot_product, "scaled_dot_product_attention")
+def _causal_attention(part: PlacedCall) -> fx.Node:
+    """Attend with a part of the queries: keys after its last are left out, the mask has its rows alone."""
+    given, stop = dict(part.given), part.stop
+    for name in ("key", "value"):
+        given[name] = part.emit(aten.slice.Tensor, given[name], -2, 0, stop)
+    if not part.is_first:
+        keys = part.emit(aten.sym_size.int, given["key"], len(meta.shape(operand(part.node))) - 2)
+        meta.set_value(keys, meta.hint(meta.shape(operand(part.node, 1))[-2]))
+        given["attn_mask"], given["is_causal"] = _rows_of_triangle(part, keys, stop), False
+    tensors = (given.pop(name) for name in ("query", "key", "value"))
+    return part.emit(callee(part.node), *tensors, **given)
+
+
+def _rows_of_triangle(part: PlacedCall, keys: fx.Node, stop: calls.Size) -> fx.Node:
+    """Write which keys come no later than each query of the part."""
+    device = meta.value(operand(part.node)).device
+    rows = part.emit(aten.arange.start, part.start, stop, device=device)
+    columns = part.emit(aten.arange.default, keys, device=device)
+    return part.emit(aten.le.Tensor, columns, part.emit(aten.unsqueeze.default, rows, 1))
+
+
+def _ring_attention(ring: RingCall) -> fx.Node:
+    """Attend with a part of the queries to keys and values as they come by; the mask has the rows of the part."""
+    given = ring.given
+    tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    layout = list(ring.devices), list(ring.own), list(ring.parts[1])
+    return ring.fused("ring_attention", *tensors, *layout, given["is_causal"], given["scale"])
+
+
+RULES: tuple[Rule, ...] = built(
+    _scaled_dot_product,
+    "scaled_dot_product_attention",
+    traits=Traits(placed=_causal_attention, ring=_ring_attention),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
 from hetu_fx.deduction.rules.line import parse_line
 from hetu_fx.deduction.rules.rule import NOTHING, Builder, Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import Size
@@ -24,10 +25,10 @@ def lines(text: str, *ops: str, linear: Linear = "none") -> tuple[Rule, ...]:
     return tuple(from_line(full_name(op), text, linear) for op in ops)
 
 
-def built(build: Builder, *ops: str) -> tuple[Rule, ...]:
+def built(build: Builder, *ops: str, traits: Traits = NO_TRAITS) -> tuple[Rule, ...]:
     """Return one rule per op, all by the same builder, whose docstring is the rule's text."""
     text = (build.__doc__ or build.__name__).strip().splitlines()[0]
-    return tuple(Rule(full_name(op), build, text) for op in ops)
+    return tuple(Rule(full_name(op), build, text, traits) for op in ops)
 
 
 def full_name(op: str) -> str:

@@ -8,10 +8,16 @@ rows: then the rows pass through too, see `routing`.
 
 from __future__ import annotations
 
+import torch
+from torch import fx
+
 from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, named, names, opaque, replaced
 from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, ShardedCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import Size, integer
+
+aten = torch.ops.aten
 
 
 def indexed(call: Call) -> Factoring:
@@ -191,13 +197,29 @@ def one_hot(call: Call) -> Factoring:
     return Factoring((dims,), ((*dims, new),), whole=frozenset(new))
 
 
+def _look_up_own(shard: ShardedCall) -> fx.Node:
+    """Look up the rows that lie in the part; zero elsewhere. The padding row gets no gradient, as without parts."""
+    given = shard.given
+    place, elsewhere = shard.places(given["indices"])
+    padding = given["padding_idx"] - shard.first
+    own_padding = padding if 0 <= padding < shard.sizes[shard.position] else -1
+    found = shard.emit(aten.embedding.default, given["weight"], place, own_padding)
+    return shard.emit(aten.masked_fill.Scalar, found, shard.emit(aten.unsqueeze.default, elsewhere, -1), 0.0)
+
+
+def _pick_own(shard: ShardedCall) -> fx.Node:
+    """Pick what lies in the part; zero elsewhere."""
+    return shard.picked(shard.given["self"], shard.dim, shard.given["index"])
+
+
 RULES: tuple[Rule, ...] = (
-    *built(looked_up, "embedding"),
-    *built(indexed, "index.Tensor", "_unsafe_index.Tensor"),
+    *built(looked_up, "embedding", traits=Traits(sharded=ShardedForm(_look_up_own, Lacking.SUM))),
+    *built(indexed, "index.Tensor", traits=KEEPS_ZEROS),
+    *built(indexed, "_unsafe_index.Tensor"),
     *built(put, "index_put", "_unsafe_index_put"),
-    *built(gathered, "gather"),
+    *built(gathered, "gather", traits=Traits(sharded=ShardedForm(_pick_own, Lacking.SUM))),
     *built(scattered, "scatter.src", "scatter.value", "scatter_add"),
-    *built(_picked_rows, "index_select"),
+    *built(_picked_rows, "index_select", traits=KEEPS_ZEROS),
     *built(_added_rows, "index_add"),
     *built(one_hot, "one_hot"),
 )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import torch
+from torch import fx
+
 from hetu_fx.deduction.rules.build import aligned, built, dims_of, names
 from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.forms import Lacking, ShardedCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, Rule
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import operand
+from hetu_fx.graph.meta import HALVES
 
 NONE, MEAN = 0, 1  # torch's codes of the reduction argument; 2 is the sum
-CUT_OVER_CLASSES = frozenset(f"aten.{op}.default" for op in ("cross_entropy_loss", "nll_loss", "nll_loss_nd"))
+aten = torch.ops.aten
 
 
 def _classified(call: Call) -> Factoring:
@@ -20,7 +27,7 @@ def _classified(call: Call) -> Factoring:
     at = 1 if len(shape) > 1 else 0
     rows = dims[:at] + dims[at + 1 :]
     operands = tuple(_of_rank(len(op.shape), op.argument, dims, rows, dims[at]) for op in call.operands)
-    cut = call.op in CUT_OVER_CLASSES and call.position("weight") is None and operands[1] == rows
+    cut = call.position("weight") is None and operands[1] == rows
     classes = names(dims, [at])
     return _reduced(call, operands, rows, NOTHING if cut else classes, classes if cut else NOTHING)
 
@@ -54,8 +61,49 @@ def _reduced(
     return Factoring(operands, results, whole=whole, averaged=averaged, sharded=sharded)
 
 
+def _cross_entropy_over_parts(shard: ShardedCall) -> fx.Node:
+    """Compare scores with targets, labels smoothed or not; the same on every device."""
+    given, dim = shard.given, _class_dim(shard)
+    scores, smoothing = shard.in_full(), given["label_smoothing"]
+    normalizer = shard.log_sum_exp(scores, dim, summed=False)
+    expected = shard.picked(scores, dim, shard.emit(aten.unsqueeze.default, given["target"], dim))
+    if smoothing:
+        spread = shard.emit(aten.sum.dim_IntList, scores, [dim], True)
+        expected = shard.emit(aten.mul.Tensor, expected, 1 - smoothing)
+        expected = shard.emit(aten.add.Tensor, expected, spread, alpha=smoothing / sum(shard.sizes))
+    each = shard.emit(aten.sub.Tensor, normalizer, shard.total(expected))
+    return _over_rows(shard, shard.emit(aten.squeeze.dim, each, dim))
+
+
+def _pick_own_scores(shard: ShardedCall) -> fx.Node:
+    """Pick the negative scores of targets that lie in the part; a summand."""
+    dim = _class_dim(shard)
+    index = shard.emit(aten.unsqueeze.default, shard.given["target"], dim)
+    own = shard.picked(shard.in_full(), dim, index)
+    return _over_rows(shard, shard.emit(aten.neg.default, shard.emit(aten.squeeze.dim, own, dim)))
+
+
+def _class_dim(shard: ShardedCall) -> int:
+    return 1 if shard.rank > 1 else 0
+
+
+def _over_rows(shard: ShardedCall, each: fx.Node) -> fx.Node:
+    """Leave ignored targets out, and sum or average what is left."""
+    given, dtype = shard.given, meta.dtype(operand(shard.node))
+    ignored = shard.emit(aten.eq.Scalar, given["target"], given["ignore_index"])
+    loss = shard.emit(aten.masked_fill.Scalar, each, ignored, 0.0)
+    if given["reduction"] != NONE:
+        loss = shard.emit(aten.sum.default, loss)
+    if given["reduction"] == MEAN:
+        count = shard.emit(aten.sum.default, shard.emit(aten.logical_not.default, ignored))
+        loss = shard.emit(aten.div.Tensor, loss, count)
+    return shard.emit(aten.to.dtype, loss, dtype) if dtype in HALVES else loss
+
+
 RULES: tuple[Rule, ...] = (
-    *built(_classified, "cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"),
+    *built(_classified, "cross_entropy_loss", traits=Traits(sharded=ShardedForm(_cross_entropy_over_parts))),
+    *built(_classified, "nll_loss", "nll_loss_nd", traits=Traits(sharded=ShardedForm(_pick_own_scores, Lacking.SUM))),
+    *built(_classified, "nll_loss2d"),
     *built(
         compared,
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+from torch import fx
+
 from hetu_fx.deduction.rules.build import built, dims_of, kept, names, replaced
 from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.forms import ShardedCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import integer
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import operand
+from hetu_fx.graph.meta import HALVES
+
+aten = torch.ops.aten
 
 
 def softmax(call: Call) -> Factoring:
-    """Normalize over one dim, which may be cut."""
+    """Normalize over one dim, which may be cut where the op has a form for that."""
     factoring = kept(call)
     return replace(factoring, sharded=names(factoring.operands[0], [call.dim("dim", len(call.operands[0].shape))]))
-
-
-def _softmax_whole(call: Call) -> Factoring:
-    """Normalize over one dim, which stays whole."""
-    return kept(call, [call.dim("dim", len(call.operands[0].shape))])
 
 
 def _over_last_dims(call: Call) -> Factoring:
@@ -83,9 +87,32 @@ def _channel_or_all(rank: int, dims: Dims, channel: Dims) -> Dims:
     return channel if rank == 1 else dims if rank == len(dims) else ()
 
 
+def _log_softmax_over_parts(shard: ShardedCall) -> fx.Node:
+    """Subtract log sum exp over all parts."""
+    return _cast_back(shard, _normalized(shard))
+
+
+def _softmax_over_parts(shard: ShardedCall) -> fx.Node:
+    """Divide by the sum over all parts."""
+    return _cast_back(shard, shard.emit(aten.exp.default, _normalized(shard)))
+
+
+def _normalized(shard: ShardedCall) -> fx.Node:
+    scores, asked = shard.in_full(), shard.given["dtype"]
+    scores = scores if asked is None else shard.emit(aten.to.dtype, scores, asked)
+    return shard.emit(aten.sub.Tensor, scores, shard.log_sum_exp(scores, shard.dim, summed=True))
+
+
+def _cast_back(shard: ShardedCall, result: fx.Node) -> fx.Node:
+    dtype = meta.dtype(operand(shard.node))
+    narrow = shard.given["dtype"] is None and dtype in HALVES
+    return shard.emit(aten.to.dtype, result, dtype) if narrow else result
+
+
 RULES: tuple[Rule, ...] = (
-    *built(softmax, "softmax.int", "log_softmax.int"),
-    *built(_softmax_whole, "_softmax", "_log_softmax", "_safe_softmax"),
+    *built(softmax, "softmax.int", traits=Traits(sharded=ShardedForm(_softmax_over_parts))),
+    *built(softmax, "log_softmax.int", traits=Traits(sharded=ShardedForm(_log_softmax_over_parts))),
+    *built(softmax, "_softmax", "_log_softmax", "_safe_softmax"),
     *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
     *built(_over_groups, "group_norm"),
     *built(_over_all_but_one, "_weight_norm"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, lines, replaced
 from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Traits
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 from hetu_fx.deduction.rules.size import integer
 
@@ -88,19 +89,25 @@ def _is_zero(value: Any) -> bool:
 
 
 COPIES = """
-    clone contiguous detach alias lift_fresh_copy lift_fresh neg positive to.dtype to.device to.dtype_layout
-    _to_copy deg2rad rad2deg negative conj resolve_conj resolve_neg _conj conj_physical real imag
+    clone contiguous detach alias neg to.dtype to.device to.dtype_layout _to_copy
+""".split()
+OTHER_COPIES = """
+    lift_fresh_copy lift_fresh positive deg2rad rad2deg negative conj resolve_conj resolve_neg _conj
+    conj_physical real imag
+""".split()
+ZERO_AT_ZERO = """
+    abs asin asinh atan atanh celu elu erf expm1 gelu hardshrink hardswish leaky_relu log1p mish relu
+    relu6 selu sgn sign silu sin sinh softshrink sqrt square tan tanh tanhshrink
 """.split()
 UNARY = """
-    abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh digamma elu erf erfc erfinv exp exp2
-    expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma
-    log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt
-    selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold
-    trunc fix i0 add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar remainder.Scalar fmod.Scalar
-    floor_divide.Scalar clamp clamp_min clamp_max clip eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar
-    ge.Scalar __and__.Scalar __or__.Scalar __xor__.Scalar bitwise_and.Scalar bitwise_or.Scalar zeros_like
-    ones_like empty_like full_like absolute arccos arccosh arcsin arcsinh arctan arctanh greater.Scalar
-    greater_equal.Scalar less.Scalar less_equal.Scalar not_equal.Scalar angle
+    acos acosh bitwise_not ceil cos cosh digamma erfc erfinv exp exp2 floor frac hardsigmoid hardtanh
+    isfinite isinf isnan lgamma log log10 log2 log_sigmoid logical_not logit nan_to_num reciprocal round
+    rsqrt sigmoid signbit sinc softplus threshold trunc fix i0 add.Scalar sub.Scalar rsub.Scalar
+    pow.Tensor_Scalar pow.Scalar remainder.Scalar fmod.Scalar floor_divide.Scalar clamp clamp_min
+    clamp_max clip eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar __and__.Scalar
+    __or__.Scalar __xor__.Scalar bitwise_and.Scalar bitwise_or.Scalar zeros_like ones_like empty_like
+    full_like absolute arccos arccosh arcsin arcsinh arctan arctanh greater.Scalar greater_equal.Scalar
+    less.Scalar less_equal.Scalar not_equal.Scalar angle
 """.split()
 BINARY = """
     rsub.Tensor pow.Tensor_Tensor remainder.Tensor fmod.Tensor floor_divide atan2 maximum minimum fmax fmin
@@ -112,12 +119,16 @@ BINARY = """
 """.split()
 
 RULES: tuple[Rule, ...] = (
-    *built(copied, *COPIES),
+    *built(copied, *COPIES, traits=KEEPS_ZEROS),
+    *built(copied, *OTHER_COPIES),
+    *built(broadcast, *ZERO_AT_ZERO, traits=KEEPS_ZEROS),
     *built(broadcast, *UNARY, *BINARY),
     *built(summed, "add.Tensor", "sub.Tensor", "subtract.Tensor"),
-    *built(multiplied, "mul.Tensor", "mul.Scalar", "multiply.Tensor", "multiply.Scalar"),
-    *built(divided, "div.Tensor", "div.Scalar", "div.Tensor_mode", "true_divide.Tensor"),
-    *built(divided, "divide.Tensor", "divide.Tensor_mode"),
+    *built(multiplied, "mul.Tensor", traits=Traits(vanishing=frozenset({0, 1}))),
+    *built(multiplied, "mul.Scalar", traits=KEEPS_ZEROS),
+    *built(multiplied, "multiply.Tensor", "multiply.Scalar"),
+    *built(divided, "div.Tensor", "div.Scalar", traits=KEEPS_ZEROS),
+    *built(divided, "div.Tensor_mode", "true_divide.Tensor", "divide.Tensor", "divide.Tensor_mode"),
     *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
     *built(broadcast, "fill.Scalar", "fill.Tensor"),

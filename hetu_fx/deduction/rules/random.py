@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from hetu_fx.deduction.rules.build import built, dims_of, kept, literals
 from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.forms import Traits
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 
 
@@ -34,9 +35,17 @@ def drawn(call: Call) -> Factoring:
     return Factoring((), (dims,), literals=literals(call, "size", dims), random=True)
 
 
+def _drawn_by_counter(call: Call) -> Factoring:
+    """Draw for every element of the first operand; every device reads the whole state."""
+    dims = dims_of(call.operands[0].shape)
+    return Factoring((dims, (("state",),)), (dims,), whole=frozenset({"state"}))
+
+
 RULES: tuple[Rule, ...] = (
     *built(dropout, "dropout", "native_dropout", "alpha_dropout"),
     *built(_channel_dropout, "feature_dropout", "feature_alpha_dropout"),
     *built(_drawn_like, "rand_like", "randn_like", "bernoulli", "bernoulli.p"),
     *built(drawn, "rand", "randn"),
+    *built(_drawn_by_counter, "hetu.uniform.default", traits=Traits(counter_at=5)),
+    *built(_drawn_by_counter, "hetu.dropout.default", traits=Traits(counter_at=6)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,6 +69,7 @@ def register_rule(op: str | Any, rule: str | Builder, *, linear: str | Collectio
     """
     name = op if isinstance(op, str) else str(op)
     record = from_line(name, rule, linear) if isinstance(rule, str) else Rule(name, rule, _title(rule))
+    record = replace(record, traits=RULES[name].traits) if name in RULES else record
     _registered[name] = record
     _found.clear()
     return record

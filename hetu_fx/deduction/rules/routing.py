@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
+import torch
+from torch import fx
+
 from hetu_fx.deduction.rules.build import built, dims_of, full_name, kept, names, opaque, replaced
 from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.forms import Lacking, ShardedCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import Factoring, Rule
+from hetu_fx.graph.calls import callee
 
+aten = torch.ops.aten
 GROUPED = frozenset({2})
-CUT_OVER_GROUPS = frozenset({"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"})
 
 
 def _sorted_along(call: Call) -> Factoring:
@@ -52,15 +57,13 @@ def grouped_product(call: Call) -> Factoring:
     if ranks != [2, 3, 1]:
         return opaque(call)
     (m, k), (g, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands[:2], "xw", strict=True))
-    cut = frozenset(g) if call.op in CUT_OVER_GROUPS else frozenset()
-    stays = frozenset(g) - cut
     return Factoring(
         ((m, k), (g, k, n), (g,)),
         ((m, n),),
-        whole=stays if call.routed else stays | frozenset(m),
+        whole=frozenset() if call.routed else frozenset(m),
         linear=(frozenset({0}), frozenset({1})),
         counted=GROUPED,
-        sharded=cut,
+        sharded=frozenset(g),
     )
 
 
@@ -69,11 +72,62 @@ def _batched(call: Call) -> Factoring:
     return Factoring(((b, m, k), (b, k, n)), ((b, m, n),), linear=(frozenset({0}), frozenset({1})))
 
 
+def _product_of_own_groups(shard: ShardedCall) -> fx.Node:
+    """Multiply the rows of the groups that the part has; zero for all other rows.
+
+    Rows are turned so that the part's first comes first, and turned back; whatever the op does with rows that belong
+    to no group comes to nothing, forward and backward.
+    """
+    rows, matrices, ends, *others = shard.given.values()
+    start, own_ends = _groups(shard, ends)
+    number = _numbers(shard, rows)
+    elsewhere = shard.emit(aten.unsqueeze.default, _outside(shard, number, start, own_ends), 1)
+    if start is not None:
+        count = shard.emit(aten.select.int, ends, 0, -1)
+        turned, back = (
+            shard.emit(aten.remainder.Tensor, shard.emit(op, number, start), count)
+            for op in (aten.add.Tensor, aten.sub.Tensor)
+        )
+        own_ends = shard.emit(aten.sub.Tensor, own_ends, start)
+    kept = shard.emit(aten.masked_fill.Scalar, rows, elsewhere, 0.0)
+    given = kept if start is None else shard.emit(aten.index_select.default, kept, 0, turned)
+    product = shard.emit(callee(shard.node), given, matrices, own_ends, *others)
+    product = product if start is None else shard.emit(aten.index_select.default, product, 0, back)
+    return shard.emit(aten.masked_fill.Scalar, product, elsewhere, 0.0)
+
+
+def _groups(shard: ShardedCall, ends: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+    """Return the first row of the part's groups (None for row 0), and where each of them ends."""
+    last = shard.first + shard.sizes[shard.position]
+    start = shard.emit(aten.select.int, ends, 0, shard.first - 1) if shard.first else None
+    return start, shard.emit(aten.slice.Tensor, ends, 0, shard.first, last)
+
+
+def _numbers(shard: ShardedCall, rows: fx.Node) -> fx.Node:
+    """Number the rows from 0, on whatever device they are."""
+    ones = shard.emit(
+        aten.ones_like.default,
+        shard.emit(aten.select.int, rows, 1, 0),
+        dtype=torch.int64,
+    )
+    return shard.emit(aten.sub.Tensor, shard.emit(aten.cumsum.default, ones, 0), 1)
+
+
+def _outside(shard: ShardedCall, number: fx.Node, start: fx.Node | None, ends: fx.Node) -> fx.Node:
+    after = shard.emit(aten.ge.Tensor, number, shard.emit(aten.select.int, ends, 0, -1))
+    if start is None:
+        return after
+    return shard.emit(aten.logical_or.default, after, shard.emit(aten.lt.Tensor, number, start))
+
+
+OWN_GROUPS = Traits(sharded=ShardedForm(_product_of_own_groups, Lacking.SPREAD))
+
 RULES: tuple[Rule, ...] = (
     *built(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
     *built(top, "topk"),
     *built(histogram, "histc"),
-    *built(grouped_product, "_grouped_mm", "*.*grouped_mm_fallback.default"),
+    *built(grouped_product, "_grouped_mm", "transformers.grouped_mm_fallback.default", traits=OWN_GROUPS),
+    *built(grouped_product, "*.*grouped_mm_fallback.default"),
 )
 
 

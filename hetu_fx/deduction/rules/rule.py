@@ -8,9 +8,10 @@ it is computed from the same shard of the operands that have it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetu_fx.deduction.rules.call import Call, Path
+from hetu_fx.deduction.rules.forms import NO_TRAITS, Traits
 from hetu_fx.deduction.rules.size import Size
 from hetu_fx.errors import RuleError
 
@@ -37,8 +38,7 @@ class Factoring:
         sizes: sizes of factors that are not alone in any dim.
         whole: factors that must not be cut in this op.
         sharded: factors that the op looks across, and that may be cut all the same: on a part of them a form
-            of the op runs that `hetu_fx.transforms.specialize.sharded_forms` has. Each is a whole dim wherever it
-            stands.
+            of the op runs. Each is a whole dim wherever it stands. Where a rule has no such form, they are whole.
         linear: sets of operand positions the op is jointly linear in, the others held fixed.
         additive: operands that are added after the summation over the factors they lack (a bias): if such a
             factor is cut, only one shard may add them.
@@ -49,10 +49,9 @@ class Factoring:
         literals: arguments that hold literal sizes.
         pinned: factors that must not be cut anywhere in the graph.
         placed: factors along which the op goes by position. On a part of them it must be told where the part lies,
-            as `hetu_fx.transforms.specialize.placed_forms` does; elsewhere they stay whole.
+            as a form of the op is; elsewhere they stay whole.
         travelling: operands of which devices that have parts of the other factors may have parts of this one too,
-            which go round from device to device, as `hetu_fx.transforms.specialize.ring_forms` does: the factor by
-            operand.
+            which go round from device to device in a form of the op: the factor by operand.
         random: whether the op draws random numbers.
     """
 
@@ -84,11 +83,12 @@ Builder = Callable[[Call], Factoring]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What is known of one op: "namespace.op.overload" (`*` allowed) and how a call of it factors."""
+    """What is known of one op: "namespace.op.overload" (`*` allowed), how a call of it factors, and its traits."""
 
     op: str
     build: Builder
     text: str
+    traits: Traits = NO_TRAITS
 
     def __post_init__(self) -> None:
         if self.op.count(".") != 2:
@@ -96,7 +96,7 @@ class Rule:
 
     def factor(self, call: Call) -> Factoring:
         """Return the factors of a call; RuleError if the rule does not fit the call's operands."""
-        factoring = self.build(call)
+        factoring = _with_forms(self.build(call), self.traits)
         _check_fits(self, call, factoring)
         return factoring
 
@@ -104,6 +104,19 @@ class Rule:
 def names_in(tensors: Iterable[Dims]) -> frozenset[str]:
     """Return all factor names of some operands or results."""
     return frozenset(name for dims in tensors for dim in dims for name in dim)
+
+
+def _with_forms(factoring: Factoring, traits: Traits) -> Factoring:
+    """Keep whole what may only be cut in a form of the op that it has not."""
+    stays = factoring.sharded if traits.sharded is None else NOTHING
+    stays |= factoring.placed if traits.placed is None else NOTHING
+    return replace(
+        factoring,
+        whole=factoring.whole | stays,
+        sharded=factoring.sharded - stays,
+        placed=factoring.placed - stays,
+        travelling=factoring.travelling if traits.ring else {},
+    )
 
 
 def _check_fits(rule: Rule, call: Call, factoring: Factoring) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from hetu_fx.deduction.rules.build import FIRST, built, dims_of, kept, names, replaced
 from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import integer
 
@@ -184,10 +185,11 @@ def _rolled(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(sliced, "slice.Tensor", "narrow"),
-    *built(_selected, "select.int"),
-    *built(_unbound, "unbind.int"),
-    *built(pieces, "split.Tensor", "split_with_sizes", "split.sizes", "chunk", "tensor_split.sections"),
+    *built(sliced, "slice.Tensor", "narrow", traits=KEEPS_ZEROS),
+    *built(_selected, "select.int", traits=KEEPS_ZEROS),
+    *built(_unbound, "unbind.int", traits=KEEPS_ZEROS),
+    *built(pieces, "split.Tensor", "split_with_sizes", "chunk", traits=KEEPS_ZEROS),
+    *built(pieces, "split.sizes", "tensor_split.sections"),
     *built(concatenated, "cat", "concat", "concatenate"),
     *built(differences, "diff"),
     *built(overwritten, "slice_scatter", "select_scatter"),

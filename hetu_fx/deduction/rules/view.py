@@ -21,6 +21,7 @@ from hetu_fx.deduction.rules.build import (
     replaced,
 )
 from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS
 from hetu_fx.deduction.rules.partition import Partition
 from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import Size, integer
@@ -173,15 +174,20 @@ def interleaved(call: Call) -> Factoring:
 
 
 RULES: tuple[Rule, ...] = (
-    *built(_reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", "ravel", "view_copy"),
+    *built(_reshaped, "view", "reshape", "_unsafe_view", "flatten.using_ints", "unsqueeze", traits=KEEPS_ZEROS),
+    *built(_reshaped, "ravel", "view_copy"),
     *built(_reshaped_like, "view_as", "reshape_as"),
-    *built(_squeezed, "squeeze", "squeeze.dim", "squeeze.dims"),
+    *built(_squeezed, "squeeze", "squeeze.dim", traits=KEEPS_ZEROS),
+    *built(_squeezed, "squeeze.dims"),
     *built(_unflattened, "unflatten.int"),
-    *built(expanded, "expand", "expand_as", "broadcast_to"),
-    *built(transposed, "transpose.int", "swapaxes", "swapdims"),
-    *built(_flipped_matrix, "t", "mT", "adjoint"),
+    *built(expanded, "expand", traits=KEEPS_ZEROS),
+    *built(expanded, "expand_as", "broadcast_to"),
+    *built(transposed, "transpose.int", traits=KEEPS_ZEROS),
+    *built(transposed, "swapaxes", "swapdims"),
+    *built(_flipped_matrix, "t", traits=KEEPS_ZEROS),
+    *built(_flipped_matrix, "mT", "adjoint"),
     *built(_reversed_dims, "numpy_T"),
-    *built(permuted, "permute"),
+    *built(permuted, "permute", traits=KEEPS_ZEROS),
     *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
     *built(repeated, "repeat"),
     *built(_mixed_channels, "channel_shuffle"),

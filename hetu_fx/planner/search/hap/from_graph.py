@@ -193,7 +193,7 @@ class _Reader:
             made = sum(self._bytes(dims) for dims in op.results)
             read = [self._bytes(operand.dims) for operand in op.operands]
             # Of a table that is looked up, no more is read than is made.
-            moved = made + sum(min(n, made) if i in op.vanishing else n for i, n in enumerate(read))
+            moved = made + sum(min(n, made) if i in op.traits.vanishing else n for i, n in enumerate(read))
             return moved * FLOPS_PER_BYTE
         return flops * (self.scale if any(cls.is_batch for cls in op.classes) else 1.0)
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hetu_fx.deduction.rules.registry import rule_for
+from hetu_fx.deduction.rules.registry import RULES, rule_for
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
 from hetu_fx.transforms.lowering.traffic import communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
-from hetu_fx.transforms.specialize.sharded_forms import FORMS
 from tests.model_zoo import SAMPLES, captured, to_double
 from tests.transforms.plans import program_as_one_device, program_of, same_as_one_device
 
@@ -162,7 +161,7 @@ def test_models_with_a_split_vocabulary_equal_one_device(name: str, plan: str) -
     program_as_one_device(program, model, to_double(SAMPLES[name].batch(4, 11)), SPLITS[plan], limit=2e-6)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.traits.sharded])
 def test_every_op_with_a_form_has_a_rule_of_its_own(name: str) -> None:
     rule = rule_for(name)
     assert rule is not None

@@ -1,4 +1,4 @@
-"""Forms of ops that go by position, on parts of every kind, against the op on the whole."""
+"""Causal attention on parts of its queries, of every kind, against the op on the whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from hetu_fx.deduction.rules.forms import PlacedCall
+from hetu_fx.deduction.rules.registry import RULES
 from hetu_fx.graph import meta
-from hetu_fx.transforms.specialize.placed_forms import Placed, placed_form
+from hetu_fx.graph.calls import arguments
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 PARTS = [(4, 4), (0, 7, 1), (5, 0, 3), (8, 0), (3, 1, 4)]
@@ -32,7 +34,9 @@ def part_of(given: list[Tensor], is_first: bool, start: int, size: int, grouped:
     def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return graph.call_function(target, args, kwargs)
 
-    graph.output(placed_form(logical)(Placed(logical, logical.args, logical.kwargs, is_first, start, size, emit)))
+    form = RULES[str(ATTENTION)].traits.placed
+    assert form is not None
+    graph.output(form(PlacedCall(logical, arguments(logical), is_first, start, start + size, emit)))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

@@ -1,12 +1,15 @@
-"""One device's part of a call of an op whose looked-across factor is cut, and how to write its form.
+"""How ops run on parts of what they cannot simply be cut in: calls on one device, and what a form of an op is.
 
-See `hetu_fx.transforms.specialize.sharded_forms`.
+A rule names factors `sharded` (the op looks across them), `placed` (it goes by position along them) or operands
+`travelling` (parts of them go round from device to device). Where such a factor is cut, the op as it is would be wrong
+on a part; a form of it is right. Forms stand beside the rules of their family. They only add calls to a device's graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -16,18 +19,40 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.comm_ops.resolve.resolution import Resolution
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import bound, operand, overload
+from hetu_fx.graph.calls import Size, operand
+from hetu_fx.graph.meta import HALVES, sum_dtype
 
 aten = torch.ops.aten
 
 
+class Lacking(Enum):
+    """What the result of a sharded form is, where it lacks the factor that is cut."""
+
+    WHOLE = "whole"  # the same on every device
+    SUM = "sum"  # a summand
+    SPREAD = "spread"  # the entries that the part makes, zeros elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedForm:
+    """How an op runs where a sharded factor of it is cut.
+
+    Fields:
+        write: writes it into the device graph, and returns its result.
+        lacking: what the result is where it lacks the factor.
+    """
+
+    write: Callable[[ShardedCall], fx.Node]
+    lacking: Lacking = Lacking.WHOLE
+
+
 @dataclass(frozen=True, eq=False)
-class Shard:
-    """One device's part of an op's factor, and how to write ops and communication for it.
+class ShardedCall:
+    """A call of an op on a part of a factor that it looks across, and how to write ops and communication for it.
 
     Fields:
         node: the op in the logical graph.
-        args, kwargs: its arguments on this device, tensors as local nodes.
+        given: all its arguments on this device by name, tensors as local nodes.
         devices, position: the devices that share the factor, and which of them this one is.
         sizes: the part of the factor that each device has.
         emit: adds a call of an op to the device graph.
@@ -35,18 +60,12 @@ class Shard:
     """
 
     node: fx.Node
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    given: Mapping[str, Any]
     devices: tuple[int, ...]
     position: int
     sizes: tuple[int, ...]
     emit: Callable[..., fx.Node]
     communicate: Callable[[fx.Node, Resolution], fx.Node]
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Return all arguments by name, defaults filled in."""
-        return bound(overload(self.node), self.args, self.kwargs)
 
     @property
     def first(self) -> int:
@@ -77,6 +96,12 @@ class Shard:
         shape = tuple(2 * ways if i == dim else None for i in range(self.rank))
         return self.communicate(piece, resolve_edge(source, target, gradient, shape))
 
+    def in_full(self) -> fx.Node:
+        """Return the first operand, `self` of torch's schema, in a dtype that sums can be made in."""
+        given: fx.Node = self.given["self"]
+        dtype = meta.dtype(operand(self.node))
+        return self.emit(aten.to.dtype, given, sum_dtype(dtype)) if dtype in HALVES else given
+
     def log_sum_exp(self, scores: fx.Node, dim: int, *, summed: bool) -> fx.Node:
         """Return log sum exp over all parts, with `dim` kept at size 1; a part may be all minus infinity."""
         emit = self.emit
@@ -102,3 +127,67 @@ class Shard:
         """Pick along the cut dim; zero where the index lies in another part."""
         place, elsewhere = self.places(indices)
         return self.emit(aten.masked_fill.Scalar, self.emit(aten.gather.default, values, dim, place), elsewhere, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedCall:
+    """A call of an op on a part of a factor along which it goes by position.
+
+    Fields:
+        node: the op in the logical graph.
+        given: all its arguments on this device by name, tensors as local nodes.
+        is_first: whether no part comes before this device's.
+        start, stop: where the part begins in the whole factor, and where it ends.
+        emit: adds a call of an op to the device graph.
+    """
+
+    node: fx.Node
+    given: Mapping[str, Any]
+    is_first: bool
+    start: Size
+    stop: Size
+    emit: Callable[..., fx.Node]
+
+
+@dataclass(frozen=True, eq=False)
+class RingCall:
+    """A call of an op on a part of a factor, with parts of travelling operands.
+
+    Fields:
+        given: all its arguments on this device by name, tensors as local nodes.
+        devices: those that the parts go round.
+        own: the part of the factor that each of them computes.
+        parts: by travelling operand, the part of it that each of them has.
+        fused: adds a call of a communication op by name, and gives its first result.
+    """
+
+    given: Mapping[str, Any]
+    devices: tuple[int, ...]
+    own: Sequence[Size]
+    parts: Mapping[int, Sequence[Size]]
+    fused: Callable[..., fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is known of an op besides how its dims relate; what is left out does not hold.
+
+    Fields:
+        vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
+            Summands that do not overlap go through such an op one by one, even where it is not linear: f(a + b) is
+            f(a) + f(b) where at most one of a and b is not zero, and f(0) = 0.
+        counter_at: for an op that draws by counter, the argument that says which part of the whole tensor it draws.
+        sharded: its form where a factor is cut that it looks across.
+        placed: its form where a factor is cut along which it goes by position.
+        ring: its form where parts of operands go round.
+    """
+
+    vanishing: frozenset[int] = frozenset()
+    counter_at: int | None = None
+    sharded: ShardedForm | None = None
+    placed: Callable[[PlacedCall], fx.Node] | None = None
+    ring: Callable[[RingCall], fx.Node] | None = None
+
+
+NO_TRAITS = Traits()
+KEEPS_ZEROS = Traits(vanishing=frozenset({0}))

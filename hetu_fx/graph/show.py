@@ -35,7 +35,7 @@ def _lines(graph: Graph) -> Iterator[str]:
             if graph.block_of(node) != block:
                 block = graph.block_of(node)
                 yield f"  -- block {block}" if block is not None else "  --"
-            yield f"  {node.name}: {value_text(node, graph)} = {_call_text(node)}  # {meta.source_line(node)}"
+            yield f"  {node.name}: {_node_value(node, graph)} = {_call_text(node)}  # {meta.source_line(node)}"
     for output, node in zip(graph.outputs, graph.output_values, strict=True):
         yield f"  return {output.kind} {output.name} = {node.name}"
     for note in graph.notes:
@@ -44,10 +44,10 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 def _leaf_text(leaf: Leaf, graph: Graph) -> str:
     aliases = f" (also {', '.join(leaf.aliases)})" if leaf.aliases else ""
-    return f"{leaf.node.name}: {value_text(leaf.node, graph)} = {leaf.kind} {leaf.name}{aliases}"
+    return f"{leaf.node.name}: {_node_value(leaf.node, graph)} = {leaf.kind} {leaf.name}{aliases}"
 
 
-def value_text(node: fx.Node, graph: Graph) -> str:
+def _node_value(node: fx.Node, graph: Graph) -> str:
     """Return dtype and sizes of a node's value, e.g. f32[batch, s55, 48]; sizes alone for a SymInt."""
     return _value_text(meta.value(node) if meta.has_value(node) else None, graph)
 

@@ -49,7 +49,7 @@ def histogram(call: Call) -> Factoring:
     return Factoring((dims,), (bins,), whole=whole if fixed else whole | names(dims, range(len(dims))))
 
 
-def grouped_product(call: Call) -> Factoring:
+def _grouped_product(call: Call) -> Factoring:
     """Multiply groups of rows by a matrix each; rows pass with the shard's own counts, groups may be cut."""
     ranks = [len(operand.shape) for operand in call.operands]
     if ranks == [3, 3]:
@@ -126,8 +126,8 @@ RULES: tuple[Rule, ...] = (
     *built(_sorted_along, "sort", "sort.stable", "argsort", "argsort.stable"),
     *built(top, "topk"),
     *built(histogram, "histc"),
-    *built(grouped_product, "_grouped_mm", "transformers.grouped_mm_fallback.default", traits=OWN_GROUPS),
-    *built(grouped_product, "*.*grouped_mm_fallback.default"),
+    *built(_grouped_product, "_grouped_mm", "transformers.grouped_mm_fallback.default", traits=OWN_GROUPS),
+    *built(_grouped_product, "*.*grouped_mm_fallback.default"),
 )
 
 

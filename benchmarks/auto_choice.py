@@ -38,6 +38,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import Space
 from hetu_fx.planner.simulate.simulate import simulate
@@ -45,7 +46,6 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.graph_execution import GraphExecution
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 EQUAL = (0.45,) * len(SPEEDS)
@@ -175,18 +175,19 @@ class Contest:
     def of(cls, model: Model, *, quick: bool) -> Contest:
         """Measure the devices, ask auto and draw the other plans; collective."""
         table, whole = GroupTable(), model.batch(model.rows)
-        execution = GraphExecution(Programs(model.make(), None), whole, None)
-        costs = from_first(table, execution.costs(model.rows))
+        program = CapturedProgram.of(Programs(model.make(), None), whole)
+        costs = from_first(table, program.costs(model.rows))
         set_speeds(SPEEDS)
         small = model.batch(PROFILE_ROWS)
         cluster = measured_cluster(table, costs, model.make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
         say(str(cluster))
 
         def prepare() -> tuple[dict[str, Plan], dict[str, Row]]:
-            plans = {"auto": execution.plan(costs, cluster, "auto")}
-            drawn = drawn_plans(execution, costs, cluster, QUICK_PLANS if quick else NUM_PLANS)
+            planned = program.at(costs)
+            plans = {"auto": planned.plan(cluster, "auto")}
+            drawn = drawn_plans(program, costs, cluster, QUICK_PLANS if quick else NUM_PLANS)
             plans |= {f"{kind_of(plan)}: {plan.summary()}": plan for plan in drawn}
-            return plans, {who: on_paper(plan, execution, costs, cluster) for who, plan in plans.items()}
+            return plans, {who: on_paper(plan, planned, cluster) for who, plan in plans.items()}
 
         plans, paper = by_first(table, prepare)
         about = {"parameters": num_parameters(model.make()), "auto": plans["auto"].summary()}
@@ -222,18 +223,18 @@ class Contest:
         return {"who": who, **self.paper[who], "measured seconds": statistics.median(seconds), "rounds": len(seconds)}
 
 
-def drawn_plans(execution: GraphExecution, costs: ProgramCosts, cluster: Cluster, count: int) -> list[Plan]:
+def drawn_plans(program: CapturedProgram, costs: ProgramCosts, cluster: Cluster, count: int) -> list[Plan]:
     """Draw plans that the program can run."""
-    options = PlanOptions.of_program(mixes_rows=execution.program.mixes_rows)
+    options = PlanOptions.of_program(mixes_rows=program.program.mixes_rows)
     speeds = [device.speed for device in cluster.devices]
     space = Space.of(costs, cluster, options)
     draw = Draw(speeds, space, costs.units, costs.num_blocks, costs.rows, random.Random(SEED))
     return draw.plans(count)
 
 
-def on_paper(plan: Plan, execution: GraphExecution, costs: ProgramCosts, cluster: Cluster) -> dict[str, float]:
+def on_paper(plan: Plan, program: PlannedProgram, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of a plan by the closed formula, and simulated."""
-    split = execution.captured(costs).costs_of(plan.split) if plan.split else costs
+    split = program.costs_of(plan.split) if plan.split else program.costs
     return {
         "predicted": predict(plan, split, cluster).seconds,
         "simulated": simulate(plan, split, cluster).seconds,

@@ -29,11 +29,11 @@ from benchmarks.fleet import in_fleet, run_workers, say, worker_parser, write_re
 from benchmarks.models import Size, batch, gpt2, llama
 from benchmarks.report import Bar, Row, finish
 from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.price.placement import device_bytes
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.graph_execution import GraphExecution
 
 RANKS = 4
 BLOCKS = 4
@@ -143,7 +143,7 @@ def row(model: str, plan: str, rank: int, peak: int, predicted: Mapping[str, int
 def costs_of(model_name: str) -> ProgramCosts:
     """Return what the planner knows of a model."""
     make, whole = MODELS[model_name]
-    return GraphExecution(Programs(make(), None), whole, None).costs(len(whole["input_ids"]))
+    return CapturedProgram.of(Programs(make(), None), whole).costs(len(whole["input_ids"]))
 
 
 def measured_peak(make: Callable[[], nn.Module], whole: dict[str, Tensor], plan: Plan) -> int:

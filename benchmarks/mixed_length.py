@@ -37,10 +37,10 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.dispatch.assignment import Batching
 from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.graph_execution import GraphExecution
 
 SPEEDS = (0.45,) * 4
 BAR = 1.32  # the lower end of what Hydraulis' paper reports against the best static plan
@@ -117,8 +117,8 @@ def work(result: Path, quick: bool, ablation: bool) -> int:
 def devices_now() -> Cluster:
     """Measure the devices, by the model itself; collective."""
     table, small = GroupTable(), batch(PROFILE_ROWS, PROFILE_TOKENS)
-    execution = GraphExecution(Programs(llama(SCALE.size), None), small, None)
-    costs = from_first(table, execution.costs(PROFILE_ROWS, memory=False))
+    program = CapturedProgram.of(Programs(llama(SCALE.size), None), small)
+    costs = from_first(table, program.costs(PROFILE_ROWS, memory=False))
     make = partial(llama, SCALE.size)
     return measured_cluster(table, costs, make, small, seconds=MEASURE_SECONDS, rounds=PROFILE_ROUNDS)
 

@@ -22,9 +22,9 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.search.hap.from_graph import problem_of
-from hetu_fx.planner.search.hap.problem import Problem
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
+from hetu_fx.planner.values.tensor_program import Problem
 
 FAST, SLOW = 2e13, 1e13
 LINK = Link(1e10, 1e-5)

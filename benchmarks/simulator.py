@@ -35,12 +35,12 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.graph_execution import GraphExecution
 
 SPEEDS = (0.8, 0.4, 0.2, 0.2)
 EQUAL = (0.45,) * len(SPEEDS)
@@ -143,8 +143,8 @@ def work(result: Path, *, quick: bool) -> int:
     start = time.monotonic()
     with in_fleet():
         table, whole = GroupTable(), batch(SIZE.rows, SIZE.tokens)
-        execution = GraphExecution(Programs(llama(SIZE), None), whole, None)
-        costs = from_first(table, execution.costs(SIZE.rows, memory=False))
+        program = CapturedProgram.of(Programs(llama(SIZE), None), whole)
+        costs = from_first(table, program.costs(SIZE.rows, memory=False))
         set_speeds(SPEEDS)
         cluster = Cluster.measure(table, seconds=MEASURE_SECONDS)
         own = OwnSpeeds(costs, lambda: llama(SIZE), batch(PROFILE_ROWS, SIZE.tokens))

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.module_program import ModuleProgram
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -61,12 +62,12 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     _warn_if_alone(table)
     _check_group(table)
     together(table, lambda: _check_model(wanted.model))
-    execution = together(table, lambda: _execution_of(wanted))
+    execution, program = together(table, lambda: _execution_of(wanted))
     with using(table):
         rows = _rows_of_examples(wanted, execution, table)
-        costs, cluster = _measured(wanted, execution, rows, table)
+        costs, cluster = _measured(wanted, program, rows, table)
         table.topology = cluster
-        planner: Planner = partial(execution.plan, costs)
+        planner: Planner = program.at(costs).plan
         plans = _plans(wanted, costs, cluster, planner, table)
         layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
         homes = move_home(wanted.model, layouts, table)
@@ -83,12 +84,13 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     return runtime, adaptation
 
 
-def _execution_of(wanted: Preparation) -> Execution[Any]:
-    """Return the way in which the model is to run."""
+def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:
+    """Return the way in which the model is to run, and what planning knows of it."""
     match wanted.capture:
         case "graph":
             programs = Programs(wanted.model, wanted.loss_fn)
-            return GraphExecution(programs, wanted.batch, wanted.backend)
+            execution = GraphExecution(programs, wanted.batch, wanted.backend)
+            return execution, CapturedProgram.of(programs, wanted.batch)
         case "eager" if wanted.backend is not None:
             raise StateError(
                 f"compile={wanted.backend!r} compiles captured graphs, and capture='eager' makes none; leave it out, "
@@ -100,7 +102,7 @@ def _execution_of(wanted: Preparation) -> Execution[Any]:
                 f"module draws from torch's own generator: call torch.manual_seed"
             )
         case "eager":
-            return EagerExecution(wanted.model, wanted.loss_fn, wanted.batch)
+            return EagerExecution(wanted.model, wanted.loss_fn, wanted.batch), ModuleProgram(wanted.model)
         case other:
             raise StateError(f"capture={other!r} is not known; use 'graph' or 'eager'")
 
@@ -179,11 +181,11 @@ def _rows_of_examples(wanted: Preparation, execution: Execution[Any], table: Gro
 
 
 def _measured(
-    wanted: Preparation, execution: Execution[Any], rows: int, table: GroupTable
+    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int, table: GroupTable
 ) -> tuple[ProgramCosts, Cluster | None]:
     # Examples of unequal sizes cost differently, so that all ranks plan with the first one's.
     plans = wanted.plan == "auto" or wanted.cluster is not None
-    costs = from_first(table, together(table, lambda: execution.costs(rows, memory=plans and table.rank == 0)))
+    costs = from_first(table, together(table, lambda: program.costs(rows, memory=plans and table.rank == 0)))
     match wanted.cluster:
         case Cluster():
             return costs, wanted.cluster

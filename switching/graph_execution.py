@@ -1,8 +1,7 @@
-"""Run a model as captured graphs.
+"""Run a model as captured graphs: steps of training, and rehearsals, whose results are thrown away.
 
-A step whose results are thrown away: it makes process groups, compiled code and memory pools ahead of training.
-
-Hydraulis runs every strategy once before it measures, for the same reasons (its artifact's warm-up).
+A rehearsal makes process groups, compiled code and memory pools ahead of training. Hydraulis runs every strategy once
+before it measures, for the same reasons (its artifact's warm-up).
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.planner.captured_program import PlannedProgram
-from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.searches import DEFAULT
-from hetu_fx.planner.values.profile_file import Profile
-from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs, batch_of
 from hetu_fx.program.deduce import deduce_program, sizes_of
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
-from hetu_fx.switching.step.batches import ReadBatch, example_size, read_batch
+from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import Reading, Run, StepInputs, StepOutputs
 from hetu_fx.switching.step.gradients import KeptBack
@@ -62,30 +54,6 @@ class GraphExecution:
         self.sequences = SequenceReader(programs)
         self.forward, self.loss_fn = programs.forward, programs.loss_fn
         self.program = programs.first(example, training=True)
-        self.example_rows, self.example_length = example_size(example, programs, self.program)
-        self._planned: PlannedProgram | None = None
-
-    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
-        """Return what a step of so many rows costs."""
-        program = self.program
-        summed = program.summed_over_rows
-        return program_costs(program.graph, rows=rows, cut=program.tensor_cut, memory=memory, summed_over_rows=summed)
-
-    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
-        """Plan for a cluster; a program that mixes rows is not cut into micro-batches or stages."""
-        options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name)
-        return make_plan(costs, cluster, options=options, search=search, captured=self.captured(costs))
-
-    def captured(self, costs: ProgramCosts) -> PlannedProgram:
-        """Return the program, as searches ask about it, with its costs."""
-        if self._planned is None or self._planned.costs != costs:
-            self._planned = PlannedProgram(self.program, costs)
-        return self._planned
-
-    def profile(self) -> Profile:
-        """Return what a step of the example batch costs, as a profile that can be written."""
-        costs = self.costs(self.example_rows)
-        return Profile(costs, self.example_length, source="estimate", mixes_rows=self.program.mixes_rows)
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""

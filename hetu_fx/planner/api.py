@@ -1,8 +1,7 @@
-"""Plan without running: what `auto_parallelize(plan="auto")` would choose, on devices that need not be there.
+"""Plan, profile and simulate without running: nothing here needs the devices, and nothing of the model is changed.
 
-`profile` writes down what planning needs to know of a model, so that the rest can be done elsewhere, without it.
-
-Simulate without running: what a step of a model under a plan would be, on devices that need not be there.
+`plan` finds what `auto_parallelize(plan="auto")` would choose; `profile` writes down what planning needs to know of a
+model, so that the rest can be done elsewhere, without it; `simulate` tells what a step under a plan would be.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.ranks import exchange_of
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.result import Simulation
@@ -26,7 +26,7 @@ from hetu_fx.planner.simulate.simulate import simulate as simulate_step
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs
-from hetu_fx.switching.graph_execution import GraphExecution
+from hetu_fx.program.program import Program
 
 
 def plan(
@@ -55,13 +55,14 @@ def plan(
         PlanError: no plan fits the memory of the devices, or the search lacks something.
         ClusterError: a malformed cluster file.
     """
-    execution = GraphExecution(Programs(model, loss_fn), batch, None)
-    costs = execution.costs(execution.example_rows)
+    program = CapturedProgram.of(Programs(model, loss_fn), batch)
+    costs = program.costs()
     if cluster is None:
         table = GroupTable()
-        costs, measured = from_first(table, costs), Cluster.measure(table)
-        return by_first(table, lambda: execution.plan(costs, measured, name, search))
-    return execution.plan(costs, cluster if isinstance(cluster, Cluster) else Cluster.read(cluster), name, search)
+        planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
+        return by_first(table, lambda: planned.plan(measured, name, search))
+    devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+    return program.at(costs).plan(devices, name, search)
 
 
 def profile(
@@ -98,12 +99,12 @@ def profile(
 
 def _counted(
     model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., torch.Tensor] | None
-) -> tuple[Profile, GraphExecution]:
-    """Return the profile from the graphs of all batches, and the first of these."""
-    executions = [GraphExecution(Programs(model, loss_fn), one, None) for one in batches]
-    whole, *others = (execution.profile() for execution in executions)
+) -> tuple[Profile, Program]:
+    """Return the profile from the programs of all batches, and the first of these."""
+    programs = [CapturedProgram.of(Programs(model, loss_fn), one) for one in batches]
+    whole, *others = (program.profile() for program in programs)
     lengths = tuple((other.tokens_per_row, other.costs) for other in others)
-    return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows), executions[0]
+    return replace(whole, other_lengths=lengths).with_rows(whole.costs.rows), programs[0].program
 
 
 def _measured(
@@ -116,9 +117,9 @@ def _measured(
     """Return the profile with the times of this rank's kind of device; None where another rank measures it."""
     if not measuring.measures(rank):
         return None
-    counted, execution = _counted(model, batches, loss_fn)
+    counted, program = _counted(model, batches, loss_fn)
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return with_times(counted, execution.program, rank, measuring, place)
+    return with_times(counted, program, rank, measuring, place)
 
 
 def simulate(
@@ -149,7 +150,7 @@ def simulate(
         PlanError: the plan does not fit the model or the schedule, or is no plan file.
         ClusterError: a malformed cluster file, or one that lacks a device of the plan.
     """
-    execution = GraphExecution(Programs(model, loss_fn), batch, None)
+    program = CapturedProgram.of(Programs(model, loss_fn), batch)
     read = plan if isinstance(plan, Plan) else Plan.read(plan)
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return simulate_step(read, execution.costs(execution.example_rows), devices, schedule=schedule)
+    return simulate_step(read, program.costs(), devices, schedule=schedule)

@@ -1,17 +1,66 @@
-"""What searches ask of a program's captured graph: how HAP sees it, and what other splits of it cost."""
+"""A captured program as planning asks about it: what a step costs, what searches ask of its graph, its best plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.count.count import program_costs
+from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.search.hap.from_graph import problem_of
-from hetu_fx.planner.search.hap.problem import Problem
 from hetu_fx.planner.search.problem import Split
+from hetu_fx.planner.searches import DEFAULT
+from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Batch, Programs, example_size
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedProgram:
+    """A captured program, and the size of its example batch.
+
+    Attributes:
+        program: with its graph.
+        rows: of the example.
+        length: of the example's sequences; 0 if it has none.
+    """
+
+    program: Program
+    rows: int
+    length: int = 0
+
+    @classmethod
+    def of(cls, programs: Programs, example: Batch) -> CapturedProgram:
+        """Return the program for batches like an example. Raises `CaptureError` where it cannot be captured."""
+        program = programs.first(example, training=True)
+        return cls(program, *example_size(example, programs, program))
+
+    def costs(self, rows: int | None = None, *, memory: bool = True) -> ProgramCosts:
+        """Return what a step of so many rows costs (left out: the example's).
+
+        What it holds is found out only if asked (`memory`), as that takes a while.
+        """
+        program = self.program
+        return program_costs(
+            program.graph,
+            rows=rows or self.rows,
+            cut=program.tensor_cut,
+            memory=memory,
+            summed_over_rows=program.summed_over_rows,
+        )
+
+    def at(self, costs: ProgramCosts) -> PlannedProgram:
+        """Return the program as it is planned for where a step costs this."""
+        return PlannedProgram(self.program, costs)
+
+    def profile(self) -> Profile:
+        """Return what a step of the example batch costs, as a profile that can be written."""
+        return Profile(self.costs(), self.length, source="estimate", mixes_rows=self.program.mixes_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +80,14 @@ class PlannedProgram:
     def hap(self) -> Problem:
         """Return the program as HAP plans for it, with the rows of `costs`."""
         return problem_of(self.program.graph, rows=self.costs.rows)
+
+    def plan(self, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
+        """Return the best plan for a cluster; a program that mixes rows is not cut into micro-batches or stages.
+
+        Raises `PlanError` where none fits.
+        """
+        options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name)
+        return make_plan(self.costs, cluster, options=options, search=search, captured=self)
 
     def costs_of(self, split: Split) -> ProgramCosts:
         """Return what a step costs where groups split these dims first; `costs` if they would anyway.

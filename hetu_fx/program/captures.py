@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hetu_fx.errors import BatchError, StateError
+from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
 from hetu_fx.program.program import Program, make_program
-from hetu_fx.switching.home.parameters import plain_parameters
 
 Forward = Callable[..., Any]
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -62,7 +62,7 @@ class Programs:
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
         # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
         # has some cannot be swapped for its home tensor.
-        with plain_parameters(self.model), _own_forward(self.model):
+        with _plain_parameters(self.model), _own_forward(self.model):
             graph = capture(self.model, batch, loss_fn=self._loss_fn_for(batch, training), training=training)
         return make_program(graph, frozen)
 
@@ -100,6 +100,13 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
     return {name: value for name, value in batch.items() if value is not None}
 
 
+def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
+    """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
+    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    tensors = input_tensors(program.graph, batch_of(programs.signature, args, kwargs))
+    return program.num_rows(tensors), program.longest(tensors)
+
+
 def form_of(batch: Batch, training: bool) -> str:
     """Return a text that is equal for batches that one captured program can run."""
     tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
@@ -119,3 +126,41 @@ def _own_forward(model: nn.Module) -> Iterator[None]:
     finally:
         if patched is not None:
             model.__dict__["forward"] = patched
+
+
+@contextmanager
+def _plain_parameters(model: nn.Module) -> Iterator[None]:
+    """Put uninitialised whole parameters in the model's places: enough to capture it, never computed with.
+
+    Their memory is not touched, so the operating system does not back it.
+    """
+    slots = _named_slots(model)
+    homes = dict(model.named_parameters())
+    try:
+        for name, places in slots.items():
+            home = homes[name]
+            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=home.device)
+            plain = nn.Parameter(empty, requires_grad=home.requires_grad)
+            for module, key in places:
+                module._parameters[key] = plain
+        yield
+    finally:
+        for name, places in slots.items():
+            for module, key in places:
+                module._parameters[key] = homes[name]
+
+
+def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return for every parameter, by its first name, all places where the model holds it (several if tied)."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            key = first.setdefault(id(parameter), full)
+            place = (module, name)
+            if place not in slots.setdefault(key, []):
+                slots[key].append(place)
+    return slots

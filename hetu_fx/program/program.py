@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import FactorMap
-from hetu_fx.errors import DeductionError
+from hetu_fx.errors import BatchError, DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
@@ -76,6 +76,22 @@ class Program:
     def row_inputs(self) -> frozenset[str]:
         """Return the names of the inputs that have one entry per row of the batch."""
         return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
+
+    def num_rows(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return the rows of a batch, given by input name. Raises `BatchError` where inputs have different numbers."""
+        rows = {name: int(tensors[name].shape[0]) for name in sorted(self.row_inputs) if tensors[name].dim()}
+        if len(set(rows.values())) > 1:
+            raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
+        return next(iter(rows.values()), 1)
+
+    def longest(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return the largest size of a batch that the graph leaves open, rows aside: the sequence length."""
+        longest = 0
+        for leaf in self.inputs:
+            for dim, size in enumerate(meta.shape(leaf.node)):
+                if meta.is_symbolic(size) and meta.expression(size) != self.graph.batch_symbol:
+                    longest = max(longest, int(tensors[leaf.name].shape[dim]))
+        return longest
 
     @property
     def mixes_rows(self) -> bool:

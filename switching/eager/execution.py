@@ -10,14 +10,9 @@ from typing import Any
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.program.captures import Batch
 from hetu_fx.switching.bridge.compute import Compute
@@ -49,34 +44,6 @@ class EagerExecution:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.module = EagerModule(model, loss_fn, example)
         self.forward, self.loss_fn = self.module.forward, loss_fn
-        self.example_rows = self.module.example_rows
-
-    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
-        """Return the costs as far as parameters tell: a product and a sum with each, per row, and their bytes.
-
-        A module that uses a parameter many times per row (for every token, say) takes more; all devices alike, so
-        that shares come out right, and predicted seconds too low.
-        """
-        parameters = list(self.module.model.parameters())
-        flops = 2.0 * sum(parameter.numel() for parameter in parameters)
-        num_bytes = float(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
-        return ProgramCosts(rows, PartCosts(flops=flops, parameter_bytes=num_bytes), (), PartCosts())
-
-    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
-        """Share the rows out so that the last device is done earliest; devices too slow for a row are left out."""
-        seconds = [partial(_seconds, device.speed) for device in cluster.devices]
-        shares = spread(costs.rows, seconds)
-        assert shares is not None, "without limits every total can be shared out"
-        used = [(device.rank, rows) for device, rows in zip(cluster.devices, shares, strict=True) if rows]
-        plan = Plan.data_parallel([rank for rank, _ in used], [rows for _, rows in used])
-        predicted = predict(plan, costs, cluster)
-        problems = memory_problems(predicted, cluster)
-        if problems:
-            raise PlanError(
-                f"parameters, gradients and optimizer states do not fit ({'; '.join(problems)}), and capture='eager' "
-                f"has the whole model on every device; use larger devices, or make the model capturable"
-            )
-        return Plan(plan.pipelines, name=name, predicted=predicted)
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless every pipeline is one device and one micro-batch; warn of what rows weigh."""
@@ -127,10 +94,6 @@ class EagerExecution:
 
 def _run(module: EagerModule, batch: EagerBatch, variant: EagerVariant, inputs: StepInputs) -> StepOutputs:
     return run_eager_step(module, variant, batch, inputs)
-
-
-def _seconds(speed: float, rows: int) -> float:
-    return rows / speed
 
 
 def _told(pipeline: Pipeline) -> str:

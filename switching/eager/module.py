@@ -68,7 +68,7 @@ class EagerModule:
         self._caller = _Caller(model, self.forward, loss_fn)
         self._has_rows: dict[str, bool] = {}
         args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
-        self.example_rows = self.read(args, kwargs, training=True).facts.rows
+        self.read(args, kwargs, training=True)  # notes which inputs have rows
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> EagerBatch:
         """Read the arguments of a call of the model.

@@ -1,9 +1,8 @@
-"""The parameters of a model as home tensors: put in once, taken out for a capture."""
+"""The parameters of a model, and what its optimizer has of them, as home tensors: put in once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,22 +13,6 @@ from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor
-
-
-def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return for every parameter, by its first name, all places where the model holds it (several if tied)."""
-    slots: dict[str, list[tuple[nn.Module, str]]] = {}
-    first: dict[int, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            key = first.setdefault(id(parameter), full)
-            place = (module, name)
-            if place not in slots.setdefault(key, []):
-                slots[key].append(place)
-    return slots
 
 
 def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
@@ -84,25 +67,3 @@ def move_optimizer_state(
             whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
             if whole and key not in _NUMBERS and tuple(value.shape) == tuple(home.shape):
                 state[key] = HomeTensor.from_full(value, layouts[name])
-
-
-@contextmanager
-def plain_parameters(model: nn.Module) -> Iterator[None]:
-    """Put uninitialised whole parameters in the model's places: enough to capture it, never computed with.
-
-    Their memory is not touched, so the operating system does not back it.
-    """
-    slots = _named_slots(model)
-    homes = dict(model.named_parameters())
-    try:
-        for name, places in slots.items():
-            home = homes[name]
-            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=home.device)
-            plain = nn.Parameter(empty, requires_grad=home.requires_grad)
-            for module, key in places:
-                module._parameters[key] = plain
-        yield
-    finally:
-        for name, places in slots.items():
-            for module, key in places:
-                module._parameters[key] = homes[name]

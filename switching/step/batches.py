@@ -11,11 +11,9 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import BatchError
-from hetu_fx.graph import meta
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch, Programs, batch_of, form_of
+from hetu_fx.program.captures import Programs, batch_of, form_of
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, bind
 from hetu_fx.switching.step.row_exchange import cut_rows, rows_for_pipeline
@@ -80,7 +78,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     batch = batch_of(programs.signature, args, kwargs)
     program = programs.find(batch, training)
     tensors = input_tensors(program.graph, batch)
-    count = _rows(program, tensors)
+    count = program.num_rows(tensors)
     bindings = bind(program.inputs, tensors)
     sizes = sizes_besides_rows(tensors, program.row_inputs)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
@@ -89,26 +87,12 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
         signature=f"{form_of(batch, training)}, graph {program.fingerprint}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
-        longest=_longest(program, tensors),
+        longest=program.longest(tensors),
         counts=_counts(program, tensors, count),
         values=tuple(values.values()),
         value_names=tuple(values),
     )
     return ReadBatch(program, tensors, facts, bindings)
-
-
-def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
-    """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
-    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
-    tensors = input_tensors(program.graph, batch_of(programs.signature, args, kwargs))
-    return _rows(program, tensors), _longest(program, tensors)
-
-
-def _rows(program: Program, tensors: Mapping[str, Tensor]) -> int:
-    rows = {name: int(tensors[name].shape[0]) for name in sorted(program.row_inputs) if tensors[name].dim()}
-    if len(set(rows.values())) > 1:
-        raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
-    return next(iter(rows.values()), 1)
 
 
 def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:
@@ -124,16 +108,6 @@ def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str
 def longest_side(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> int:
     """Return the largest dim 1 of the inputs with rows, which is the sequence length where there are sequences."""
     return max((int(tensors[name].shape[1]) for name in row_inputs if tensors[name].dim() > 1), default=0)
-
-
-def _longest(program: Program, tensors: Mapping[str, Tensor]) -> int:
-    """Return the largest size that the graph leaves open, rows aside: the sequence length."""
-    longest = 0
-    for leaf in program.inputs:
-        for dim, size in enumerate(meta.shape(leaf.node)):
-            if meta.is_symbolic(size) and meta.expression(size) != program.graph.batch_symbol:
-                longest = max(longest, int(tensors[leaf.name].shape[dim]))
-    return longest
 
 
 def _counts(program: Program, tensors: Mapping[str, Tensor], rows: int) -> tuple[float, ...]:

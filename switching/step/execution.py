@@ -1,4 +1,4 @@
-"""How a model runs, as far as planning and the runtime need to know: as captured graphs, or as the module it is."""
+"""How a model runs, as far as the runtime needs to know: as captured graphs, or as the module it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.planned import Planned
-from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.step.loss import Guess
@@ -143,18 +142,10 @@ class Execution(Protocol[V]):
     Attributes:
         forward: the model's own forward.
         loss_fn: makes the loss of its output; None if the model does.
-        example_rows: rows of the example batch.
     """
 
     forward: Callable[..., Any]
     loss_fn: Callable[..., Any] | None
-    example_rows: int
-
-    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
-        """Return what a step of so many rows costs; what it holds only if asked, as finding that out takes a while."""
-
-    def plan(self, costs: ProgramCosts, cluster: Cluster, name: str) -> Plan:
-        """Make the best plan for a cluster. Raises PlanError if none fits."""
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the model can run under the plan."""

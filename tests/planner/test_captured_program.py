@@ -6,8 +6,8 @@ from tests.planner.search.nets import convolutions
 
 
 def planned() -> PlannedProgram:
-    execution = convolutions()
-    return PlannedProgram(execution.program, execution.costs(18))
+    program = convolutions()
+    return program.at(program.costs(18))
 
 
 def test_a_split_that_groups_choose_anyway_costs_what_the_program_does() -> None:
@@ -29,8 +29,8 @@ def test_another_split_cuts_other_work_and_is_worked_out_once() -> None:
 
 
 def test_hap_sees_the_rows_of_the_costs() -> None:
-    execution = convolutions()
-    hap = PlannedProgram(execution.program, execution.costs(64, memory=False)).hap
+    program = convolutions()
+    hap = program.at(program.costs(64, memory=False)).hap
     assert {tensor.shape[tensor.row_dim] for tensor in hap.tensors if tensor.row_dim is not None} == {64}
 
 

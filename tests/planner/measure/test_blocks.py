@@ -14,6 +14,7 @@ import hetu_fx.planner.measure.blocks
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ClusterError, ProfileError
 from hetu_fx.planner.api import profile
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import Measuring, joined
 from hetu_fx.planner.measure.fit import degrees_of, distinct_blocks
 from hetu_fx.planner.measure.shards import Shard, shard_of
@@ -21,7 +22,6 @@ from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
-from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 from tests import model_zoo
 from tests.model_zoo import causal_batch
@@ -54,7 +54,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return GraphExecution(Programs(llama(), None), causal_batch(4, LENGTH), None).program
+    return Programs(llama(), None).first(causal_batch(4, LENGTH), training=True)
 
 
 @pytest.mark.parametrize("length", [5, LENGTH])
@@ -74,11 +74,11 @@ def test_a_shard_has_its_part_of_the_parameters_and_gets_their_gradients(program
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral"])
 def test_blocks_with_dropout_two_lengths_or_experts_run_alone(name: str) -> None:
     sample = model_zoo.SAMPLES[name]
-    execution = GraphExecution(Programs(sample.model(), None), sample.batch(4, LENGTH), None)
-    costs = execution.costs(4)
+    captured = CapturedProgram.of(Programs(sample.model(), None), sample.batch(4, LENGTH))
+    costs = captured.costs(4)
     for block, _ in distinct_blocks(costs):
         for degree in degrees_of(costs.units):
-            shard = shard_of(execution.program, block, degree)
+            shard = shard_of(captured.program, block, degree)
             inputs = shard.inputs(LENGTH // 2, CPU)
             shard.backward(shard.forward(inputs))
             trained = [t for t in inputs if t.requires_grad]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.captured_program import PlannedProgram
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.graph_execution import GraphExecution
 
 
 class Convolutions(nn.Module):
@@ -53,16 +52,16 @@ def images(rows: int) -> dict[str, Tensor]:
 
 
 @functools.cache
-def convolutions(rows: int = 18) -> GraphExecution:
+def convolutions(rows: int = 18) -> CapturedProgram:
     """Capture `Convolutions`, once per process."""
-    return GraphExecution(Programs(Convolutions(), mean_square), images(rows), None)
+    return CapturedProgram.of(Programs(Convolutions(), mean_square), images(rows))
 
 
 def problem(cluster: Cluster, rows: int = 18, **options: Any) -> Problem:
     """Return what searches are asked about `Convolutions`."""
-    execution = convolutions(rows)
-    costs = execution.costs(rows)
-    return Problem(Profile(costs), cluster, PlanOptions(**options), captured=PlannedProgram(execution.program, costs))
+    program = convolutions(rows)
+    costs = program.costs(rows)
+    return Problem(Profile(costs), cluster, PlanOptions(**options), captured=program.at(costs))
 
 
 UNEQUAL = Cluster.on_paper([2e10, 1e10], intra=Link(1e10, 1e-6))

@@ -11,7 +11,6 @@ import torch
 
 import hetu_fx
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, PlanError, StateError
 from hetu_fx.graph.containers import Constant, Fields, Slot
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -152,22 +151,6 @@ def test_a_loss_fn_must_give_a_scalar() -> None:
     model = parallel(make(Predicts), loss_fn=lambda output, **_: output, plan=Plan.single())
     with pytest.raises(BatchError, match=r"loss_fn gave a tensor of shape \(5, 6\)"):
         model(**batch(5, 1))
-
-
-def test_rows_are_shared_out_in_proportion_to_speed() -> None:
-    execution = EagerExecution(make(Choosy), None, batch(8, 0))
-    cluster = Cluster.on_paper((8e9, 4e9, 2e9, 2e9))
-    plan = execution.plan(execution.costs(8), cluster, "auto")
-    assert [(p.devices, p.share) for p in plan.pipelines] == [((0,), 4), ((1,), 2), ((2,), 1), ((3,), 1)]
-    slowed = execution.plan(execution.costs(8), cluster.with_rates({0: 4.0}), "slowed")
-    assert slowed.pipelines[0].share < plan.pipelines[0].share
-    assert plan.predicted is not None
-
-
-def test_a_model_too_large_for_a_device_is_not_planned() -> None:
-    execution = EagerExecution(make(Choosy), None, batch(8, 0))
-    with pytest.raises(PlanError, match="whole model on every device"):
-        execution.plan(execution.costs(8), Cluster.on_paper((1e9, 1e9), memory_bytes=(1000, 1000)), "auto")
 
 
 def test_several_replicas_are_warned_that_losses_are_weighted_by_rows() -> None:

@@ -11,11 +11,11 @@ from hetu_fx.planner.search.hap.expand import Choice, Expansion
 from hetu_fx.planner.search.hap.items import items_of
 from hetu_fx.planner.search.hap.memory import Held, held, held_after
 from hetu_fx.planner.search.hap.prices import Ratios
-from hetu_fx.planner.search.hap.problem import Problem
 from hetu_fx.planner.search.hap.program import LayoutChange, Program, Step
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Layout, LayoutKind
 from hetu_fx.planner.search.hap.synthesis import Label, best_first
+from hetu_fx.planner.values.tensor_program import Problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Protocol
 from hetu_fx.planner.search.hap.forms import Rules
 from hetu_fx.planner.search.hap.memory import Held, Limits, held_after
 from hetu_fx.planner.search.hap.prices import Prices
-from hetu_fx.planner.search.hap.problem import Problem, Tensor
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Layout
+from hetu_fx.planner.values.tensor_program import Problem, Tensor
 
 Layouts = tuple[Layout, ...]
 """The layouts in which a tensor is at hand: that in which it was made first."""

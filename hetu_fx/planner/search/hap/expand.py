@@ -16,9 +16,9 @@ from hetu_fx.planner.search.hap.dominance import Dominance, Layouts, State
 from hetu_fx.planner.search.hap.forms import Form, Rules, forms_of
 from hetu_fx.planner.search.hap.memory import Held, Limits, held, held_after
 from hetu_fx.planner.search.hap.prices import Prices, Transfer, Vector
-from hetu_fx.planner.search.hap.problem import Op, Problem, Tensor
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, split
+from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 
 class Choice(NamedTuple):

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetu_fx.planner.search.hap.problem import Op, Problem, Tensor
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
+from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import example_rows, is_view
 from hetu_fx.planner.count.flops import FlopCounter
-from hetu_fx.planner.search.hap.problem import Factors, Kind, Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Problem, Tensor
 
 
 def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool = False) -> Problem:

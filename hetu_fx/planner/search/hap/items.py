@@ -15,9 +15,9 @@ from hetu_fx.planner.search.hap.dominance import Layouts, State
 from hetu_fx.planner.search.hap.expand import Choice, Expansion, Move
 from hetu_fx.planner.search.hap.memory import Held
 from hetu_fx.planner.search.hap.prices import Vector
-from hetu_fx.planner.search.hap.problem import Op, Problem
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.synthesis import Item, Label, best_first
+from hetu_fx.planner.values.tensor_program import Op, Problem
 
 MOST_ENTRIES = 8
 """A block is searched from so many states, those that took least."""

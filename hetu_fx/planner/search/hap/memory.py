@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetu_fx.planner.search.hap.problem import Problem, Tensor
 from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind
 from hetu_fx.planner.values.device_memory import fixed_bytes
+from hetu_fx.planner.values.tensor_program import Problem, Tensor
 
 
 class Held(NamedTuple):

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.collectives import Collectives, Line
 from hetu_fx.planner.search.hap.forms import Form
-from hetu_fx.planner.search.hap.problem import Tensor
 from hetu_fx.planner.search.hap.states import Change, Layout, changes
+from hetu_fx.planner.values.tensor_program import Tensor
 
 Ratios = tuple[tuple[float, ...], ...]
 """For each segment, each device's share; each adds up to 1."""

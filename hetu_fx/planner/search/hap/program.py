@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from hetu_fx.planner.search.hap.forms import Form
 from hetu_fx.planner.search.hap.prices import Ratios, Transfer
-from hetu_fx.planner.search.hap.problem import Op
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.states import Layout
+from hetu_fx.planner.values.tensor_program import Op
 
 
 class LayoutChange(NamedTuple):

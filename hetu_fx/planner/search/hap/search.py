@@ -20,10 +20,10 @@ from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import Rules
 from hetu_fx.planner.search.hap.memory import Limits
 from hetu_fx.planner.search.hap.prices import Prices, Ratios
-from hetu_fx.planner.search.hap.problem import Problem
 from hetu_fx.planner.search.hap.program import Program
 from hetu_fx.planner.search.hap.ratios import best_ratios
 from hetu_fx.planner.search.hap.result import HapResult
+from hetu_fx.planner.values.tensor_program import Problem
 
 MOST_ROUNDS = 8
 """So often at most program and ratios are found anew from one start."""

@@ -16,10 +16,10 @@ from functools import cached_property
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.collectives import Collectives
-from hetu_fx.planner.search.hap.problem import Op, Problem, Tensor
 from hetu_fx.planner.search.hap.result import HapResult
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.hap.collectives import Collectives
-from hetu_fx.planner.search.hap.problem import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 V100, P100 = 3_858_755_112_937, 2_149_250_936_815
 FAST, SLOW = 5_712_013_967_207, 3_009_904_927_648

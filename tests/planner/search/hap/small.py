@@ -9,7 +9,7 @@ from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import Rules
 from hetu_fx.planner.search.hap.memory import Limits
 from hetu_fx.planner.search.hap.prices import Prices, Ratios
-from hetu_fx.planner.search.hap.problem import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 LINES = Collectives(
     all_gather=Line(1e-3, 1.1e-5),

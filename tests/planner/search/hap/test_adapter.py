@@ -8,6 +8,7 @@ from torch import nn
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
@@ -15,7 +16,6 @@ from hetu_fx.planner.search.hap.adapter import HAP
 from hetu_fx.planner.searches import AUTO
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.graph_execution import GraphExecution
 from tests.model_zoo import SAMPLES, example
 from tests.planner.search.nets import UNEQUAL, Convolutions, Perceptron, images, mean_square, problem
 from tests.transforms.plans import program_of, same_in_group
@@ -97,8 +97,8 @@ def test_groups_that_it_finds_run_like_one_device(name: str, monkeypatch: pytest
 
 
 def found_for(make: Callable[[], nn.Module], batch: dict[str, torch.Tensor], loss_fn: Any) -> set[Plan]:
-    execution = GraphExecution(Programs(in_double(make()), loss_fn), batch, None)
-    costs = execution.costs(execution.example_rows, memory=False)
+    program = CapturedProgram.of(Programs(in_double(make()), loss_fn), batch)
+    costs = program.costs(memory=False)
     base = problem(UNEQUAL)
-    asked = replace(base, profile=replace(base.profile, costs=costs), captured=execution.captured(costs))
+    asked = replace(base, profile=replace(base.profile, costs=costs), captured=program.at(costs))
     return set(HAP.find(asked))

@@ -9,9 +9,9 @@ from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import RELEASED
 from hetu_fx.planner.search.hap.memory import Limits
 from hetu_fx.planner.search.hap.prices import Prices
-from hetu_fx.planner.search.hap.problem import Problem
 from hetu_fx.planner.search.hap.result import HapResult
 from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.values.tensor_program import Problem
 from tests.planner.search.hap.released import FOUR_EQUAL, P100, SET_H, SET_L, TWO_AND_TWO, V100, encoder, mlp
 
 PROPORTIONAL = (0.321134, 0.321134, 0.178866, 0.178866)

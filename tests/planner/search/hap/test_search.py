@@ -8,8 +8,8 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.collectives import Collectives, Line
 from hetu_fx.planner.search.hap.forms import Rules
-from hetu_fx.planner.search.hap.problem import Problem, Tensor
 from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.values.tensor_program import Problem, Tensor
 from tests.planner.search.hap.small import LINES, drawn, feed_forward
 
 UNEQUAL = Cluster.on_paper([3e5, 1e5])

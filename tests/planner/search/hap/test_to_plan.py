@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.hap.problem import Problem
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
+from hetu_fx.planner.values.tensor_program import Problem
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.search.hap.released import P100, V100
 from tests.planner.search.hap.small import LINES, feed_forward

@@ -1,0 +1,68 @@
+"""What planning knows of a model that cannot be captured: its parameters, and that each device runs all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.search.allocate import spread
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleProgram:
+    """A model that runs as the module it is, as planning asks about it."""
+
+    model: nn.Module
+
+    def costs(self, rows: int, *, memory: bool = True) -> ProgramCosts:
+        """Return the costs as far as parameters tell: a product and a sum with each, per row, and their bytes.
+
+        A module that uses a parameter many times per row (for every token, say) takes more; all devices alike, so
+        that shares come out right, and predicted seconds too low.
+        """
+        parameters = list(self.model.parameters())
+        flops = 2.0 * sum(parameter.numel() for parameter in parameters)
+        num_bytes = float(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
+        return ProgramCosts(rows, PartCosts(flops=flops, parameter_bytes=num_bytes), (), PartCosts())
+
+    def at(self, costs: ProgramCosts) -> PlannedModule:
+        """Return the model as it is planned for where a step costs this."""
+        return PlannedModule(costs)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedModule:
+    """A model that runs as the module it is, and is planned for: all that counts is what a step costs."""
+
+    costs: ProgramCosts
+
+    def plan(self, cluster: Cluster, name: str) -> Plan:
+        """Share the rows out so that the last device is done earliest; devices too slow for a row are left out.
+
+        Raises `PlanError` where the whole model does not fit a device.
+        """
+        seconds = [partial(_seconds, device.speed) for device in cluster.devices]
+        shares = spread(self.costs.rows, seconds)
+        assert shares is not None, "without limits every total can be shared out"
+        used = [(device.rank, rows) for device, rows in zip(cluster.devices, shares, strict=True) if rows]
+        plan = Plan.data_parallel([rank for rank, _ in used], [rows for _, rows in used])
+        predicted = predict(plan, self.costs, cluster)
+        problems = memory_problems(predicted, cluster)
+        if problems:
+            raise PlanError(
+                f"parameters, gradients and optimizer states do not fit ({'; '.join(problems)}), and capture='eager' "
+                f"has the whole model on every device; use larger devices, or make the model capturable"
+            )
+        return Plan(plan.pipelines, name=name, predicted=predicted)
+
+
+def _seconds(speed: float, rows: int) -> float:
+    return rows / speed

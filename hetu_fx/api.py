@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -95,7 +94,9 @@ def auto_parallelize(
     )
     runtime, adaptation = prepare(preparation)
     rehoming = Rehoming(runtime, adaptation, [] if optimizer is None else [optimizer])
-    HomesFollow(runtime, adaptation, rehoming)
+    # In this order: what a plan for new rates is made for, which devices are left, and then where homes are to be.
+    runtime.watch(adaptation, rehoming, HomesFollow(runtime, adaptation, rehoming))
+    runtime.when_idle(adaptation.stand_by)
     handle = Handle(runtime, adaptation, rehoming)
     _attach(model, handle)
     if warm:
@@ -112,17 +113,8 @@ def _attach(model: nn.Module, handle: Handle) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return runtime.run(args, kwargs)
 
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        """Accumulate gradients without communication until the first backward outside."""
-        before, runtime.syncs_gradients = runtime.syncs_gradients, False
-        try:
-            yield
-        finally:
-            runtime.syncs_gradients = before
-
     object.__setattr__(model, "forward", forward)
-    object.__setattr__(model, "no_sync", no_sync)
+    object.__setattr__(model, "no_sync", runtime.no_sync)
     object.__setattr__(model, "hetu", handle)
     # accelerate's prepare must leave the model as it is (its documented mark for prepared objects).
     object.__setattr__(model, "_is_accelerate_prepared", True)

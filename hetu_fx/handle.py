@@ -97,15 +97,15 @@ class Handle:
 
     @property
     def policy(self) -> Policy:
-        """What chooses the variant of each batch; assign another one (see `switching.policy.Policy`) on every process.
+        """What chooses the variant of each batch (`switching.step.policy.Policy`); assign another on every process.
 
         The default takes the variant predicted fastest, of those that take the batch's longest sequence.
         """
-        return self._runtime.policy
+        return self._runtime.variants.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._runtime.policy = policy
+        self._runtime.variants.choose_by(policy)
 
     @property
     def sequences(self) -> SequenceReader:
@@ -134,7 +134,9 @@ class Handle:
         for batch in batches:
             waiting.append(batch)
             for one in waiting:
-                self.sequences.ahead(one, runtime.model.training, runtime.able(), runtime.health.rates)
+                self.sequences.ahead(
+                    one, runtime.model.training, runtime.variants.able(), runtime.variants.health.rates
+                )
             if len(waiting) > count:
                 yield waiting.popleft()
         yield from waiting
@@ -166,11 +168,11 @@ class Handle:
 
     def switch(self, name: str) -> None:
         """Run a variant from the next step on, until told otherwise; collective."""
-        self._runtime.pin(name)
+        self._runtime.variants.pin(name)
 
     def release(self) -> None:
         """Let the policy choose the variant of each batch again."""
-        self._runtime.pin(None)
+        self._runtime.variants.pin(None)
 
     def replan(self, rates: Mapping[int, float]) -> str:
         """Plan again for devices that are slower than planned (rate 2: twice as slow); returns the variant's name.
@@ -182,7 +184,7 @@ class Handle:
     @property
     def drained(self) -> tuple[int, ...]:
         """Return the devices that are drained: they hold nothing and no variant that uses them runs."""
-        return tuple(sorted(self._runtime.drained))
+        return tuple(sorted(self._runtime.variants.drained))
 
     def switch_home(
         self, home: Home, *, optimizer: Optimizers | None = None, overlap: bool | None = None
@@ -262,7 +264,7 @@ class Handle:
         Times are those of time.perf_counter. A timeline of what a step waits for is made from them. The first
         communication of some ranks contains a "group creation".
         """
-        self._runtime.table.listener = listener
+        self._runtime.listen_to_communication(listener)
 
     def log(
         self, path: str | Path | None = None, *, progress: bool = False, tensorboard: str | Path | None = None
@@ -285,7 +287,9 @@ class Handle:
             sinks += [JsonLines(path)] if path is not None else []
             sinks += [Progress()] if progress else []
             sinks += [Scalars(tensorboard_writer(tensorboard))] if tensorboard is not None else []
-        return RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
+        log = RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
+        self._runtime.watch(log)
+        return log
 
     def save(self, folder: str | Path, **options: Any) -> None:
         """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `saving.save_model`'s.
@@ -332,9 +336,11 @@ class Handle:
                 are started again; None: never. `hetu-fx launch` has an option of its own.
         """
         folder, checkpoints = (None if path is None else Path(path) for path in (folder, checkpoints))
-        return Snapshots(
+        snapshots = Snapshots(
             self._runtime, optimizer, every=every, folder=folder, checkpoints=checkpoints, stopped_after=stopped_after
         )
+        self._runtime.watch(snapshots)
+        return snapshots
 
     def export(self, folder: str | Path) -> None:
         """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,9 +21,8 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.errors import BatchError, StateError
+from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.bridge.compute import compute_layout
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.migrate.in_flight import OnTheWay
@@ -31,19 +31,27 @@ from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.loss import Guess
-from hetu_fx.switching.step.policy import BatchFacts, Health, Policy, choose
+from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LossAndOutput, StepReport, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, plan_rows
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from hetu_fx.switching.step.variant import Variant
+from hetu_fx.switching.variants import Variants
 
 _log = logging.getLogger("hetu_fx.variants")
 
 
-Observer = Callable[[StepFacts], None]
 Optimizers = Sequence[torch.optim.Optimizer]
-Teller = Callable[[LocalFacts], LocalFacts]
-"""Adds to a rank's facts what others are to know of it."""
+
+
+class Watcher(Protocol):
+    """Goes along with a run: before every step it tells the other ranks something, and hears what all have told."""
+
+    def tell(self) -> Mapping[str, float]:
+        """Return facts of this rank, by their names in `StepFacts`."""
+
+    def observe(self, facts: StepFacts) -> None:
+        """Take in what all ranks have agreed on; on all ranks in the same order, so that it may be collective."""
 
 
 class Runtime:
@@ -60,72 +68,60 @@ class Runtime:
         self.model, self.table, self.execution, self.homes = model, table, execution, homes
         self.settings = settings
         self.buffers = Buffers(model, table)
-        self.variants: dict[str, Variant] = {}
+        self.variants = Variants(execution, table, homes)
         self.current = ""
-        self.syncs_gradients = True
+        self._syncs_gradients = True
         self.step = 0
         self.guess = Guess()
         self.report = StepReport()
-        self.pinned: str | None = None
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
         self.on_the_way = OnTheWay(table, lambda: self.step)
-        self.policy: Policy = choose
-        self.health = Health()
-        self.observers: list[Observer] = []
-        self.drained: frozenset[int] = frozenset()
-        self.tellers: list[Teller] = []
-        self.stand_by: Callable[[], None] = _rest
+        self._watchers: list[Watcher] = []
+        self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
         self.clock = clock_of(next(model.parameters()).device)
 
     def add_variant(
         self, plan: Plan, name: str, planned_rates: Mapping[int, float] | None = None, deduced: bytes | None = None
     ) -> Variant:
-        """Add a variant; its graphs are those of one of the same compute layout, or made when a batch needs them.
-
-        `deduced` is what `deduced` has returned for the plan.
-        """
-        if name in self.variants:
-            raise StateError(f"there is a variant {name!r} already; choose another name")
-        if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
-            raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
-        self.execution.check(plan, self.table.size)
-        rates, twin = dict(planned_rates or {}), self._twin(plan)
-        self.variants[name] = self.execution.variant(name, plan, self.table, self.homes, rates, twin, deduced)
+        """Add a variant, as `Variants.add` does; the first one is the current one."""
+        variant = self.variants.add(plan, name, planned_rates, deduced)
         self.current = self.current or name
-        return self.variants[name]
+        return variant
 
-    def deduced(self, plan: Plan, layouts: Collection[Plan]) -> bytes | None:
-        """Return what a variant of the plan has to find out before it runs; None where there is nothing to find out.
+    def watch(self, *watchers: Watcher) -> None:
+        """Let watchers go along from the next step on, after those that do so already."""
+        self._watchers += watchers
 
-        Nor is there for a plan of one of the compute `layouts` that are given.
-        """
-        return None if compute_layout(plan) in layouts else self.execution.deduced(plan, self.table.topology)
+    def unwatch(self, watcher: Watcher) -> bool:
+        """Let a watcher go along no more; tell whether it did."""
+        found = watcher in self._watchers
+        self._watchers = [other for other in self._watchers if other is not watcher]
+        return found
 
-    def layouts(self) -> frozenset[Plan]:
-        """Return the compute layouts of the variants there are."""
-        return frozenset(compute_layout(variant.plan) for variant in self.variants.values())
+    def when_idle(self, act: Callable[[], None]) -> None:
+        """Do this on a rank without work while the others compute."""
+        self._stand_by = act
 
-    def _twin(self, plan: Plan) -> Variant | None:
-        """Return a variant of the same compute layout."""
-        layout = compute_layout(plan)
-        return next((v for v in self.variants.values() if compute_layout(v.plan) == layout), None)
+    def listen_to_communication(self, listener: Callable[[str, float, float], None] | None) -> None:
+        """Call `listener(what, start, end)` after each communication of this rank; None: no more."""
+        self.table.listener = listener
 
-    def pin(self, name: str | None) -> None:
-        """Run one variant from the next step on (None: let the policy choose again)."""
-        if name is not None and not self.drained.isdisjoint(self._known(name).plan.devices):
-            raise StateError(
-                f"variant {name!r} uses devices {sorted(self.drained.intersection(self.variants[name].plan.devices))}, "
-                f"which are drained; use another variant, or model.hetu.admit them"
-            )
-        self.pinned = name
+    def resume(self, step: int, guess: float | None = None) -> None:
+        """Go on after so many training steps, and with that for the gradient of the loss, if it is known."""
+        self.step = step
+        self.guess.value = self.guess.value if guess is None else guess
 
-    @property
-    def usable(self) -> dict[str, Variant]:
-        """Return the variants that use no drained device, by name."""
-        return {n: variant for n, variant in self.variants.items() if self.drained.isdisjoint(variant.plan.devices)}
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication until the first backward outside."""
+        before, self._syncs_gradients = self._syncs_gradients, False
+        try:
+            yield
+        finally:
+            self._syncs_gradients = before
 
     def switch_home(
         self, annotations: Mapping[str, Annotation], optimizers: Optimizers, overlap: bool | None = None, why: str = ""
@@ -164,8 +160,8 @@ class Runtime:
         with using(self.table):
             batch, facts = self._agree(args, kwargs)
             self.charge_groups()
-            for number, (name, variant) in enumerate(self.usable.items(), 1):
-                _log.info("variant %d of %d, %r, is made ready", number, len(self.usable), name)
+            for number, (name, variant) in enumerate(self.variants.usable.items(), 1):
+                _log.info("variant %d of %d, %r, is made ready", number, len(self.variants.usable), name)
                 with self.idle.use(variant, self.step):
                     self._warm(variant, batch, facts)
                 self.charge_groups(variant)
@@ -183,44 +179,18 @@ class Runtime:
         self.times.begin(perf_counter())
         with using(self.table):
             batch, facts = self._agree(args, kwargs)
-            for observe in self.observers:
-                observe(facts)
+            for watcher in self._watchers:
+                watcher.observe(facts)
             if batch.divide is not None:
-                return self._run_division(batch.divide(self.able(), self.health.rates))
-            self._switch(self.pinned or self._chosen(facts))
+                return self._run_division(batch.divide(self.variants.able(), self.variants.health.rates))
+            self._switch(self.variants.chosen(_batch_facts(facts)))
             self._settle()
             return self._run(batch, facts)
-
-    def _chosen(self, facts: StepFacts) -> str:
-        """Return the variant that the policy chooses; it must exist and take the batch."""
-        batch = _batch_facts(facts)
-        variants = {name: variant.facts for name, variant in self.usable.items()}
-        if not variants:
-            raise StateError(
-                f"every variant uses one of the drained devices {sorted(self.drained)}; add one that does not by "
-                f"model.hetu.add_variant(plan), or model.hetu.admit them"
-            )
-        name = self.policy(tuple(variants.values()), batch, self.health)
-        self._known(name)
-        if name not in variants:
-            raise StateError(f"the policy chose variant {name!r}, but its devices are drained; see model.hetu.drained")
-        if not variants[name].fits(batch):
-            raise BatchError(
-                f"the policy chose variant {name!r} for a batch whose longest sequence is {batch.longest}, but that "
-                f"takes {variants[name].max_length} at most; let it choose among those that fit"
-            )
-        return name
-
-    def _known(self, name: str) -> Variant:
-        if name not in self.variants:
-            raise StateError(f"there is no variant {name!r}; there are {sorted(self.variants)}")
-        return self.variants[name]
 
     def _switch(self, name: str) -> None:
         """Change the variant between steps; home parameters and optimizer state stay where they are."""
         if name == self.current:
             return
-        self._known(name)
         self.variants[self.current].flush()
         self._become(name)
 
@@ -245,9 +215,10 @@ class Runtime:
             batch = self.execution.read(args, kwargs, self.model.training)
             if batch.divide is not None and not self.settings.shared:
                 raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
-            local = replace(batch.facts, compute_seconds=self.report.timer.seconds)
-            for tell in self.tellers:
-                local = tell(local)
+            told = {"compute_seconds": self.report.timer.seconds}
+            for watcher in self._watchers:
+                told.update(watcher.tell())
+            local = replace(batch.facts, told=told)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
         facts = agree(self.table, local)
@@ -270,10 +241,6 @@ class Runtime:
             self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
         self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
         return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
-
-    def able(self) -> list[Variant]:
-        """Return the variants that may run sequences."""
-        return list(self.usable.values()) if self.pinned is None else [self._known(self.pinned)]
 
     def _run_division(self, division: Division[Any]) -> Any:
         """Run the parts of a batch of sequences one after another, as one step."""
@@ -313,10 +280,10 @@ class Runtime:
             seed=self.settings.seed or 0,
             shared=self.settings.shared,
             outputs=self.settings.outputs,
-            syncs_gradients=self.syncs_gradients,
+            syncs_gradients=self._syncs_gradients,
             guess=self.guess,
             timer=ComputeTimer(self.clock),
-            stand_by=self.stand_by,
+            stand_by=self._stand_by,
         )
 
     def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:

@@ -1,15 +1,15 @@
-"""What all ranks must know of each other before a step, exchanged in one small message.
+"""What all ranks must know of each other before a step: a table of facts, exchanged in one small message.
 
-Every rank sends its row count, the sizes of its batch, its local counts, its last compute time, and whether a plan is
-ready that it was to make. An error on one rank travels too, so that all ranks raise instead of waiting for each other.
+Every rank tells its numbers (`LocalFacts`), each is combined as the table says (`StepFacts`), and batches that do not
+fit together are refused. An error on one rank travels too, so that all ranks raise instead of waiting for each other.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,64 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
 T = TypeVar("T")
+Numbers = Sequence[float]
+
+
+def _counts(numbers: Numbers) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
+
+
+def _largest(numbers: Numbers) -> int:
+    return int(max(numbers, default=0))
+
+
+def _ranks_that_do(numbers: Numbers) -> tuple[int, ...]:
+    return tuple(rank for rank, number in enumerate(numbers) if number)
+
+
+def _fact(combine: Callable[[Numbers], Any]) -> Any:
+    """Make a fact: a number that every rank tells under the fact's name, 0 if it says nothing, and its combination."""
+    return field(default=combine(()), metadata={"combine": combine})
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """The table of facts: what all ranks agree on for one step, the same on every rank. A new fact is one line.
+
+    Attributes:
+        rows: rows of the batch that each rank brings.
+        longest: longest sequence in the batch.
+        counts: sums over ranks, in the order of the program's count leaves.
+        compute_seconds: of each rank's last step, communication left out; 0 if unknown.
+        leaving: the ranks that ask to be drained before the step.
+        has_plan: a rank has made the plan that it was to make in the background, or has failed to.
+        probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
+        is_joined: a rank knows of a process that is ready to join.
+        update_seconds: of each rank's optimizers since the last facts; 0 if unknown.
+    """
+
+    rows: tuple[int, ...] = _fact(_counts)
+    longest: int = _fact(_largest)
+    counts: tuple[float, ...] = ()
+    compute_seconds: tuple[float, ...] = _fact(tuple)
+    leaving: tuple[int, ...] = _fact(_ranks_that_do)
+    has_plan: bool = _fact(any)
+    probe_seconds: tuple[float, ...] = _fact(tuple)
+    is_joined: bool = _fact(any)
+    update_seconds: tuple[float, ...] = _fact(tuple)
+
+
+_COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
+    fact.name: fact.metadata["combine"] for fact in fields(StepFacts) if fact.metadata
+}
+"""How the numbers of all ranks are combined, by fact, in the order of the message."""
 
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
-_HEAD = 10
-_FIRST_COUNT = _HEAD + _MAX_SIZES
+_ERROR, _DIGEST, _FIRST_FACT = range(3)
+_FIRST_SIZE = _FIRST_FACT + len(_COMBINE)
+_FIRST_COUNT = _FIRST_SIZE + _MAX_SIZES
 _FIRST_VALUE = _FIRST_COUNT + _MAX_COUNTS
 _WIDTH = _FIRST_VALUE + _MAX_VALUES
 
@@ -40,14 +92,9 @@ class LocalFacts:
         size_names: what the sizes are, for messages.
         longest: longest sequence in the batch.
         counts: local counts, in the order of the program's count leaves.
-        compute_seconds: compute time of this rank's last step, communication left out; 0 if unknown.
-        is_leaving: this rank asks to be drained before the step.
-        has_plan: this rank has made the plan that it was to make in the background, or has failed to.
-        probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
-        is_joined: this rank knows of a process that is ready to join.
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
-        update_seconds: of this rank's optimizers since the last facts; 0 if unknown.
+        told: this rank's numbers for the other facts, by the names in `StepFacts`; 0 where it says nothing.
     """
 
     rows: int
@@ -56,33 +103,16 @@ class LocalFacts:
     size_names: tuple[str, ...] = ()
     longest: int = 0
     counts: tuple[float, ...] = ()
-    compute_seconds: float = 0.0
-    is_leaving: bool = False
-    has_plan: bool = False
-    probe_seconds: float = 0.0
-    is_joined: bool = False
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
-    update_seconds: float = 0.0
+    told: Mapping[str, float] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What all ranks agree on for one step, the same on every rank.
-
-    `leaving` are the ranks that are to be drained; `has_plan` says that a rank has made a plan, `is_joined` that one
-    knows of a process that is ready to join.
-    """
-
-    rows: tuple[int, ...]
-    longest: int
-    counts: tuple[float, ...]
-    compute_seconds: tuple[float, ...]
-    leaving: tuple[int, ...] = ()
-    has_plan: bool = False
-    probe_seconds: tuple[float, ...] = ()
-    is_joined: bool = False
-    update_seconds: tuple[float, ...] = ()
+    @property
+    def numbers(self) -> list[float]:
+        """Return this rank's number for every fact of the table, in its order."""
+        told = {"rows": self.rows, "longest": self.longest, **self.told}
+        assert told.keys() <= _COMBINE.keys(), f"{list(told)} are not all in the table of facts {list(_COMBINE)}"
+        return [float(told.get(name, 0.0)) for name in _COMBINE]
 
 
 def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
@@ -95,28 +125,21 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, Exception):
             raise facts
-        leaving = (0,) if facts.is_leaving else ()
-        seconds = (facts.compute_seconds,)
-        asks = facts.has_plan, (facts.probe_seconds,), facts.is_joined, (facts.update_seconds,)
-        return StepFacts((facts.rows,), facts.longest, facts.counts, seconds, leaving, *asks)
+        return _combined([facts.numbers], facts.counts)
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
-    if any(row[0] for row in gathered):
+    if any(row[_ERROR] for row in gathered):
         _raise_everywhere(table, facts)
     assert isinstance(facts, LocalFacts)
-    _check_equal(table, gathered, facts)
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
-    return StepFacts(
-        rows=tuple(int(row[1]) for row in gathered),
-        longest=int(max(row[3] for row in gathered)),
-        counts=counts,
-        compute_seconds=tuple(row[4] for row in gathered),
-        leaving=tuple(rank for rank, row in enumerate(gathered) if row[5]),
-        has_plan=any(row[6] for row in gathered),
-        probe_seconds=tuple(row[7] for row in gathered),
-        is_joined=any(row[8] for row in gathered),
-        update_seconds=tuple(row[9] for row in gathered),
-    )
+    agreed = _combined([row[_FIRST_FACT:_FIRST_SIZE] for row in gathered], counts)
+    _check_equal(table, gathered, facts, agreed.rows)
+    return agreed
+
+
+def _combined(ranks: Sequence[Numbers], counts: tuple[float, ...]) -> StepFacts:
+    columns = zip(_COMBINE.items(), zip(*ranks, strict=True), strict=True)
+    return StepFacts(counts=counts, **{name: combine(column) for (name, combine), column in columns})
 
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:
@@ -213,10 +236,8 @@ def _encode(facts: LocalFacts | Exception) -> list[float]:
     if isinstance(facts, Exception):
         return [1.0] + [0.0] * (_WIDTH - 1)
     same = digest_of(f"{facts.signature}|{len(facts.sizes)}|{len(facts.counts)}|{len(facts.values)}")
-    asks = facts.is_leaving, facts.has_plan, facts.probe_seconds, facts.is_joined, facts.update_seconds
-    head = [0.0, facts.rows, same, facts.longest, facts.compute_seconds, *asks]
     lists = (facts.sizes, _MAX_SIZES), (facts.counts, _MAX_COUNTS), (facts.values, _MAX_VALUES)
-    return [*map(float, head), *(number for given, most in lists for number in _padded(given, most))]
+    return [0.0, float(same), *facts.numbers, *(number for given, most in lists for number in _padded(given, most))]
 
 
 def _padded(numbers: Sequence[float], length: int) -> list[float]:
@@ -263,16 +284,16 @@ def _joined(told: Sequence[_RankError]) -> str:
     return "; ".join(f"rank {error.rank}: {error.kind}: {error.text}" for error in told)
 
 
-def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts) -> None:
-    if len({row[2] for row in gathered}) > 1:
+def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts, rows: Sequence[int]) -> None:
+    if len({row[_DIGEST] for row in gathered}) > 1:
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_all(table, facts.signature)))
         raise BatchError(
             f"the ranks' batches differ in keys, dtypes or static values, or in the graph that these led to (told by "
             f"its hash); make them alike, and use the same version of every package on all ranks. {told}"
         )
     for i, name in enumerate(facts.size_names):
-        sizes = [int(row[_HEAD + i]) for row in gathered]
-        if len({size for size, row in zip(sizes, gathered, strict=True) if row[1]}) > 1:
+        sizes = [int(row[_FIRST_SIZE + i]) for row in gathered]
+        if len({size for size, count in zip(sizes, rows, strict=True) if count}) > 1:
             raise BatchError(
                 f"{name} has sizes {sizes} on ranks 0 to {table.size - 1}; pad all ranks' batches of a step to the "
                 f"same size (only the number of rows may differ)"

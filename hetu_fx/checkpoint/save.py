@@ -83,7 +83,7 @@ def load_model(
         if optimizer is None:
             return {}
         extra = load_training_state(folder, optimizer, runtime.homes, verify=verify, table=runtime.table)
-    runtime.step = int(extra.pop("hetu_fx_step", runtime.step))
+    runtime.resume(int(extra.pop("hetu_fx_step", runtime.step)))
     return extra
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,8 +73,6 @@ class Snapshots:
         self._finished = 0
         self._watch = watch_each_other(table, stopped_after)
         self._is_joined = False  # the same on all ranks
-        runtime.tellers.append(lambda facts: replace(facts, is_joined=joining.asked.is_set()))
-        runtime.observers.append(self._observe)
 
     @property
     def last_step(self) -> int | None:
@@ -139,7 +137,12 @@ class Snapshots:
                 return together(table, lambda: self._put(found))
         return self._from_checkpoint(choice)
 
-    def _observe(self, facts: StepFacts) -> None:
+    def tell(self) -> dict[str, float]:
+        """Say whether this process knows of one that is ready to join."""
+        return {"is_joined": joining.asked.is_set()}
+
+    def observe(self, facts: StepFacts) -> None:
+        """Learn whether any process does."""
         self._is_joined |= facts.is_joined
 
     def _let_join(self) -> None:
@@ -176,7 +179,7 @@ class Snapshots:
             for name, tensor in tensors.items():
                 found.boxes.fill((name, ""), tensor)
         extra = TrainingFiles(document["training"], found.boxes).load(self._optimizer, runtime.homes)
-        runtime.step, runtime.guess.value = int(document["step"]), float(document["guess"])
+        runtime.resume(int(document["step"]), float(document["guess"]))
         if found.moment.world == runtime.table.size:
             _set_random_states(found.documents[runtime.table.rank]["random"])
         return Resumed("memory", runtime.step, extra)

@@ -155,7 +155,6 @@ class RunLog:
         self._begun: tuple[float, int] | None = None
         names = list(self._before.variants)
         self._tell({"event": "start", "format": FORMAT, "processes": runtime.table.size, "variants": names})
-        runtime.observers.append(self._observe)
 
     def __enter__(self) -> RunLog:
         return self
@@ -167,13 +166,17 @@ class RunLog:
 
     def close(self) -> None:
         """Tell of the last batch, and of nothing more."""
-        if self._observe in self._runtime.observers:
-            self._runtime.observers.remove(self._observe)
+        if self._runtime.unwatch(self):
             self._catch_up(())
             for sink in self._sinks:
                 sink.close()
 
-    def _observe(self, facts: StepFacts) -> None:
+    def tell(self) -> dict[str, float]:
+        """Say nothing: a log is this process's own."""
+        return {}
+
+    def observe(self, facts: StepFacts) -> None:
+        """Tell of the batch before, which ends as another one begins."""
         self._catch_up(facts.compute_seconds)
         self._begun = time.perf_counter(), facts.longest
 

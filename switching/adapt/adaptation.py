@@ -8,7 +8,7 @@ rank sees the same agreed facts and so asks for the same plan. Training goes on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
@@ -22,7 +22,6 @@ from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.replanning import Asked, Made, PlanBook, Planner, Replanning, Situation
 from hetu_fx.switching.adapt.standby import Probe, Standby
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.policy import Health
 from hetu_fx.switching.step.report import StepReport
 
 _log = logging.getLogger("hetu_fx.health")
@@ -81,16 +80,11 @@ class Adaptation:
         self.tracker, self.book = HealthTracker(), PlanBook()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
-        self.listeners: list[Callable[[], None]] = []  # to plans that the policy is given
-        self.replanning = Replanning(runtime.table, planner, runtime.deduced, runtime.layouts)
+        self.replanning = Replanning(runtime.table, planner, runtime.variants.deduced, runtime.variants.layouts)
         self._run_before: set[str] = set()
         self._ran = ""
-        runtime.observers.append(self.observe)
         probe = Probe(next(runtime.model.parameters()).device)
         self.standby = Standby(runtime.table.rank, probe, self.tracker.window)
-        runtime.tellers += [self.replanning.tell, self.standby.tell]
-        if cluster is not None:
-            runtime.stand_by = self._stand_by
 
     @property
     def rates(self) -> dict[int, float]:
@@ -101,6 +95,10 @@ class Adaptation:
     def is_planning(self) -> bool:
         """Tell whether a plan is being made in the background; the same on every rank."""
         return self.replanning.asked is not None
+
+    def tell(self) -> dict[str, float]:
+        """Say whether this rank has made a plan, and what its last probe took."""
+        return {"has_plan": self.replanning.has_plan, "probe_seconds": self.standby.told_seconds()}
 
     def observe(self, facts: StepFacts) -> None:
         """Take over a plan that is ready; take in the last step's compute times, which may call for another."""
@@ -124,14 +122,17 @@ class Adaptation:
         self.tracker.observe(seconds, expected, standby)
         if self._calibrates and self.tracker.normals:
             self.calibrate(self.cluster, self.tracker.normals)
-        rates = self.tracker.changed() if self.runtime.pinned is None else None  # told when the policy chooses again
+        rates = (
+            self.tracker.changed() if self.runtime.variants.pinned is None else None
+        )  # told when the policy chooses again
         if rates is not None and report.work is not None:
-            self.runtime.health = Health(rates)  # sequences go where they are done first
+            self.runtime.variants.go_by(rates)  # sequences go where they are done first
         elif rates is not None:
             self.adapt(rates)
 
-    def _stand_by(self) -> None:
-        if self.runtime.table.rank not in self.runtime.drained:
+    def stand_by(self) -> None:
+        """Measure this device while others compute, where devices are known and this one is not drained."""
+        if self.cluster is not None and self.runtime.table.rank not in self.runtime.variants.drained:
             self.standby.run()
 
     def _expected(self, cluster: Cluster, report: StepReport) -> Mapping[int, float]:
@@ -166,13 +167,13 @@ class Adaptation:
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
                 variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
-        situation = Situation.of({}, self.runtime.drained)
+        situation = Situation.of({}, self.runtime.variants.drained)
         self.replanning.ask(Asked(situation, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
 
     def adapt(self, rates: Mapping[int, float]) -> None:
         """Go by new rates: the policy weighs the variants there are by them at once, and one made for them later."""
-        situation = Situation.of(rates, self.runtime.drained)
-        self.runtime.health = Health(dict(situation.rates))
+        situation = Situation.of(rates, self.runtime.variants.drained)
+        self.runtime.variants.go_by(dict(situation.rates))
         _log.info("devices' rates are %s", dict(situation.rates) or "those of healthy ones")
         known = self.book.nearest(situation)
         if known is None:
@@ -187,11 +188,11 @@ class Adaptation:
         Drained devices are left out. Collective. Returns the new variant's name.
         """
         cluster = self._known_cluster()
-        asked = self._asked(Situation.of(rates, self.runtime.drained))
+        asked = self._asked(Situation.of(rates, self.runtime.variants.drained))
         known = self.book.plans.get(asked.situation)
         made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
         self.replanning.drop()
-        self.runtime.health = Health(dict(asked.situation.rates))
+        self.runtime.variants.go_by(dict(asked.situation.rates))
         return self._adopt(asked, made)
 
     def _asked(self, situation: Situation) -> Asked:
@@ -224,8 +225,6 @@ class Adaptation:
         name = self._variant_for(rates, made, asked.situation.name)
         self.tracker.restart()
         self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
-        for listen in self.listeners:
-            listen()
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())
         return name
 

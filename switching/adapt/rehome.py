@@ -10,7 +10,6 @@ import logging
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -83,7 +82,6 @@ class Rehoming:
         self.is_told = bool(optimizers)
         self._chosen: dict[tuple[Plan, tuple[float, ...]], dict[str, Annotation]] = {}
         self._has_signal = False
-        runtime.observers.append(self.observe)
 
     def switch_home(
         self, home: Home, optimizer: Optimizers | None = None, *, overlap: bool | None = None
@@ -105,8 +103,10 @@ class Rehoming:
     def weights(self) -> list[float]:
         """Return what each rank is to have of the homes, unless somebody says otherwise: as its speed is now."""
         cluster, world = self.adaptation.cluster, self.runtime.table.size
-        now = None if cluster is None else cluster.with_rates(self.runtime.health.rates)
-        return [0.0 if rank in self.runtime.drained else speed for rank, speed in enumerate(speeds(now, world))]
+        now = None if cluster is None else cluster.with_rates(self.runtime.variants.health.rates)
+        return [
+            0.0 if rank in self.runtime.variants.drained else speed for rank, speed in enumerate(speeds(now, world))
+        ]
 
     def drain(self, ranks: Sequence[int], optimizer: Optimizers | None = None) -> SwitchPlan:
         """Take devices out of all work and of all homes; see `Handle.drain`."""
@@ -127,10 +127,14 @@ class Rehoming:
         self._learn(optimizer)
         together(self.runtime.table, self._listen)
 
+    def tell(self) -> dict[str, float]:
+        """Say whether this rank asks to be drained."""
+        return {"leaving": self._has_signal}
+
     def observe(self, facts: StepFacts) -> None:
         """Drain the devices that have asked for it, unless that would be all."""
-        leaving = [rank for rank in facts.leaving if rank not in self.runtime.drained]
-        if len(leaving) + len(self.runtime.drained) == self.runtime.table.size:
+        leaving = [rank for rank in facts.leaving if rank not in self.runtime.variants.drained]
+        if len(leaving) + len(self.runtime.variants.drained) == self.runtime.table.size:
             _log.warning("all devices are to be drained, so none is; save a checkpoint and end the job")
         elif leaving:
             _log.info("devices %s have had SIGTERM: %s", leaving, self.drain(leaving).summary())
@@ -145,7 +149,6 @@ class Rehoming:
             signal.signal(signal.SIGTERM, before)  # the second one is not for us
 
         signal.signal(signal.SIGTERM, ask)
-        self.runtime.tellers.append(lambda facts: replace(facts, is_leaving=self._has_signal))
 
     def _learn(self, optimizer: Optimizers | None) -> None:
         """Remember optimizers; refuse to go on without knowing of any, as their state would stay behind."""
@@ -172,9 +175,7 @@ class Rehoming:
                 self.runtime.execution.check(home, self.runtime.table.size)
                 return home, known
             case str():
-                if home not in self.runtime.variants:
-                    raise StateError(f"there is no variant {home!r}; there are {sorted(self.runtime.variants)}")
-                return self.runtime.variants[home].plan, known
+                return self.runtime.variants.known(home).plan, known
             case Mapping():
                 return self._near, [float(home.get(rank, 0.0)) for rank in self._in_world(home)]
             case ranks:
@@ -191,7 +192,7 @@ class Rehoming:
     @property
     def _near(self) -> Plan:
         """Return the plan near which homes are, if none is given: what runs now, if it may run on."""
-        usable = self.runtime.usable
+        usable = self.runtime.variants.usable
         current = self.runtime.variants[self.runtime.current]
         return usable.get(self.runtime.current, next(iter(usable.values()), current)).plan
 
@@ -200,7 +201,7 @@ class Rehoming:
         shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
 
         def chosen() -> dict[str, Annotation]:
-            left = [0.0 if rank in runtime.drained else weight for rank, weight in enumerate(weights)]
+            left = [0.0 if rank in runtime.variants.drained else weight for rank, weight in enumerate(weights)]
             if not any(left):
                 raise PlanError(f"homes are asked for with shares {list(weights)}, but no device with one is left")
             key = plan, tuple(left)
@@ -213,8 +214,8 @@ class Rehoming:
         return done
 
     def _drained_with(self, ranks: Sequence[int]) -> frozenset[int]:
-        drained = self.runtime.drained.union(ranks)
-        again = self.runtime.drained.intersection(ranks)
+        drained = self.runtime.variants.drained.union(ranks)
+        again = self.runtime.variants.drained.intersection(ranks)
         self._in_world(ranks)
         if again:
             raise StateError(f"devices {sorted(again)} are drained already; model.hetu.admit takes them back")
@@ -223,30 +224,28 @@ class Rehoming:
         return drained
 
     def _drained_without(self, ranks: Sequence[int]) -> frozenset[int]:
-        strangers = set(ranks) - self.runtime.drained
+        strangers = set(ranks) - self.runtime.variants.drained
         if strangers or not ranks:
-            raise StateError(f"devices {list(ranks)} cannot be admitted: drained are {sorted(self.runtime.drained)}")
-        return self.runtime.drained - set(ranks)
+            raise StateError(
+                f"devices {list(ranks)} cannot be admitted: drained are {sorted(self.runtime.variants.drained)}"
+            )
+        return self.runtime.variants.drained - set(ranks)
 
     def _change_devices(self, drained: frozenset[int], overlap: bool | None) -> SwitchPlan:
         """Plan for the devices that are not drained, and bring homes there; if that fails all is as before."""
-        runtime, before = self.runtime, self.runtime.drained
-        runtime.drained = drained
-        try:
+        runtime, variants = self.runtime, self.runtime.variants
+        with variants.draining(drained):
             plan = together(runtime.table, self._replanned)
             runtime.buffers.sync()
             done = self._carry_out(plan, self.weights, overlap)
-        except Exception:
-            runtime.drained = before
-            raise
-        if runtime.pinned not in {*runtime.usable, None}:
-            _log.info("variant %r uses drained devices; the policy chooses again", runtime.pinned)
-            runtime.pinned = None
+        if variants.pinned not in {*variants.usable, None}:
+            _log.info("variant %r uses drained devices; the policy chooses again", variants.pinned)
+            variants.pin(None)
         return done
 
     def _replanned(self) -> Plan:
         """Return a plan for the devices there are: a new one where devices are known, else that of most devices."""
         if self.adaptation.cluster is None:
-            usable = self.runtime.usable.values()
+            usable = self.runtime.variants.usable.values()
             return max((v.plan for v in usable), key=lambda plan: len(plan.devices), default=self._near)
-        return self.runtime.variants[self.adaptation.replan(self.runtime.health.rates)].plan
+        return self.runtime.variants[self.adaptation.replan(self.runtime.variants.health.rates)].plan

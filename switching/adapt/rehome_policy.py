@@ -21,7 +21,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, any_of, together
+from hetu_fx.comm_ops.wire.consensus import StepFacts, any_of, together
 from hetu_fx.planner.price.homes import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Rehoming, homes_near
@@ -119,22 +119,22 @@ class HomesFollow:
         self._times = UpdateTimes(clock_of(next(runtime.model.parameters()).device))
         self._updates: dict[int, deque[float]] = {}
         self._updated_after = 0
-        adaptation.listeners.append(self._wait_for_a_step)
-        runtime.tellers.append(self.tell)
-        runtime.observers.append(self.observe)
+        self._changes = 0
 
-    def tell(self, facts: LocalFacts) -> LocalFacts:
-        """Say in the rank's facts what its last update took; 0 if it has made none since the last facts."""
+    def tell(self) -> dict[str, float]:
+        """Say what this rank's last update took; 0 if it has made none since the last facts."""
         self._times.listen_to(self.rehoming.optimizers)
-        return replace(facts, update_seconds=self._times.taken())
+        return {"update_seconds": self._times.taken()}
 
     def observe(self, facts: StepFacts) -> None:
         """Move the homes if a plan has taken over, has run a step, and the move pays; collective then."""
         self._take_in(facts.update_seconds)
         if self.adaptation.cluster is None:
             return  # nothing is known of the devices, and so no plan is made for their rates
+        if len(self.adaptation.changes) > self._changes:
+            self._changes, self._due_after = len(self.adaptation.changes), self.adaptation.changes[-1].step
         if not self.rehoming.homes_follow:
-            self._wait_for_a_step()  # homes that are handed back are looked at anew
+            self._due_after = self.runtime.step  # homes that are handed back are looked at anew
         if self._is_due and self._has_optimizers() and not self._must_wait():
             self._due_after = None
             self._decide()
@@ -149,14 +149,13 @@ class HomesFollow:
             self._updated_after = changes
             self._updates.clear()
 
-    def _wait_for_a_step(self) -> None:
-        self._due_after = self.runtime.step
-
     @property
     def _is_due(self) -> bool:
         step, due_after = self.runtime.step, self._due_after
         has_run = due_after is not None and step > due_after
-        return has_run and step >= self._stay_until and self.runtime.pinned is None and self.rehoming.homes_follow
+        return (
+            has_run and step >= self._stay_until and self.runtime.variants.pinned is None and self.rehoming.homes_follow
+        )
 
     def _has_optimizers(self) -> bool:
         """Tell whether it is known what is to move with the parameters; say once how it would be."""
@@ -183,7 +182,7 @@ class HomesFollow:
             _log.info("homes stay where they are: %s", expected)
             return
         self._stay_until = runtime.step + STAY_STEPS
-        rates = dict(runtime.health.rates)
+        rates = dict(runtime.variants.health.rates)
         why = f"follows {runtime.current!r}, rates {rates}: {expected}"
         done = runtime.switch_home(targets, self.rehoming.optimizers, why=why)
         _log.info("homes follow %r (%s): %s", runtime.current, expected, done.summary())
@@ -200,7 +199,7 @@ class HomesFollow:
     @property
     def _cluster(self) -> Cluster:
         assert self.adaptation.cluster is not None, "plans are made for known devices alone"
-        return self.adaptation.cluster.with_rates(self.runtime.health.rates)
+        return self.adaptation.cluster.with_rates(self.runtime.variants.health.rates)
 
 
 class UpdateTimes:

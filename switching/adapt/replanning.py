@@ -14,11 +14,11 @@ What a plan is made for, besides model and devices, and which plans have been ma
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, by_first, from_first
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.plans.plan import Plan
@@ -91,10 +91,10 @@ class Replanning:
             self._background.stop()
         self._background = None
 
-    def tell(self, facts: LocalFacts) -> LocalFacts:
-        """Say in a rank's facts whether it has made the plan."""
-        background = self._background if self.asked is not None else None
-        return replace(facts, has_plan=background is not None and background.is_done)
+    @property
+    def has_plan(self) -> bool:
+        """Tell whether this rank has made the plan."""
+        return self.asked is not None and self._background is not None and self._background.is_done
 
     def ask(self, asked: Asked, cluster: Cluster) -> None:
         """Begin to make a plan, in place of one for another situation that is being made."""

@@ -13,13 +13,13 @@ may take is given, not how much it does: a device whose speed is a share of time
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
 import torch
 
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
+from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.switching.step.timer import Clock, clock_of
 
 PROBE_SECONDS = 0.1
@@ -64,10 +64,10 @@ class Standby:
         self._seconds = 0.0
         self._step_seconds, self._begun = 0.0, perf_counter()
 
-    def tell(self, facts: LocalFacts) -> LocalFacts:
-        """Say in the rank's facts what its last probe took; 0 if it has run none since the last facts."""
+    def told_seconds(self) -> float:
+        """Return what this rank's last probe took, once; 0 if it has run none since."""
         told, self._seconds = self._seconds, 0.0
-        return replace(facts, probe_seconds=told)
+        return told
 
     def observe(self, facts: StepFacts, working: Collection[int]) -> dict[int, float]:
         """Take in all ranks' probes; return the slowness of those without work. Runs one of the first probes."""

@@ -133,11 +133,12 @@ def test_what_another_process_has_deduced_is_not_deduced_again(monkeypatch: pyte
     model: Any = hetu_fx.auto_parallelize(Noisy(normed=False).eval(), batch(), plan=Plan.single())
     model.train(False)
     runtime = model.hetu._runtime
-    told = runtime.deduced(TWO, runtime.layouts())
+    variants = runtime.variants
+    told = variants.deduced(TWO, variants.layouts())
     other = replace(Plan.single(), name="other")
-    assert runtime.deduced(other, runtime.layouts()) is None, "a variant of the same layout has graphs"
+    assert variants.deduced(other, variants.layouts()) is None, "a variant of the same layout has graphs"
     runtime.add_variant(TWO, "two", None, told)
-    assert runtime.deduced(TWO, runtime.layouts()) is None
+    assert variants.deduced(TWO, variants.layouts()) is None
     monkeypatch.setattr(compiled_plans, "deduce_program", lambda *_, **__: pytest.fail("deduced again"))
     model.train()
     model.hetu.switch("two")

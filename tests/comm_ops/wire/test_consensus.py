@@ -12,7 +12,7 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, OtherRankError, PlanError
 
-FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), 0.5)
+FACTS = LocalFacts(4, "training x:float32[2]", (7,), ("dim 1 of input 'x'",), 7, (12.0,), told={"compute_seconds": 0.5})
 ALONE = GroupTable.dry(0, 1)
 TWO = GroupTable.dry(0, 2)
 
@@ -46,29 +46,29 @@ def test_a_rank_alone_raises_its_error() -> None:
 
 
 def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
-    other(replace(FACTS, rows=1, longest=9, counts=(3.0,), compute_seconds=2.0))
+    other(replace(FACTS, rows=1, longest=9, counts=(3.0,), told={"compute_seconds": 2.0}))
     zeros = (0.0, 0.0)
     assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), probe_seconds=zeros, update_seconds=zeros)
 
 
 def test_ranks_that_ask_to_be_drained_are_told_to_all(other: Any) -> None:
-    other(replace(FACTS, is_leaving=True))
+    other(replace(FACTS, told={"leaving": True}))
     assert agree(TWO, FACTS).leaving == (1,)
-    assert agree(ALONE, replace(FACTS, is_leaving=True)).leaving == (0,)
+    assert agree(ALONE, replace(FACTS, told={"leaving": True})).leaving == (0,)
 
 
 def test_a_plan_that_is_ready_and_probes_are_told_to_all(other: Any) -> None:
-    other(replace(FACTS, has_plan=True, probe_seconds=0.25))
-    facts = agree(TWO, replace(FACTS, probe_seconds=0.5))
+    other(replace(FACTS, told={"has_plan": True, "probe_seconds": 0.25}))
+    facts = agree(TWO, replace(FACTS, told={"probe_seconds": 0.5}))
     assert facts.has_plan
     assert facts.probe_seconds == (0.5, 0.25)
-    assert agree(ALONE, replace(FACTS, has_plan=True)).has_plan
+    assert agree(ALONE, replace(FACTS, told={"has_plan": True})).has_plan
 
 
 def test_what_one_rank_knows_of_a_joining_process_all_learn(other: Any) -> None:
-    other(replace(FACTS, is_joined=True))
+    other(replace(FACTS, told={"is_joined": True}))
     assert agree(TWO, FACTS).is_joined
-    assert agree(ALONE, replace(FACTS, is_joined=True)).is_joined
+    assert agree(ALONE, replace(FACTS, told={"is_joined": True})).is_joined
 
 
 def test_an_error_of_another_rank_is_raised_here_with_its_text(other: Any) -> None:
@@ -117,6 +117,11 @@ def test_more_sizes_than_a_message_holds_are_an_error_that_travels(other: Any) -
     other(FACTS)
     with pytest.raises(BatchError, match=r"the batch has 25 sizes, 1 counts and 0 numbers.*pass fewer tensors"):
         agree(TWO, replace(FACTS, sizes=(1,) * 25))
+
+
+def test_a_fact_that_is_not_in_the_table_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"not all in the table of facts"):
+        agree(ALONE, replace(FACTS, told={"mood": 1.0}))
 
 
 def test_messages_of_facts_and_errors_have_one_length() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
+from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
@@ -46,12 +46,12 @@ def test_drained_devices_are_planned_without() -> None:
     asked: list[Cluster] = []
     adaptation = adaptation_with(Plan.single())
     adaptation.cluster = Cluster.on_paper((1e9, 1e9, 1e9))
-    adaptation.runtime.drained = frozenset({1})
+    adaptation.runtime.variants.drained = frozenset({1})
     adaptation.replanning.planner = lambda cluster, name: asked.append(cluster) or replace(Plan.single(), name=name)
     adaptation.replan({1: 3.0, 2: 2.0})
     assert asked[0].ranks == (0, 2)
     assert asked[0].device(2).rate == 2.0
-    assert adaptation.runtime.health.rates == {2: 2.0}
+    assert adaptation.runtime.variants.health.rates == {2: 2.0}
 
 
 def test_a_plan_that_a_variant_runs_already_makes_no_new_variant() -> None:
@@ -162,7 +162,7 @@ def test_a_slow_device_is_planned_for_while_steps_go_on() -> None:
     adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
     adaptation.adapt({0: 2.0})
     assert adaptation.is_planning
-    assert adaptation.runtime.health.rates == {0: 2.0}, "the policy goes by it at once"
+    assert adaptation.runtime.variants.health.rates == {0: 2.0}, "the policy goes by it at once"
     take_over(adaptation)
     assert not adaptation.is_planning
     assert adaptation.runtime.variants["slow-0x2"].planned_rates == {0: 2.0}
@@ -190,12 +190,12 @@ def test_a_device_that_became_slow_under_a_pinned_variant_is_planned_for_when_th
     adaptation._calibrates = False
     runtime.report.variant, runtime.report.rows = "variant0", (4,)
     facts = StepFacts((4,), longest=0, counts=(), compute_seconds=(1e9,))
-    runtime.pin("variant0")
+    runtime.variants.pin("variant0")
     for _ in range(3):
         adaptation.observe(facts)
     assert adaptation.rates[0] > 2
     assert not adaptation.is_planning
-    runtime.pin(None)
+    runtime.variants.pin(None)
     adaptation.observe(facts)
     assert adaptation.is_planning
 
@@ -215,7 +215,7 @@ def test_a_planner_that_fails_is_told_and_leaves_all_as_it_was(caplog: pytest.Lo
 
 def take_over(adaptation: Adaptation) -> None:
     """Let the plan that is being made become ready, and be taken over before a step."""
-    while not adaptation.replanning.tell(LocalFacts(1, "")).has_plan:
+    while not adaptation.tell()["has_plan"]:
         time.sleep(0.001)
     adaptation.observe(StepFacts((1,), longest=0, counts=(), compute_seconds=(0.0,), has_plan=True))
 
@@ -231,7 +231,7 @@ def test_rates_are_learnt_of_sequences_by_the_work_of_their_parts_without_anothe
         facts = StepFacts(rows=(4, 4), longest=9, counts=(), compute_seconds=(0.1 * work[0], 0.2 * work[1] * slow))
         adaptation.observe(facts)
     assert adaptation.rates == {0: 1.0, 1: 3.0}
-    assert adaptation.runtime.health.rates == {0: 1.0, 1: 3.0}
+    assert adaptation.runtime.variants.health.rates == {0: 1.0, 1: 3.0}
     assert list(adaptation.runtime.variants) == ["variant0"]
 
 

@@ -14,7 +14,6 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.rehome import choose_homes, speeds
-from hetu_fx.switching.step.policy import Health
 
 SHAPES = {"read by 0 and 1": (64, 64), "read by 2": (64, 32), "small": (4,), "never read": (2048,)}
 READ = {
@@ -76,9 +75,9 @@ def test_homes_are_weighed_by_what_devices_do_now() -> None:
     model = hetu_fx.auto_parallelize(Line(), {"x": torch.randn(4, 3)}, plan=Plan.single())
     rehoming = model.hetu._rehoming
     rehoming.adaptation.cluster = Cluster.on_paper((6e9,))
-    rehoming.runtime.health = Health({0: 3.0})
+    rehoming.runtime.variants.go_by({0: 3.0})
     assert rehoming.weights == [2e9]
-    rehoming.runtime.drained = frozenset({0})
+    rehoming.runtime.variants.drained = frozenset({0})
     assert rehoming.weights == [0.0]
 
 

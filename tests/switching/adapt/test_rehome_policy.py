@@ -56,20 +56,25 @@ def test_a_move_is_judged_by_what_updates_take_here() -> None:
     assert found.gain_seconds == pytest.approx(1.5, abs=0.01)
 
 
+class Variants(dict[str, Any]):
+    """The variants of a run, as far as following a plan looks at them."""
+
+    pinned: str | None = None
+    health = Health({1: 3.0})
+
+
 class Ran:
     """A runtime of two ranks of which a plan has run, as far as following it looks at one."""
 
     def __init__(self) -> None:
         self.table, self.current, self.step = GroupTable(), "dp", 0
-        self.pinned: str | None = None
         compute, plan = SimpleNamespace(entries=(ENTRY,)), Plan.data_parallel((0, 1))
-        self.variants = {"dp": SimpleNamespace(compute=compute, plan=plan, predicted_seconds=0.0)}
+        self.variants = Variants(dp=SimpleNamespace(compute=compute, plan=plan, predicted_seconds=0.0))
         self.homes = {"w": torch.empty(ENTRY.shape)}
-        self.observers, self.tellers = list[Any](), list[Any]()
-        self.health, self.awaits_backward, self.updates = Health({1: 3.0}), False, (0.5, 1.5)
+        self.awaits_backward, self.updates = False, (0.5, 1.5)
         self.model, self.on_the_way = torch.nn.Linear(1, 1), OnTheWay(self.table)
         self.moved: list[tuple[int, Annotation]] = []
-        self.adaptation = SimpleNamespace(listeners=[], cluster=CLUSTER)
+        self.adaptation = SimpleNamespace(changes=[], cluster=CLUSTER)
         self.rehoming = SimpleNamespace(homes_follow=True, is_told=True, optimizers=[], weights=[3.0, 1.0])
         self.follow = HomesFollow(self, self.adaptation, self.rehoming)  # type: ignore[arg-type]
 
@@ -79,8 +84,7 @@ class Ran:
         return SimpleNamespace(summary=lambda: "")
 
     def adopt(self) -> None:
-        for listen in self.adaptation.listeners:
-            listen()
+        self.adaptation.changes.append(SimpleNamespace(step=self.step))
 
     def run(self, steps: int = 1) -> None:
         """Begin so many training steps."""
@@ -110,7 +114,7 @@ def test_homes_stay_for_a_while_before_they_follow_again() -> None:
 
 def test_homes_stay_where_nothing_is_gained() -> None:
     ran = Ran()
-    ran.health, ran.updates = Health(), (0.5, 0.5)
+    ran.variants.health, ran.updates = Health(), (0.5, 0.5)
     ran.adopt()
     ran.run(5)
     assert not ran.moved
@@ -119,12 +123,12 @@ def test_homes_stay_where_nothing_is_gained() -> None:
 @pytest.mark.parametrize("hindrance", ["awaits_backward", "pinned", "nothing kept"])
 def test_homes_wait_for_a_step_between_which_they_can_follow(hindrance: str) -> None:
     ran = Ran()
-    ran.awaits_backward, ran.pinned = hindrance == "awaits_backward", "dp" if hindrance == "pinned" else None
+    ran.awaits_backward, ran.variants.pinned = hindrance == "awaits_backward", "dp" if hindrance == "pinned" else None
     ran.variants["dp"].compute.entries = () if hindrance == "nothing kept" else (ENTRY,)
     ran.adopt()
     ran.run(4)
     assert not ran.moved
-    ran.awaits_backward, ran.pinned, ran.variants["dp"].compute.entries = False, None, (ENTRY,)
+    ran.awaits_backward, ran.variants.pinned, ran.variants["dp"].compute.entries = False, None, (ENTRY,)
     ran.run()
     assert [step for step, _ in ran.moved] == [4]
 

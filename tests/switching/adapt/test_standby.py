@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
+from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.switching.adapt.standby import PROBE_SECONDS, PROBE_SHARE, Baselines, Standby
 
 
@@ -48,14 +48,14 @@ def test_a_device_that_ran_no_probe_is_not_judged() -> None:
 def test_a_rank_runs_its_first_probes_by_itself_and_later_ones_when_it_stands_by() -> None:
     probe = Told()
     standby = Standby(0, probe, 2)  # type: ignore[arg-type]
-    told = [standby.tell(LocalFacts(1, "")).probe_seconds]
+    told = [standby.told_seconds()]
     for _ in range(4):
         standby.observe(facts(told[-1], 1.0), working=[0, 1])
-        told.append(standby.tell(LocalFacts(1, "")).probe_seconds)
+        told.append(standby.told_seconds())
     assert told == [0.0, 1.0, 1.0, 0.0, 0.0]
     probe.next = 5.0
     standby.run()
-    assert standby.tell(LocalFacts(1, "")).probe_seconds == 5.0
+    assert standby.told_seconds() == 5.0
     assert standby.observe(facts(5.0, 0.0), working=[1]) == {0: 5.0}
 
 

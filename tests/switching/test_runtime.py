@@ -1,0 +1,57 @@
+"""The runtime is the one owner of live state: others tell it what they want by its methods."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.house import trees
+
+OWNERS = {"hetu_fx.switching.runtime", "hetu_fx.switching.variants"}
+NAMES = {"runtime", "_runtime"}
+CHANGES = {"append", "extend", "insert", "remove", "pop", "clear", "update", "setdefault", "add", "discard"}
+
+
+def is_of_a_runtime(node: ast.expr) -> bool:
+    """Tell whether an expression reaches through a runtime: `runtime.x`, `self._runtime.x.y[z]`."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in NAMES:
+            return True
+    return False
+
+
+def targets_of(tree: ast.Module) -> Iterator[ast.expr]:
+    """Yield what a module writes to: targets of assignments, and containers whose methods change them."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                for target in targets:
+                    yield from target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                yield target
+            case ast.Call(func=ast.Attribute(value=container, attr=name)) if name in CHANGES:
+                yield container
+
+
+def written(tree: ast.Module) -> list[str]:
+    """List what a module writes to of a runtime."""
+    return [ast.unparse(target) for target in targets_of(tree) if is_of_a_runtime(target)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["runtime.step = 1", "a, self._runtime.guess.value = 1, 2", "runtime.x += 1", "del runtime.x", "runtime.x[0] = 1"],
+)
+def test_writing_is_found(source: str) -> None:
+    assert written(ast.parse(source))
+    assert written(ast.parse("self.runtime.hooks.append(1)")) == ["self.runtime.hooks"]
+    assert written(ast.parse("runtime = Runtime(); self.runtime = runtime; x = runtime.step; runtime.watch(x)")) == []
+
+
+def test_only_its_own_module_writes_to_a_runtime() -> None:
+    found = {name: written(tree) for name, tree in trees().items() if name not in OWNERS}
+    assert {name: targets for name, targets in found.items() if targets} == {}

@@ -17,6 +17,7 @@ from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
+from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
 
 M = TypeVar("M", bound=nn.Module)
@@ -98,15 +99,14 @@ def auto_parallelize(
     runtime.watch(adaptation, rehoming, HomesFollow(runtime, adaptation, rehoming))
     runtime.when_idle(adaptation.stand_by)
     handle = Handle(runtime, adaptation, rehoming)
-    _attach(model, handle)
+    _attach(model, runtime, handle)
     if warm:
         handle.warm(batch)
     return model
 
 
-def _attach(model: nn.Module, handle: Handle) -> None:
+def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:
     """Make calls of the model run on the runtime; class, signature and names stay."""
-    runtime = handle._runtime
     original = runtime.execution.forward
 
     @functools.wraps(original)

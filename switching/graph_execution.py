@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
@@ -126,7 +126,7 @@ def rehearse(variant: GraphVariant, inputs: StepInputs, run: Callable[[GraphVari
     devices = [variant.device] if variant.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         made = run(stand_in, replace(inputs, buffers=buffers, guess=Guess(), syncs_gradients=True))
-        ends = list(_differentiable(pytree.tree_leaves(made.output) if made.loss is None else [made.loss]))
+        ends = list(_differentiable(tree_leaves(made.output) if made.loss is None else [made.loss]))
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
 

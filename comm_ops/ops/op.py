@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hetu_fx.base.torch_private import OpOverload
 from hetu_fx.comm_ops.plans.choose_algorithm import ChooseForm
 from hetu_fx.comm_ops.plans.cost import Cost
 
@@ -39,9 +40,9 @@ class Record:
         return self
 
     @property
-    def overload(self) -> torch._ops.OpOverload[..., Any]:
+    def overload(self) -> OpOverload[..., Any]:
         """Return the registered op, as graphs call it."""
-        found: torch._ops.OpOverload[..., Any] = getattr(torch.ops.hetu, self.name).default
+        found: OpOverload[..., Any] = getattr(torch.ops.hetu, self.name).default
         return found
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hetu_fx.base.torch_private import TorchDispatchMode, schema
 from hetu_fx.comm_ops.ops.table import COMM_OPS, FUSED_OPS
 from hetu_fx.comm_ops.resolve.resolution import Call
 
@@ -23,7 +23,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        namespace, _, name = func._schema.name.partition("::")  # type: ignore[attr-defined]
+        namespace, _, name = schema(func).name.partition("::")
         if namespace != "hetu":
             return func(*args, **(kwargs or {}))
         self.calls.append(Call(name, args[1:]))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx import errors
+from hetu_fx.base.torch_private import device_types
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
@@ -309,5 +310,5 @@ def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFac
 
 def _device(table: GroupTable) -> torch.device:
     """Return a device that the world's backend can send from."""
-    types = {device.type for device in table.base._device_types}
+    types = device_types(table.base)
     return torch.device("cpu") if "cpu" in types else torch.device(sorted(types)[0])

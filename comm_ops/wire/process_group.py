@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
+from hetu_fx.base.torch_private import backend_of, get_default_group, new_named_group, timeout_of_backend
 from hetu_fx.comm_ops.wire.shutdown import opening_connections
 
 
@@ -31,20 +30,13 @@ def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGr
     new_group hashes the number of groups that the process has made so far into the name, so ranks that are in
     unequal numbers of groups (the normal case for unequal devices) never meet (seen in torch 2.13).
     """
-    backend, store = _world.pg_map[_get_default_group()]
-    me = members.index(dist.get_rank())
     with opening_connections():
-        created = _new_process_group_helper(
-            len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
-        )
-    group: ProcessGroup = created[0]
-    _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
-    return group
+        return new_named_group(members, members.index(dist.get_rank()), name, timeout)
 
 
 def world_group() -> ProcessGroup | None:
     """Give the group of all ranks; None without torch.distributed."""
-    return _get_default_group() if dist.is_available() and dist.is_initialized() else None
+    return get_default_group() if dist.is_available() and dist.is_initialized() else None
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:
@@ -53,17 +45,16 @@ def timeout_of(group: ProcessGroup | None) -> timedelta:
         return timedelta(minutes=30)
     for device in ("cpu", "cuda"):
         try:
-            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return timeout_of_backend(backend_of(group, torch.device(device)))
         except RuntimeError:  # the group has no backend for this kind of device
             continue
-        return timeout
     return timedelta(minutes=30)
 
 
 def has_native_backend(group: ProcessGroup, device: torch.device) -> bool:
     """Tell whether a group sends tensors of `device` from where they are."""
     try:
-        backend = group._get_backend(device)
+        backend = backend_of(group, device)
     except RuntimeError:  # the group has no backend for this kind of device
         return False
     return "gloo" not in type(backend).__name__.lower()

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
+from hetu_fx.base.torch_private import PrefixStore, Store, TCPStore
 from hetu_fx.errors import EnvironmentProblem
 
 SECONDS = 300.0

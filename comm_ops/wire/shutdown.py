@@ -26,7 +26,8 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _world
+
+from hetu_fx.base.torch_private import forget_group_count
 
 
 class HoldsGroups(Protocol):
@@ -74,8 +75,7 @@ def leave_world() -> None:
     _clear_defaults()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Torch names groups by their number: a start that failed half-way must not count in the next world.
-    _world.group_count = 0
+    forget_group_count()  # a start that failed half-way must not count in the next world
 
 
 def _clear_defaults() -> None:

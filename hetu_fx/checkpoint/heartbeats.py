@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from torch._C._distributed_c10d import Store
-
+from hetu_fx.base.torch_private import Store
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hetu_fx.base.torch_private import device_types
 from hetu_fx.checkpoint.shard_files import Key, Pieces
 from hetu_fx.checkpoint.snapshot_files import Memory
 from hetu_fx.checkpoint.snapshot_plan import Moment, Part, holders
@@ -129,7 +130,7 @@ def _own_group(table: GroupTable, life: str) -> ProcessGroup | None:
     """Create a group of all ranks beside that of the steps; None for one rank."""
     if table.size == 1:
         return None
-    if not any(device.type == "cpu" for device in table.base._device_types):
+    if "cpu" not in device_types(table.base):
         raise EnvironmentProblem(
             "snapshots are sent from host memory, which the process group cannot; "
             "call init_process_group('cpu:gloo,cuda:nccl'), or leave that to hetu_fx"

@@ -90,8 +90,8 @@ def local_device(name: str) -> str:
 
 def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, device: str, seconds: float) -> Profile:
     import torch
-    from torch.utils._pytree import tree_map_only
 
+    from hetu_fx.base.torch_private import tree_map_only
     from hetu_fx.planner.api import profile
     from hetu_fx.planner.measure.blocks import Measuring, nobody
 

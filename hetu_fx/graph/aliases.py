@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hetu_fx.base.torch_private import OpOverload, schema
 from hetu_fx.graph import meta
 
 aten = torch.ops.aten
@@ -19,12 +20,11 @@ NEW_STORAGE = frozenset({aten.lift_fresh_copy.default, aten.clone.default, aten.
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that an op writes to, by its schema."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
-    schema = node.target._schema
     return [
         given
-        for index, argument in enumerate(schema.arguments)
+        for index, argument in enumerate(schema(node.target).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
         for given in _as_nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
     ]

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
+from hetu_fx.base.torch_private import rename
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
@@ -162,7 +163,7 @@ def _leaf(node: fx.Node, spec: InputSpec, inputs: Iterator[str]) -> Leaf:
     kind = LEAF_KINDS[spec.kind]
     name = next(inputs) if kind is LeafKind.INPUT else _fqn(str(spec.target))
     readable = re.sub(r"\W", "_", f"{kind}_{name}" if name[:1].isdigit() else name)
-    node._rename(readable)
+    rename(node, readable)
     node.target = node.name
     return Leaf(kind, name, node, persistent=spec.persistent is not False)
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.torch_private import OpOverload, schema
+
 
 def callee(node: fx.Node) -> Callable[..., Any]:
     """Return the function that an op node calls."""
@@ -15,9 +17,9 @@ def callee(node: fx.Node) -> Callable[..., Any]:
     return node.target
 
 
-def overload(node: fx.Node) -> torch._ops.OpOverload[..., Any]:
+def overload(node: fx.Node) -> OpOverload[..., Any]:
     """Return the torch op that a node calls; only for nodes that call one."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     return node.target
 
 
@@ -33,11 +35,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return bound(overload(node), node.args, node.kwargs)
 
 
-def bound(op: torch._ops.OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(op: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, in the schema's order; those not given have their defaults."""
     return {
         entry.name: args[i] if i < len(args) else kwargs.get(entry.name, entry.default_value)
-        for i, entry in enumerate(op._schema.arguments)
+        for i, entry in enumerate(schema(op).arguments)
     }
 
 
@@ -48,7 +50,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def is_random(node: fx.Node) -> bool:
     """Tell whether a node calls an op that draws from torch's generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def draws(node: fx.Node) -> bool:

@@ -13,11 +13,10 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from hetu_fx.base.torch_private import is_fake, tree_leaves, without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
 from hetu_fx.graph.capture_failure import WAY_OUT, explain_failure, line_of_caller, watch_fixed_sizes
@@ -164,8 +163,7 @@ def _surroundings() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # a failed export prints its graph there
-        # With symbolic sizes, torch works out each entry of this cache twice; that costs more than its hits save.
-        stack.enter_context(torch._dynamo.config.patch(fake_tensor_cache_enabled=False))
+        stack.enter_context(without_fake_tensor_cache())
         warnings.simplefilter("ignore")
         guards = logging.getLogger("torch.fx.experimental.symbolic_shapes")
         guards.addFilter(_say_nothing)

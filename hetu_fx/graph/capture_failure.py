@@ -8,10 +8,8 @@ import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
+from hetu_fx.base import torch_private
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 
@@ -36,18 +34,13 @@ def watch_fixed_sizes() -> Iterator[list[str]]:
     torch changes this inner function, the lines are left out and nothing else changes.
     """
     lines: list[str] = []
-    fix = getattr(ShapeEnv, "_set_replacement", None)
-    if fix is None:
-        yield lines
-        return
 
-    def watched(shape_env: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
+    def note(value: Any) -> None:
         line = _line_in_frames(traceback.extract_stack())
         if value.is_number and line is not None:
             lines.append(line)
-        return fix(shape_env, symbol, value, *rest, **more)
 
-    with mock.patch.object(ShapeEnv, "_set_replacement", watched):
+    with torch_private.watching_sizes(note):
         yield lines
 
 
@@ -71,7 +64,7 @@ def _line_in_traceback(trace: TracebackType | None) -> str | None:
 
 
 def _line_in_frames(frames: traceback.StackSummary) -> str | None:
-    hidden = (*meta.NOT_THE_USERS, contextlib.__file__)
+    hidden = (*meta.NOT_THE_USERS, contextlib.__file__, torch_private.__file__)
     outside = [frame for frame in frames if not frame.filename.startswith(hidden)]
     return _short(outside[-1].filename, outside[-1].lineno or 0) if outside else None
 

@@ -16,8 +16,8 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
 
+from hetu_fx.base.torch_private import tree_leaves, tree_map
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
 

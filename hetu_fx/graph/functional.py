@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.torch_private import overload_name, schema
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.aliases import viewed_argument, written_arguments
@@ -204,11 +205,11 @@ class _Functionalizer:
         if target in RENAMED:
             renamed: Callable[..., Any] = RENAMED[target]
             return renamed
-        namespace, _, name = target._schema.name.partition("::")
+        namespace, _, name = schema(target).name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-        if not name.endswith("_") or packet is None or target._overloadname not in packet.overloads():
+        if not name.endswith("_") or packet is None or overload_name(target) not in packet.overloads():
             raise self._refusal(f"{target}, an in-place op without a functional form")
-        variant: Callable[..., Any] = getattr(packet, target._overloadname)
+        variant: Callable[..., Any] = getattr(packet, overload_name(target))
         return variant
 
     def _broadcast(self, source: fx.Node, like: fx.Node) -> fx.Node:

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import sympy
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from hetu_fx.base.torch_private import FakeTensorMode, detect_fake_mode, tree_leaves, tree_map
 
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _is_setup_context_defined
 
+from hetu_fx.base.torch_private import is_setup_context_defined
 from hetu_fx.graph import meta
 
 STEP = 1e-6
@@ -70,7 +70,7 @@ def _agrees(function: Function, arguments: Sequence[Any]) -> bool:
 
 
 def _forward(function: Function, context: _Context, given: Sequence[Any]) -> list[Any]:
-    if not _is_setup_context_defined(function.setup_context):
+    if not is_setup_context_defined(function):
         return _listed(function.forward(context, *given))
     output = function.forward(*given)
     function.setup_context(context, tuple(given), output)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.torch_private import HigherOrderOperator, OpOverload, dispatch_has_kernel, dispatch_name
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture_failure import WAY_OUT
@@ -62,7 +63,7 @@ def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], reg
             return list(fx.node.map_arg(node.args[0], values.__getitem__))
         elif node.op == "get_attr":
             values[node] = _submodule(module, node)
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+        elif isinstance(node.target, HigherOrderOperator):
             values[node] = _emit_region(fresh, node, values, region)
         elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
             values[node] = values[node.args[0]][node.args[1]]
@@ -78,9 +79,9 @@ def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
 
 
 def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> list[Any]:
-    assert isinstance(node.target, torch._ops.HigherOrderOperator)
+    assert isinstance(node.target, HigherOrderOperator)
     arguments: list[Any] = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
-    match node.target._name:
+    match dispatch_name(node.target):
         case "wrap_with_set_grad_enabled":
             enabled, body, *inputs = arguments
             return _emit(fresh, body, inputs, replace(region, grad_enabled=bool(enabled)))
@@ -117,9 +118,9 @@ def _write_casts(node: fx.Node, device_type: str, low: torch.dtype) -> None:
 
 def _has_autocast_kernel(target: Any, device_type: str) -> bool:
     key = AUTOCAST_KEYS.get(device_type)
-    if key is None or not isinstance(target, torch._ops.OpOverload):
+    if key is None or not isinstance(target, OpOverload):
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target._name, key)
+    return dispatch_has_kernel(dispatch_name(target), key)
 
 
 def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype, low: torch.dtype) -> fx.Node:

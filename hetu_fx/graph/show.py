@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.torch_private import OpOverload
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf
 
@@ -75,7 +76,7 @@ def _call_text(node: fx.Node) -> str:
 
 def op_name(node: fx.Node) -> str:
     """Return the op's name without the aten namespace and the default overload."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target).removeprefix("aten.").removesuffix(".default")
     return getattr(node.target, "__name__", str(node.target))
 

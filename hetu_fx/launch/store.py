@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import NoReturn
 
-from torch._C._distributed_c10d import TCPStore
+from hetu_fx.base.torch_private import TCPStore
 
 SECONDS = 300.0
 

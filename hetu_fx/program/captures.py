@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetu_fx.base.torch_private import parameter_slots
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
@@ -142,12 +143,12 @@ def _plain_parameters(model: nn.Module) -> Iterator[None]:
             empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=home.device)
             plain = nn.Parameter(empty, requires_grad=home.requires_grad)
             for module, key in places:
-                module._parameters[key] = plain
+                parameter_slots(module)[key] = plain
         yield
     finally:
         for name, places in slots.items():
             for module, key in places:
-                module._parameters[key] = homes[name]
+                parameter_slots(module)[key] = homes[name]
 
 
 def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
@@ -155,7 +156,7 @@ def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     first: dict[int, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameter_slots(module).items():
             if parameter is None:
                 continue
             full = f"{prefix}.{name}" if prefix else name

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
@@ -136,7 +137,7 @@ def bytes_besides(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> int:
 
 
 def _versions(pieces: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(piece._version for piece in pieces.values())
+    return tuple(version(piece) for piece in pieces.values())
 
 
 def _local_of(home: nn.Parameter) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box, Region
+from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.async_collectives import (
     Exchange,
@@ -151,7 +152,7 @@ class MessageRun:
 
         A sum of a whole tensor is given as a view of the buffer, which holds nothing but such sums.
         """
-        parts = torch._C._nn.unflatten_dense_tensors(buffer, self.templates)
+        parts = unflatten_dense_tensors(buffer, self.templates)
         sources, targets = [], []
         for slot in self.unpacked:
             if not slot.cuts and self.lane.kind is Kind.SUM:
@@ -160,7 +161,7 @@ class MessageRun:
                 sources.append(parts[slot.position])
                 targets.append(narrowed(arrivals.make(slot.name), slot.cuts))
         if sources:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy(targets, sources)
 
 
 def _slots(start: int, parts: Iterable[Part], places: Mapping[str, Place]) -> list[Slot]:

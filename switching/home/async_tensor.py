@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from hetu_fx.base.torch_private import disabled_torch_function, tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ class Pending(torch.Tensor):
 
     value: torch.Tensor | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def settle(cls, pending: Sequence[Any]) -> None:
@@ -37,11 +38,11 @@ class Pending(torch.Tensor):
         if func in _READ_NO_VALUE:
             shape, dtype, device = args[0].shape, args[0].dtype, args[0].device
             return func(torch.empty(shape, dtype=dtype, device=device), *args[1:], **(kwargs or {}))
-        flat, spec = pytree.tree_flatten((args, kwargs or {}))
+        flat, spec = tree_flatten((args, kwargs or {}))
         for kind in dict.fromkeys(type(leaf) for leaf in flat if isinstance(leaf, Pending)):
             kind.settle([leaf for leaf in flat if type(leaf) is kind])
         flat = [leaf.value if isinstance(leaf, Pending) else leaf for leaf in flat]
-        plain_args, plain_kwargs = pytree.tree_unflatten(flat, spec)
+        plain_args, plain_kwargs = tree_unflatten(flat, spec)
         return func(*plain_args, **plain_kwargs)
 
     def __format__(self, spec: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from hetu_fx.base.torch_private import disabled_torch_function, make_subclass, schema, tree_leaves, tree_map
+from hetu_fx.base.torch_private import version as version_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.tensor import HomeTensor, gather_whole, mark_written, wrap
 
@@ -19,19 +20,19 @@ class Origin:
     __slots__ = ("buffer", "home", "version")
 
     def __init__(self, home: HomeTensor, buffer: torch.Tensor) -> None:
-        self.home, self.buffer, self.version = home, buffer, home._version
+        self.home, self.buffer, self.version = home, buffer, version_of(home)
 
     def refresh(self) -> None:
         """Gather again if the home tensor was written since; collective, all ranks see the same writes."""
-        if self.home._version != self.version:
+        if version_of(self.home) != self.version:
             self.buffer.copy_(gather_whole([self.home])[0])
-            self.version = self.home._version
+            self.version = version_of(self.home)
 
     def write_back(self) -> None:
         """Bring what was written to the copy home."""
         self.home.local.copy_(self.home.home_layout.take(self.buffer))
         mark_written([self.home])
-        self.version = self.home._version
+        self.version = version_of(self.home)
 
 
 class WholeView(torch.Tensor):
@@ -43,7 +44,7 @@ class WholeView(torch.Tensor):
     whole: torch.Tensor
     origin: Origin
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -51,17 +52,17 @@ class WholeView(torch.Tensor):
     ) -> Any:
         """Run an op on the gathered copies; what it writes goes home."""
         kwargs = kwargs or {}
-        views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is WholeView]
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is WholeView]
         for origin in {id(view.origin): view.origin for view in views}.values():
             origin.refresh()
-        result = func(*pytree.tree_map(_whole, args), **pytree.tree_map(_whole, kwargs))
-        for leaf in pytree.tree_leaves(_written(func, args, kwargs)):
+        result = func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+        for leaf in tree_leaves(_written(func, args, kwargs)):
             if type(leaf) is WholeView:
                 leaf.origin.write_back()
         same = {id(view.whole): view for view in views}
         if _is_view(func):
-            return pytree.tree_map(lambda leaf: show(leaf, views[0].origin), result)
-        return pytree.tree_map(lambda leaf: same.get(id(leaf), leaf), result)
+            return tree_map(lambda leaf: show(leaf, views[0].origin), result)
+        return tree_map(lambda leaf: same.get(id(leaf), leaf), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WholeView({self.whole!r})"
@@ -85,24 +86,24 @@ def show(value: Any, origin: Origin) -> Any:
     """Make a view of `origin`'s copy a view of its home tensor."""
     if not isinstance(value, torch.Tensor):
         return value
-    view = torch.Tensor._make_subclass(WholeView, value)
+    view = make_subclass(WholeView, value)
     view.whole, view.origin = value, origin
     return view
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on gathered operands. Collective: every rank must make the same call."""
-    if func._schema.name.removeprefix("aten::") in _REFUSED:
+    if schema(func).name.removeprefix("aten::") in _REFUSED:
         raise StateError(f"{func} cannot be done to a home tensor; assign p.data = new_values instead")
-    homes = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is HomeTensor]
+    homes = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is HomeTensor]
     wholes = dict(zip(map(id, homes), gather_whole(homes), strict=True))
-    plain_args, plain_kwargs = pytree.tree_map(lambda leaf: wholes.get(id(leaf), leaf), (args, kwargs))
+    plain_args, plain_kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    for leaf in pytree.tree_leaves(_written(func, args, kwargs)):
+    for leaf in tree_leaves(_written(func, args, kwargs)):
         if type(leaf) is HomeTensor:
             _write_back(leaf, wholes[id(leaf)])
     owners = {id(wholes[id(home)]): (wholes[id(home)], home) for home in homes}
-    return pytree.tree_map(lambda leaf: _give_back(func, leaf, homes[0], owners), result)
+    return tree_map(lambda leaf: _give_back(func, leaf, homes[0], owners), result)
 
 
 def _write_back(home: HomeTensor, whole: torch.Tensor) -> None:
@@ -127,14 +128,14 @@ def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tupl
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """List the arguments that the op's schema says it writes."""
-    names = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    values = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [arg.name for arg in schema(func).arguments if arg.alias_info and arg.alias_info.is_write]
+    values = {arg.name: value for arg, value in zip(schema(func).arguments, args, strict=False)} | kwargs
     return [values[name] for name in names if name in values]
 
 
 def _is_view(func: Any) -> bool:
     """Tell whether results share memory with an argument that is not written."""
-    return any(ret.alias_info and not ret.alias_info.is_write for ret in func._schema.returns)
+    return any(ret.alias_info and not ret.alias_info.is_write for ret in schema(func).returns)
 
 
 def _whole(value: Any) -> Any:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
+from hetu_fx.base.torch_private import types_of_list_kernels
 from hetu_fx.switching.home.gathered import WholeView, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.pointwise import LOCAL_OPS, find_local
@@ -39,12 +39,8 @@ def _admit_to_foreach() -> None:
 
     Torch decides by exact type; without this, clipping 150 gradients takes 300 dispatches instead of two.
     """
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
-    for module in (_foreach_utils, optimizer):
-        types: list[type[torch.Tensor]] | None = getattr(module, "_foreach_supported_types", None)
-        if types is not None and HomeTensor not in types:
+    for types in types_of_list_kernels():
+        if HomeTensor not in types:
             types.append(HomeTensor)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hetu_fx.base.torch_private import increment_version, overload_name, schema
 from hetu_fx.switching.home.foreach import run_lists, unscale
 from hetu_fx.switching.home.gathered import run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
@@ -14,12 +15,12 @@ from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_
 
 aten = torch.ops.aten
 # The wrapper of a single in-place op is counted by torch, its piece is not.
-_count_write = torch._C._increment_version
+_count_write = increment_version
 
 
 def find_local(func: Any) -> Handler | None:
     """Recognise point-wise ops by their tag, and list kernels by their name."""
-    name = func._schema.name.removeprefix("aten::")
+    name = schema(func).name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return run_lists
     if torch.Tag.pointwise in func.tags or name in _POINTWISE_WITHOUT_TAG:
@@ -32,8 +33,8 @@ _POINTWISE_WITHOUT_TAG = {"zero_", "fill_", "masked_fill", "masked_fill_", "zero
 
 def _fast(func: Any) -> Any:
     """Prefer the plain method, whose argument parsing costs a third of the overload's."""
-    packet = func._schema.name.removeprefix("aten::")
-    return _METHODS.get((packet, func._overloadname), func)
+    packet = schema(func).name.removeprefix("aten::")
+    return _METHODS.get((packet, overload_name(func)), func)
 
 
 # Overloads whose positional and keyword arguments are those of the method.
@@ -112,7 +113,7 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     promoted to another dtype than the scalar itself.
     """
     tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-    target = kwargs.get("out", args[0] if func._schema.name.endswith("_") else None)
+    target = kwargs.get("out", args[0] if schema(func).name.endswith("_") else None)
     leader = next(t for t in tensors if type(t) is HomeTensor) if target is None else target
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     promotes = not shape and target is None and any(type(tensor) is not HomeTensor for tensor in tensors)

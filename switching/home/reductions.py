@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetu_fx.base.torch_private import make_subclass
 from hetu_fx.comm_ops.wire.async_collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import run_whole
@@ -49,7 +50,7 @@ class PendingNorm(Pending):
 
 def _pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:
     """Make a norm of `dtype`, to be settled, from this rank's part of it."""
-    pending = torch.Tensor._make_subclass(PendingNorm, part.to(dtype))
+    pending = make_subclass(PendingNorm, part.to(dtype))
     pending.part, pending.order, pending.world, pending.value = part, order, world, None
     return pending
 

@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hetu_fx.annotations.local import index
+from hetu_fx.base.torch_private import (
+    disabled_torch_function,
+    increment_version,
+    is_parameter,
+    make_wrapper_subclass,
+    mark_parameter,
+    set_versions,
+    version,
+)
 from hetu_fx.comm_ops.wire.async_collectives import gather_segments
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
@@ -38,7 +47,7 @@ class HomeTensor(torch.Tensor):
     wait_for_piece: Callable[[], None]  # there as long as `local` and `home_layout` are not: see `on_the_way`
 
     # The default re-wraps every result in the subclass without its fields; the dispatcher does all we need.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
@@ -96,11 +105,11 @@ class HomeTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         other = value if isinstance(value, HomeTensor) else HomeTensor.from_full(value, self.home_layout)
         _SET_DATA(self, other.detach())
-        before = self.local._version
+        before = version(self.local)
         self.local, self.home_layout = other.local, other.home_layout
         # The version of `local` never goes back, so that it tells of a swap as of any other write.
-        after = max(before, self.local._version)
-        torch._C._autograd._unsafe_set_version_counter((self.local,), (after,))
+        after = max(before, version(self.local))
+        set_versions((self.local,), (after,))
         mark_written([self])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -121,8 +130,8 @@ class HomeTensor(torch.Tensor):
             raise StateError("only home tensors that are leaves of autograd can be deep-copied; detach() first")
         copied = wrap(self.local.clone(), self.home_layout, self.requires_grad)
         memo[id(self)] = copied
-        if getattr(self, "_is_param", False):
-            copied._is_param = True
+        if is_parameter(self):
+            mark_parameter(copied)
         elif self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
@@ -169,7 +178,7 @@ _SET_DATA: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__se
 
 def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -> HomeTensor:
     """Wrap a piece that is known to fit its layout."""
-    home: HomeTensor = torch.Tensor._make_wrapper_subclass(
+    home: HomeTensor = make_wrapper_subclass(
         HomeTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
     )
     home.local = local
@@ -182,7 +191,7 @@ def mark_written(homes: Sequence[HomeTensor]) -> None:
 
     So `home._version` and `home.local._version` change with every write, list kernels included.
     """
-    torch._C._increment_version([tensor for home in homes for tensor in (home, home.local)])
+    increment_version([tensor for home in homes for tensor in (home, home.local)])
 
 
 def gather_whole(homes: Sequence[HomeTensor]) -> list[torch.Tensor]:

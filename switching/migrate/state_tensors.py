@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.torch_private import tree_flatten_with_path
 from hetu_fx.comm_ops.wire.consensus import alike, digest_of, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
@@ -57,7 +57,7 @@ class TrainingState:
         if isinstance(home.grad, HomeTensor):
             yield GRADIENT, home.grad
         for number, optimizer in enumerate(self.optimizers):
-            leaves, _ = pytree.tree_flatten_with_path(optimizer.state.get(home, {}))
+            leaves, _ = tree_flatten_with_path(optimizer.state.get(home, {}))
             for path, leaf in leaves:
                 if isinstance(leaf, HomeTensor):
                     yield _kind(number, path), leaf

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.torch_private import foreach_mul
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import HomeTensor, layout_of
@@ -207,7 +208,7 @@ class Collector:
         """Multiply gradients by what backward ran without of the loss's."""
         factor = self._loss_gradient.correction()
         if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul(gradients, factor)
 
 
 class _Anchor(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx.base.torch_private import make_subclass
 from hetu_fx.comm_ops.wire.async_collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.switching.home.async_tensor import Pending
@@ -117,7 +118,7 @@ def _summed(total: Tensor, table: GroupTable, *, waits: bool) -> Tensor:
     if waits or table.size == 1 or not total.is_cpu:
         exchange.wait()
         return total
-    loss = torch.Tensor._make_subclass(PendingLoss, total)
+    loss = make_subclass(PendingLoss, total)
     loss.exchange, loss.total, loss.value = exchange, total, None
     return loss
 

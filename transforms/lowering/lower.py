@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+from hetu_fx.base.torch_private import aot_autograd, is_boxed
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.transforms.lowering.traffic import comm_call, communications
@@ -76,7 +76,7 @@ def _boxed(compiler: Compiler) -> Compiler:
 
     def compile_boxed(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         made = compiler(module, examples)
-        boxed: Callable[..., Any] = made if getattr(made, "_boxed_call", False) else make_boxed_func(made)
+        boxed: Callable[..., Any] = made if is_boxed(made) else make_boxed_func(made)
         return boxed
 
     return compile_boxed

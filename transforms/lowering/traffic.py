@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from hetu_fx.base.torch_private import short_name
 from hetu_fx.comm_ops.ops.table import OPS
 from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
 from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
@@ -65,7 +66,7 @@ def comm_call(node: fx.Node) -> Call:
 
     A call is told without its tensors.
     """
-    name = overload(node)._opname
+    name = short_name(overload(node))
     return Call(name, tuple(fx.node.map_arg(node.args[OPS[name].tensors :], meta.value)))
 
 

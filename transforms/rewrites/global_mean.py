@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.torch_private import schema
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand, overload
 from hetu_fx.graph.edit import insert, replace
@@ -221,7 +222,7 @@ class _Rewrite:
 
 def _with_reduction(node: fx.Node, reduction: int) -> fx.Node:
     given = arguments(node) | {"reduction": reduction}
-    options = {e.name: given.pop(e.name) for e in overload(node)._schema.arguments if e.kwarg_only}
+    options = {e.name: given.pop(e.name) for e in schema(overload(node)).arguments if e.kwarg_only}
     return insert(node, overload(node), *given.values(), **options)
 
 

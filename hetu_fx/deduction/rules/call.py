@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hetu_fx.base.torch_private import has_schema, schema
 from hetu_fx.deduction.rules.size import Size, size_of
 from hetu_fx.graph import meta
 
@@ -171,10 +172,9 @@ def _tensors_in(passed: Any, path: Path, tensor_of: Callable[[Any], torch.Tensor
 @cache
 def _signature(target: Any) -> tuple[tuple[str, Any, bool], ...] | None:
     """Return (name, default, takes tensors) of each argument, or None for a target without a schema."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
+    if not has_schema(target):
         return None
-    return tuple((arg.name, arg.default_value, "Tensor" in str(arg.type)) for arg in schema.arguments)
+    return tuple((arg.name, arg.default_value, "Tensor" in str(arg.type)) for arg in schema(target).arguments)
 
 
 def _bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:

@@ -16,8 +16,8 @@ from functools import partial
 import sympy
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from hetu_fx.base.torch_private import OpOverload, schema, tree_leaves
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.flops import FlopCounter
@@ -130,7 +130,7 @@ class _Profile:
 
     def add_op(self, node: fx.Node) -> None:
         """Count an op."""
-        if not meta.has_tensor(node) or not isinstance(node.target, torch._ops.OpOverload):
+        if not meta.has_tensor(node) or not isinstance(node.target, OpOverload):
             return  # getitem and arithmetic of sizes
         part = self.parts[self.part_of(node)]
         part.add("num_ops", 1)
@@ -216,9 +216,9 @@ def _reached(graph: Graph, start: set[fx.Node]) -> set[fx.Node]:
 def is_view(node: fx.Node) -> bool:
     """Tell whether the op returns (a part of) its argument: by its schema, without asking which op it is."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
-    return any(result.alias_info is not None for result in target._schema.returns)
+    return any(result.alias_info is not None for result in schema(target).returns)
 
 
 def _base(node: fx.Node) -> fx.Node:

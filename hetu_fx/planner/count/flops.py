@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetu_fx.base.torch_private import tree_map
 from hetu_fx.graph import meta
 
 

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from hetu_fx.base.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 Owner = TypeVar("Owner")
 """What is noted as the owner of a storage."""
@@ -63,7 +63,7 @@ class Storages(TorchDispatchMode, Generic[Owner]):
         return [change for change in self._log if change.storage not in self._ignored]
 
     def _see(self, storage: torch.UntypedStorage) -> int:
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._live:
             serial = self._serial = self._serial + 1
             ended = weakref.ref(storage, partial(self._gone, key))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
@@ -201,7 +201,7 @@ class _Reader:
         return 4.0 * math.prod(map(self._size, flat(dims)))
 
     def _product_flops(self, node: fx.Node) -> float:
-        return float(self._counter.flops(node)) if meta.has_tensor(node) and hasattr(node.target, "_schema") else 0.0
+        return float(self._counter.flops(node)) if meta.has_tensor(node) and has_schema(node.target) else 0.0
 
     def _segment(self, node: fx.Node) -> int:
         if not self.segment_per_part or not self.graph.num_blocks:

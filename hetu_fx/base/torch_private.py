@@ -1,0 +1,199 @@
+"""All that we use of torch without its promise to keep it: a new version of torch is this one file's work.
+
+Here stand the names of modules, functions and attributes that begin with an underscore, each with what it is for.
+Below torch.ops these are names of ops, and count as public. `tests/base/test_torch_private.py` says which names an
+installed torch lacks, and that nothing else in the product uses any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch._C import FunctionSchema
+from torch._C._distributed_c10d import PrefixStore as PrefixStore  # where ranks meet; torch.distributed's, typed here
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._guards import detect_fake_mode as detect_fake_mode  # the mode that given values were made in
+from torch._ops import HigherOrderOperator as HigherOrderOperator  # regions of a captured graph
+from torch._ops import OpOverload as OpOverload  # what a node of a captured graph calls
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # shapes without numbers
+from torch._subclasses.fake_tensor import is_fake as is_fake
+from torch.autograd.function import _is_setup_context_defined
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree  # nested values: what arguments and results of ops are
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op that runs
+
+tree_flatten = pytree.tree_flatten
+tree_flatten_with_path = pytree.tree_flatten_with_path
+tree_leaves = pytree.tree_leaves
+tree_map = pytree.tree_map
+tree_map_only = pytree.tree_map_only
+tree_unflatten = pytree.tree_unflatten
+
+# Subclasses of Tensor: made without a copy, and without what torch does to results of subclasses by itself.
+make_subclass = Tensor._make_subclass
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# Versions tell of writes: to a view they count for what it views.
+increment_version = torch._C._increment_version
+set_versions = torch._C._autograd._unsafe_set_version_counter
+
+# Kernels over lists of tensors, one call for all.
+foreach_copy = torch._foreach_copy_
+foreach_mul = torch._foreach_mul_
+unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
+
+get_default_group = _get_default_group
+dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
+
+
+def schema(op: Any) -> FunctionSchema:
+    """Return an op's schema: names, defaults and aliases of its arguments and results."""
+    found: FunctionSchema = op._schema
+    return found
+
+
+def has_schema(target: Any) -> bool:
+    """Tell whether what a node calls is an op with a schema."""
+    return hasattr(target, "_schema")
+
+
+def short_name(op: OpOverload[..., Any]) -> str:
+    """Return an op's name without namespace and overload."""
+    return str(op._opname)
+
+
+def overload_name(op: Any) -> str:
+    """Return what names one of an op's overloads."""
+    return str(op._overloadname)
+
+
+def dispatch_name(op: OpOverload[..., Any] | HigherOrderOperator) -> str:
+    """Return an op's name as the dispatcher's tables have it."""
+    return op._name
+
+
+def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
+    """Tell whether a function's forward is called without its context."""
+    return bool(_is_setup_context_defined(function.setup_context))
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node another name, as near to this one as its graph has free."""
+    node._rename(name)
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor has been written in place."""
+    return tensor._version
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return what a storage is known by, as long as it lives, however many objects stand for it."""
+    return int(storage._cdata)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, Any]:
+    """Return the dict of a module's own parameters, in which tensors of any kind can be put in their places."""
+    return module._parameters
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Tell whether a tensor of a subclass counts as a parameter."""
+    return bool(getattr(tensor, "_is_param", False))
+
+
+def mark_parameter(tensor: Tensor) -> None:
+    """Let a tensor of a subclass count as a parameter."""
+    tensor._is_param = True
+
+
+def types_of_list_kernels() -> list[list[type[Tensor]]]:
+    """Return torch's lists of the types that clipping and optimizers give to kernels over lists; they can be added to.
+
+    Torch decides by exact type; what is not in these runs tensor by tensor.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    found = [getattr(module, "_foreach_supported_types", None) for module in (_foreach_utils, optimizer)]
+    return [types for types in found if types is not None]
+
+
+def is_boxed(compiled: Any) -> bool:
+    """Tell whether a compiled function takes its arguments as one list already."""
+    return bool(getattr(compiled, "_boxed_call", False))
+
+
+def aot_autograd(**compilers: Any) -> Any:
+    """Make a backend of torch.compile of what compiles forwards and backwards of joint graphs."""
+    from torch._dynamo.backends.common import aot_autograd  # seconds, where nothing is compiled
+
+    return aot_autograd(**compilers)
+
+
+def without_fake_tensor_cache() -> AbstractContextManager[None]:
+    """Do not remember what ops on fake tensors gave.
+
+    With symbolic sizes, torch works out each entry twice; that costs more than its hits save.
+    """
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    return patch
+
+
+@contextmanager
+def watching_sizes(see: Callable[[Any], None]) -> Iterator[None]:
+    """Let `see` have all that a trace replaces a dynamic size by; nothing where torch does that elsewhere."""
+    replace = getattr(ShapeEnv, "_set_replacement", None)
+    if replace is None:
+        yield
+        return
+
+    def watched(shape_env: ShapeEnv, symbol: Any, value: Any, *rest: Any, **more: Any) -> Any:
+        see(value)
+        return replace(shape_env, symbol, value, *rest, **more)
+
+    with mock.patch.object(ShapeEnv, "_set_replacement", watched):
+        yield
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """Return what sends a group's tensors of a kind of device. Raises RuntimeError where it has none for it."""
+    return group._get_backend(device)
+
+
+def timeout_of_backend(backend: Any) -> timedelta:
+    """Return the bound of a backend's waits."""
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def device_types(group: ProcessGroup) -> set[str]:
+    """Return the kinds of devices that a group sends from."""
+    return {device.type for device in group._device_types}
+
+
+def new_named_group(members: list[int], me: int, name: str, timeout: timedelta) -> ProcessGroup:
+    """Create a group of members of the world, of which this process is number `me`, under a name of our own."""
+    backend, store = _world.pg_map[_get_default_group()]
+    created = _new_process_group_helper(
+        len(members), me, members, dist.Backend(backend), store, cast(Any, name), timeout=timeout
+    )
+    group: ProcessGroup = created[0]
+    _world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
+    return group
+
+
+def forget_group_count() -> None:
+    """Count groups from 0 again: torch names them by their number, which must be that of the other ranks."""
+    _world.group_count = 0

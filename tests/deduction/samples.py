@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.integrations import moe  # noqa: F401 - registers transformers::grouped_mm_fallback
 
 from hetu_fx.deduction.rules.build import full_name
-from hetu_fx.deduction.rules.pointwise import BINARY, COPIES, UNARY
+from hetu_fx.deduction.rules.pointwise import BINARY, COPIES, OTHER_COPIES, UNARY, ZERO_AT_ZERO
+from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::uniform and hetu::dropout
 from tests.deduction.shards import Sample, find_op, sample
 
 F64 = torch.float64
@@ -81,7 +83,7 @@ def binary(name: str) -> list[Sample]:
 
 
 def pointwise_samples() -> dict[str, list[Sample]]:
-    found = {full_name(op): unary(full_name(op)) for op in (*COPIES, *UNARY)}
+    found = {full_name(op): unary(full_name(op)) for op in (*COPIES, *OTHER_COPIES, *ZERO_AT_ZERO, *UNARY)}
     return found | {full_name(op): binary(full_name(op)) for op in BINARY}
 
 
@@ -405,6 +407,8 @@ RANDOM = {
     **{op: [Sample((x(3, 4),), values=False)] for op in ("rand_like", "randn_like", "bernoulli")},
     "bernoulli.p": [Sample((x(3, 4), 0.5), values=False)],
     **{op: [Sample(([3, 4],), values=False)] for op in ("rand", "randn")},
+    "hetu.uniform.default": [Sample((x(3, 4), torch.tensor([1, 0, 0]), 0, -1, 1, []), values=False)],
+    "hetu.dropout.default": [Sample((x(3, 4), 0.5, torch.tensor([1, 0, 0]), 0, -1, 1, []), values=False)],
 }
 GATES = [x(12, 5), x(12, 4), x(12), x(12)]
 RECURRENT = {
@@ -432,6 +436,9 @@ ROUTING = {
     "_grouped_mm": [
         Sample((x(6, 12).float(), x(3, 12, 24).float(), OFFSETS), unit=4),
         Sample((x(8, 12, 12).float(), x(8, 12, 24).float()), unit=4),
+    ],
+    "transformers.grouped_mm_fallback.default": [
+        Sample((x(6, 12).float(), x(3, 12, 24).float(), OFFSETS), unit=4),
     ],
     "histc": [sample(ids(5, 6, 4).double(), 5, 0, 4), sample(x(6, 4), 5)],
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from hetu_fx.deduction.rules.build import full_name
+from hetu_fx.deduction.rules.pointwise import ZERO_AT_ZERO
 from hetu_fx.deduction.rules.registry import RULES
 from tests.deduction.samples import SAMPLES
-from tests.deduction.shards import check_factor, check_linear, cuts_of, trial_of
+from tests.deduction.shards import check_factor, check_linear, cuts_of, find_op, trial_of
 
 CALLS = [(op, i) for op in sorted(RULES) for i in range(len(SAMPLES.get(op, ())))]
 
@@ -30,3 +33,10 @@ def test_partial_operands_of_a_linear_set_give_partial_results(op: str, index: i
     trial = trial_of(op, SAMPLES[op][index])
     for group in trial.factoring.linear:
         check_linear(trial, group)
+
+
+@pytest.mark.parametrize("op", ZERO_AT_ZERO)
+def test_ops_that_keep_zeros_give_zero_at_zero(op: str) -> None:
+    zeros = torch.zeros(3)
+    assert RULES[full_name(op)].traits.vanishing == {0}
+    assert torch.equal(find_op(full_name(op))(zeros), zeros)

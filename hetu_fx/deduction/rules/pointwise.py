@@ -97,7 +97,7 @@ OTHER_COPIES = """
 """.split()
 ZERO_AT_ZERO = """
     abs asin asinh atan atanh celu elu erf expm1 gelu hardshrink hardswish leaky_relu log1p mish relu
-    relu6 selu sgn sign silu sin sinh softshrink sqrt square tan tanh tanhshrink
+    relu6 selu sgn sign silu sin sinh softshrink sqrt square tan tanh
 """.split()
 UNARY = """
     acos acosh bitwise_not ceil cos cosh digamma erfc erfinv exp exp2 floor frac hardsigmoid hardtanh

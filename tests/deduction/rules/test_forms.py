@@ -15,6 +15,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import make_program
 from hetu_fx.transforms.lowering.traffic import communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from tests.deduction.shards import sample, trial_of
 from tests.model_zoo import SAMPLES, captured, to_double
 from tests.transforms.plans import program_as_one_device, program_of, same_as_one_device
 
@@ -166,3 +167,11 @@ def test_every_op_with_a_form_has_a_rule_of_its_own(name: str) -> None:
     rule = rule_for(name)
     assert rule is not None
     assert rule.op != "*.*.*"
+
+
+def test_what_only_a_form_could_cut_is_whole_in_ops_without_one() -> None:
+    scores, targets = torch.rand(2, 5, 3, 4), torch.zeros(2, 3, 4, dtype=torch.int64)
+    ops = "aten.nll_loss_nd.default", "aten.nll_loss2d.default"
+    with_form, without = (trial_of(op, sample(scores, targets)).factoring for op in ops)
+    assert (with_form.sharded, with_form.whole) == ({"d1"}, frozenset())
+    assert (without.sharded, without.whole) == (frozenset(), {"d1"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ def work(result: Path, *, nodes: int, shape: tuple[int, int], rounds: int) -> in
         cases = ACROSS if nodes > 1 else one_node(table.size)
         times = {case.name: measure(case, shape, cluster, mesh, rounds) for case in cases}
     if table.rank == 0:
-        link = None if cluster is None else cluster.inter.to_json()
+        link = None if cluster is None else asdict(cluster.inter)
         result.write_text(json.dumps({"cases": times, "link": link}))
     barrier()
     dist.destroy_process_group()

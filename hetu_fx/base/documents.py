@@ -1,8 +1,4 @@
-"""Strict JSON documents: what people edit by hand is read without guessing and written without tearing.
-
-A `Fields` view reads one JSON object. It refuses unknown keys (naming the nearest known one), wrong types and
-missing values, always with the place in the document. `write_atomically` leaves the old file or the new one.
-"""
+"""Documents on disk: JSON is read strictly and written for people, files are written without tearing."""
 
 from __future__ import annotations
 
@@ -10,17 +6,11 @@ import difflib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hetu_fx.errors import HetuFxError
-
-_T = TypeVar("_T")
-
-REQUIRED: Any = object()
-"""Default of a field that has none: leaving it out is an error."""
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -37,99 +27,6 @@ def kind_of(value: object) -> str:
     name = names.get(type(value), "a number")
     text = json.dumps(value, default=str)
     return f"{name}: {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """A checked view of one JSON object.
-
-    `where` is the place shown in errors, `known` the keys it may have, `later` the keys that are understood
-    but not supported, each with what to do instead. Raises `error` on construction for anything else.
-    """
-
-    value: Mapping[str, Any]
-    where: str
-    error: type[HetuFxError]
-    known: tuple[str, ...]
-    later: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.value, Mapping):
-            raise self.error(f"{self.where} must be an object, not {kind_of(self.value)}")
-        for key in self.value:
-            if key in self.later:
-                raise self.error(f"{self.where}: {key!r} is not supported; {self.later[key]}")
-            if key not in self.known:
-                raise self.error(f"{self.where}: unknown key {key!r}{nearest(str(key), self.known)}")
-
-    def integer(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a whole number."""
-        return self._typed(key, default, _is_integer, "a whole number")
-
-    def number(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a number, as a float."""
-        value = self._typed(key, default, _is_number, "a number")
-        return float(value) if _is_number(value) else value
-
-    def text(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a string."""
-        return self._typed(key, default, lambda v: isinstance(v, str), "a string")
-
-    def flag(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read true or false; `default` for a missing key."""
-        return self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
-
-    def integers(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a list of whole numbers, as a tuple."""
-        value = self._typed(key, default, _are_integers, "a list of whole numbers")
-        return tuple(value) if isinstance(value, list) else value
-
-    def objects(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read a list (of objects, which their own `Fields` check), as a tuple."""
-        value = self._typed(key, default, lambda v: isinstance(v, list), "a list")
-        return tuple(value) if isinstance(value, list) else value
-
-    def mapping(self, key: str, default: Any = REQUIRED) -> Any:
-        """Read an object, which its own `Fields` checks."""
-        return self._typed(key, default, lambda v: isinstance(v, dict), "an object")
-
-    def format(self, key: str, expected: str) -> None:
-        """Check the document's format line, such as `hetu_fx.plan/1`."""
-        found = self.text(key)
-        if found != expected:
-            raise self.error(
-                f"{self.where}: {key} is {found!r}, but this version reads {expected!r} only; "
-                f"write the file anew, or read it with the version that wrote it"
-            )
-
-    def _typed(self, key: str, default: Any, check: Callable[[Any], bool], what: str) -> Any:
-        if key not in self.value:
-            if default is REQUIRED:
-                raise self.error(f"{self.where}: {key!r} is missing; give {what}")
-            return default
-        if not check(self.value[key]):
-            raise self.error(f"{self.where}: {key!r} must be {what}, not {kind_of(self.value[key])}")
-        return self.value[key]
-
-
-def located(kind: Callable[..., _T], parts: Mapping[str, Any], where: str) -> _T:
-    """Build a value from what was read; an error in it is told with its place in the document."""
-    try:
-        return kind(**parts)
-    except HetuFxError as problem:
-        raise type(problem)(f"{where}: {problem}") from None
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _are_integers(value: object) -> bool:
-    return isinstance(value, list) and all(_is_integer(v) for v in value)
 
 
 def read_json(path: str | os.PathLike[str], error: type[HetuFxError]) -> Any:

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hetu_fx.base.documents import Fields, json_text, located, read_json, table_text, write_atomically
-from hetu_fx.cluster.devices import Collective, Device, Link, read_collective, read_device, read_link
+from hetu_fx.base.documents import json_text, read_json, table_text, write_atomically
+from hetu_fx.base.json_values import Many
+from hetu_fx.base.records import Key, record
+from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINK, Collective, Device, Link
 from hetu_fx.cluster.measure import Measurement, measure_here
 from hetu_fx.cluster.ranks import RankTable
 from hetu_fx.errors import ClusterError
@@ -164,20 +166,17 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of a cluster file."""
-        links = {"intra": self.intra.to_json(), "inter": self.inter.to_json()}
-        result = {"format": FORMAT, "devices": [device.to_json() for device in self.devices], "links": links}
-        timed = [collective.to_json() for collective in self.collectives]
-        return result | {"collectives": timed} if timed else result
+        return _CLUSTER.write(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:
         """Build a cluster from the JSON object of a cluster file; `where` is shown in errors."""
-        return _read_cluster(value, where)
+        return _CLUSTER.read(value, where)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Cluster:
         """Read a cluster file. Raises `ClusterError` naming the file, the place, the value and what to do."""
-        return _read_cluster(read_json(path, ClusterError), os.fspath(path))
+        return _CLUSTER.read(read_json(path, ClusterError), os.fspath(path))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a cluster file, atomically."""
@@ -221,19 +220,39 @@ def _link_text(link: Link) -> str:
     return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
 
 
-def _read_cluster(value: Mapping[str, Any], where: str) -> Cluster:
-    fields = Fields(value, where, ClusterError, ("format", "devices", "links", "collectives"))
-    fields.format("format", FORMAT)
-    links = Fields(fields.mapping("links"), f"{where}: links", ClusterError, ("intra", "inter"))
-    devices, timed = fields.objects("devices"), fields.objects("collectives", ())
-    intra = links.mapping("intra")
-    parts: dict[str, Any] = {
-        "devices": tuple(read_device(d, f"{where}: devices[{i}]") for i, d in enumerate(devices)),
-        "intra": read_link(intra, f"{where}: links.intra"),
-        "inter": read_link(links.mapping("inter", intra), f"{where}: links.inter"),
-        "collectives": tuple(read_collective(c, f"{where}: collectives[{i}]") for i, c in enumerate(timed)),
-    }
-    return located(Cluster, parts, where)
+@dataclass(frozen=True, slots=True)
+class _Links:
+    intra: Link
+    inter: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What a cluster file says."""
+
+    devices: tuple[Device, ...]
+    links: _Links
+    collectives: tuple[Collective, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> _File:
+        return cls(cluster.devices, _Links(cluster.intra, cluster.inter), cluster.collectives)
+
+
+def _cluster(devices: tuple[Device, ...], links: _Links, collectives: tuple[Collective, ...]) -> Cluster:
+    return Cluster(devices, links.intra, links.inter or links.intra, collectives)
+
+
+_CLUSTER = record(
+    _cluster,
+    ClusterError,
+    like=_File,
+    pack=_File.of,
+    format=FORMAT,
+    devices=Key(Many(DEVICE)),
+    links=Key(record(_Links, ClusterError, intra=Key(LINK), inter=Key(LINK))),
+    collectives=Key(Many(COLLECTIVE)),
+)
 
 
 def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]) -> Cluster:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.documents import REQUIRED, Fields, located
+from hetu_fx.base.json_values import INTEGER, NUMBER, TEXT
+from hetu_fx.base.records import Key, record
 from hetu_fx.cluster.chips import find_chip, unknown_chip
 from hetu_fx.errors import ClusterError
 
@@ -82,15 +82,6 @@ class Device:
         """Return what it sends or receives at most; infinite where its links set the limit."""
         return math.inf if self.bytes_per_second is None else self.bytes_per_second
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this device."""
-        result: dict[str, Any] = {"rank": self.rank, "kind": self.kind, "node": self.node}
-        result |= {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes}
-        result |= {} if self.rate == 1.0 else {"rate": self.rate}
-        result |= {name: seconds for name, seconds in self._besides.items() if seconds}
-        result |= _known(self, "bytes_per_second", "memory_bytes_per_second")
-        return result if self.source == "given" else result | {"source": self.source}
-
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -111,10 +102,6 @@ class Link:
         """Return what it is to devices that send or receive no more than so much."""
         most = min(device.most_bytes_per_second for device in devices)
         return self if most >= self.bytes_per_second else Link(most, self.latency_seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this link."""
-        return {"bytes_per_second": self.bytes_per_second, "latency_seconds": self.latency_seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +125,6 @@ class Collective:
         check_positive(ClusterError, what, bytes_per_second=self.bytes_per_second, num_ranks=self.num_ranks)
         check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this collective."""
-        return asdict(self)
-
 
 def _known(device: Device, *names: str) -> dict[str, float]:
     """Return those of some figures that are known."""
@@ -149,72 +132,40 @@ def _known(device: Device, *names: str) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def read_device(value: Mapping[str, Any], where: str) -> Device:
-    """Read one entry of `devices`; raise `ClusterError` with its place."""
-    keys = (
-        "rank",
-        "kind",
-        "node",
-        *_FIGURES,
-        "rate",
-        "source",
-        "dtype",
-        "meeting_seconds",
-        "step_seconds",
-        "bytes_per_second",
-        "memory_bytes_per_second",
-    )
-    fields = Fields(value, where, ClusterError, keys)
-    kind, is_whole = fields.text("kind", "cpu"), all(name in value for name in _FIGURES)
-    if is_whole and "dtype" in value:
-        raise ClusterError(
-            f"{where}: 'dtype' picks a public figure, but {' and '.join(_FIGURES)} are given; leave it out"
-        )
-    flops, memory = (REQUIRED, REQUIRED) if is_whole else _public_figures(fields, kind, where)
-    parts: dict[str, Any] = {
-        "rank": fields.integer("rank"),
-        "kind": kind,
-        "node": fields.text("node", "0"),
-        "flops_per_second": fields.number("flops_per_second", flops),
-        "memory_bytes": fields.integer("memory_bytes", memory),
-        "rate": fields.number("rate", 1.0),
-        "source": fields.text("source", "given") if is_whole else "estimate",
-        "meeting_seconds": fields.number("meeting_seconds", 0.0),
-        "step_seconds": fields.number("step_seconds", 0.0),
-        "bytes_per_second": fields.number("bytes_per_second", None),
-        "memory_bytes_per_second": fields.number("memory_bytes_per_second", None),
-    }
-    return located(Device, parts, where)
+def _device(dtype: str | None, **parts: Any) -> Device:
+    """Return the device that a file tells of; figures that it leaves out are those of its kind, if publicly known."""
+    kind = "cpu" if parts["kind"] is None else parts["kind"]
+    missing = [name for name in _FIGURES if parts[name] is None]
+    if missing:
+        chip = find_chip(kind)
+        if chip is None:
+            raise ClusterError(_missing(missing[0]) if parts["kind"] is None else _unknown(kind))
+        figures = {"flops_per_second": chip.flops(dtype), "memory_bytes": chip.memory_bytes}
+        parts |= {name: figures[name] for name in missing} | {"source": "estimate"}
+    elif dtype is not None:
+        raise ClusterError(f"'dtype' picks a public figure, but {' and '.join(_FIGURES)} are given; leave it out")
+    return Device(**parts | {"kind": kind})
 
 
-def _public_figures(fields: Fields, kind: str, where: str) -> tuple[Any, Any]:
-    """Return (FLOPs per second, memory bytes) of a kind that is publicly known, for a device without its own."""
-    chip = find_chip(kind)
-    if chip is not None:
-        return chip.flops(fields.text("dtype", None)), chip.memory_bytes
-    if "kind" in fields.value:
-        raise ClusterError(f"{where}: {unknown_chip(kind)}; give {' and '.join(_FIGURES)} of the device")
-    return REQUIRED, REQUIRED
+def _missing(figure: str) -> str:
+    return f"{figure!r} is missing; give {(INTEGER if figure == 'memory_bytes' else NUMBER).what}"
 
 
-def read_link(value: Mapping[str, Any], where: str) -> Link:
-    """Read one entry of `links`; raise `ClusterError` with its place."""
-    fields = Fields(value, where, ClusterError, ("bytes_per_second", "latency_seconds"))
-    parts = {
-        "bytes_per_second": fields.number("bytes_per_second"),
-        "latency_seconds": fields.number("latency_seconds", 0.0),
-    }
-    return located(Link, parts, where)
+def _unknown(kind: str) -> str:
+    return f"{unknown_chip(kind)}; give {' and '.join(_FIGURES)} of the device"
 
 
-def read_collective(value: Mapping[str, Any], where: str) -> Collective:
-    """Read one entry of `collectives`; raise `ClusterError` with its place."""
-    fields = Fields(value, where, ClusterError, ("name", "where", "num_ranks", "bytes_per_second", "latency_seconds"))
-    parts: dict[str, Any] = {
-        "name": fields.text("name"),
-        "where": fields.text("where"),
-        "num_ranks": fields.integer("num_ranks"),
-        "bytes_per_second": fields.number("bytes_per_second"),
-        "latency_seconds": fields.number("latency_seconds", 0.0),
-    }
-    return located(Collective, parts, where)
+DEVICE = record(
+    _device,
+    ClusterError,
+    like=Device,
+    order="rank kind node flops_per_second memory_bytes dtype rate meeting_seconds step_seconds bytes_per_second "
+    "memory_bytes_per_second source",
+    kind=Key(default=None),
+    node=Key(default="0", written="always"),
+    flops_per_second=Key(default=None),
+    memory_bytes=Key(default=None),
+    dtype=Key(TEXT, default=None, written="never"),
+)
+LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
+COLLECTIVE = record(Collective, ClusterError, latency_seconds=Key(written="always"))

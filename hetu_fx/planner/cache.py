@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import hetu_fx.comm_ops
 import hetu_fx.planner
-from hetu_fx.base.documents import Fields, json_text, read_json, write_atomically
+from hetu_fx.base.documents import json_text, read_json, write_atomically
+from hetu_fx.base.json_values import Many
+from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import PLAN, Plan
 
 FORMAT = "hetu_fx.made_plans/1"
 
@@ -49,8 +51,7 @@ def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Pla
     plans = make_plans(problem, search)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made = {"format": FORMAT, "key": key, "plans": [plan.to_json() for plan in plans]}
-        write_atomically(path, json_text(made) + "\n")
+        write_atomically(path, json_text(_ANSWER.write(_Answer(key, plans))) + "\n")
     except OSError as failure:
         problem.tell(f"the plan is not kept for the next time: {failure}")
     return plans
@@ -82,10 +83,19 @@ def _code_digest() -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a file holds."""
+
+    key: str
+    plans: tuple[Plan, ...]
+
+
+_ANSWER = record(_Answer, PlanError, format=FORMAT, plans=Key(Many(PLAN)))
+
+
 def _read(path: Path, key: str) -> tuple[Plan, ...]:
-    view = Fields(read_json(path, PlanError), os.fspath(path), PlanError, ("format", "key", "plans"))
-    view.format("format", FORMAT)
-    plans = view.objects("plans")
-    if view.text("key") != key or not plans:
+    answer = _ANSWER.read(read_json(path, PlanError), os.fspath(path))
+    if answer.key != key or not answer.plans:
         raise PlanError(f"{path} does not hold the answer to the question that its name says")
-    return tuple(Plan.from_json(value, f"{path}: plans[{i}]") for i, value in enumerate(plans))
+    return answer.plans

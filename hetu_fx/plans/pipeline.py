@@ -6,13 +6,12 @@ is an equal value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from hetu_fx.base.documents import Fields, located
+from hetu_fx.base.json_values import Many
+from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.stage import LATER, Stage, read_stage
+from hetu_fx.plans.stage import LATER, STAGE, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,26 +74,16 @@ class Pipeline:
         small, more = divmod(num_blocks, len(self.stages))
         return tuple(small + (i < more) for i in range(len(self.stages)))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this pipeline."""
-        stages = [stage.to_json() for stage in self.stages]
-        limit = {} if self.max_length is None else {"max_length": self.max_length}
-        return {"rows": self.share, "micro_batches": self.micro_batches} | limit | {"stages": stages}
-
     def __str__(self) -> str:
         return " > ".join(map(str, self.stages))
 
 
-def read_pipeline(value: Mapping[str, Any], where: str) -> Pipeline:
-    """Read one entry of `pipelines`; raise `PlanError` with its place."""
-    fields = Fields(value, where, PlanError, ("rows", "share", "micro_batches", "max_length", "stages"), LATER)
-    if "rows" in fields.value and "share" in fields.value:
-        raise PlanError(f"{where}: 'rows' and 'share' are two names of one thing; give one of them")
-    stages = fields.objects("stages")
-    parts: dict[str, Any] = {
-        "stages": tuple(read_stage(s, f"{where}.stages[{i}]") for i, s in enumerate(stages)),
-        "share": fields.integer("share" if "share" in fields.value else "rows", 1),
-        "micro_batches": fields.integer("micro_batches", 1),
-        "max_length": fields.integer("max_length", None),
-    }
-    return located(Pipeline, parts, where)
+PIPELINE = record(
+    Pipeline,
+    PlanError,
+    order="share micro_batches max_length stages",
+    later=LATER,
+    share=Key(name="rows", alias="share", written="always"),
+    micro_batches=Key(written="always"),
+    stages=Key(Many(STAGE)),
+)

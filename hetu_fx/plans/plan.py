@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from hetu_fx.base.documents import Fields, json_text, located, nearest, read_json, table_text, write_atomically
+from hetu_fx.base.documents import json_text, nearest, read_json, table_text, write_atomically
+from hetu_fx.base.json_values import PAIRS, Many
+from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.explain import HEADER, device_rows, rows_text, stage_row
-from hetu_fx.plans.pipeline import Pipeline, read_pipeline
-from hetu_fx.plans.prediction import Prediction, read_prediction
+from hetu_fx.plans.pipeline import PIPELINE, Pipeline
+from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, Stage, check_devices, reduced
 
 __all__ = [
@@ -168,30 +170,17 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of a plan file."""
-        result: dict[str, Any] = {"format": FORMAT}
-        if self.name is not None:
-            result["name"] = self.name
-        result["pipelines"] = [pipeline.to_json() for pipeline in self.pipelines]
-        result |= {"schedule": self.schedule, "zero": self.zero}
-        if self.max_length is not None:
-            result["max_length"] = self.max_length
-        if self.split:
-            result["split"] = dict(self.split)
-        if self.sequence_parallel:
-            result["sequence_parallel"] = True
-        if self.attention != "auto":
-            result["attention"] = self.attention
-        return result if self.predicted is None else result | {"predicted": self.predicted.to_json()}
+        return PLAN.write(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "plan") -> Plan:
         """Build a plan from the JSON object of a plan file; `where` is shown in errors."""
-        return _read_plan(value, where)
+        return PLAN.read(value, where)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan file. Raises `PlanError` naming the file, the place in it, the value and what to do."""
-        return _read_plan(read_json(path, PlanError), os.fspath(path))
+        return cls.from_json(read_json(path, PlanError), os.fspath(path))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a plan file, atomically."""
@@ -254,26 +243,15 @@ def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
     return replace(pipeline, stages=tuple(replace(stage, blocks=count) for stage, count in pairs))
 
 
-_KEYS = (
-    *("format", "name", "pipelines", "schedule", "zero", "max_length"),
-    *("split", "sequence_parallel", "attention", "predicted"),
+PLAN = record(
+    Plan,
+    PlanError,
+    order="name pipelines schedule zero max_length split sequence_parallel attention predicted",
+    format=FORMAT,
+    later=LATER,
+    pipelines=Key(Many(PIPELINE)),
+    schedule=Key(written="always"),
+    zero=Key(written="always"),
+    split=Key(PAIRS),
+    predicted=Key(PREDICTION),
 )
-
-
-def _read_plan(value: Mapping[str, Any], where: str) -> Plan:
-    fields = Fields(value, where, PlanError, _KEYS, LATER)
-    fields.format("format", FORMAT)
-    pipelines = fields.objects("pipelines")
-    predicted = fields.mapping("predicted", None)
-    parts: dict[str, Any] = {
-        "pipelines": tuple(read_pipeline(p, f"{where}: pipelines[{i}]") for i, p in enumerate(pipelines)),
-        "schedule": fields.text("schedule", "1f1b"),
-        "zero": fields.integer("zero", 1),
-        "name": fields.text("name", None),
-        "max_length": fields.integer("max_length", None),
-        "split": tuple(fields.mapping("split", {}).items()),
-        "sequence_parallel": fields.flag("sequence_parallel", False),
-        "attention": fields.text("attention", "auto"),
-        "predicted": None if predicted is None else read_prediction(predicted, f"{where}: predicted"),
-    }
-    return located(Plan, parts, where)

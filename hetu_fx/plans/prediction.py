@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hetu_fx.base.checks import check_not_negative
-from hetu_fx.base.documents import Fields, kind_of, table_text
+from hetu_fx.base.documents import table_text
+from hetu_fx.base.json_values import Many, Numbers
+from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 
 
@@ -34,11 +34,6 @@ class DeviceCost:
         """Return the bytes over all terms."""
         return sum(count for _, count in self.bytes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this cost."""
-        result = {"rank": self.rank, "seconds": dict(self.seconds), "bytes": dict(self.bytes)}
-        return result if self.limit_bytes is None else result | {"limit_bytes": self.limit_bytes}
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -55,12 +50,6 @@ class Prediction:
         if len(set(ranks)) < len(ranks):
             raise PlanError(f"prediction names a device twice: ranks {ranks}; give one entry per device")
         check_not_negative(PlanError, "prediction", seconds=self.seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that `read_prediction` reads."""
-        result: dict[str, Any] = {"seconds": self.seconds, "devices": [d.to_json() for d in self.devices]}
-        optional = {"why": self.why, "runner_up": self.runner_up, "runner_up_seconds": self.runner_up_seconds}
-        return result | {key: value for key, value in optional.items() if value not in (None, "")}
 
     def __str__(self) -> str:
         terms = list(dict.fromkeys(t for d in self.devices for t, _ in d.seconds))
@@ -87,29 +76,10 @@ def _row(device: DeviceCost, terms: list[str]) -> list[str]:
     return [str(device.rank), f"{device.total_seconds * 1e3:.3g}", *cells, f"{device.total_bytes / 1e6:.3g}"]
 
 
-def read_prediction(value: Mapping[str, Any], where: str) -> Prediction:
-    """Read the `predicted` section of a plan file; raise `PlanError` for anything that is not one."""
-    keys = ("seconds", "devices", "why", "runner_up", "runner_up_seconds")
-    fields = Fields(value, where, PlanError, keys)
-    devices = fields.objects("devices", ())
-    return Prediction(
-        seconds=fields.number("seconds"),
-        devices=tuple(_read_device(d, f"{where}.devices[{i}]") for i, d in enumerate(devices)),
-        why=fields.text("why", ""),
-        runner_up=fields.text("runner_up", None),
-        runner_up_seconds=fields.number("runner_up_seconds", None),
-    )
-
-
-def _read_device(value: Mapping[str, Any], where: str) -> DeviceCost:
-    fields = Fields(value, where, PlanError, ("rank", "seconds", "bytes", "limit_bytes"))
-    seconds, counts = fields.mapping("seconds"), fields.mapping("bytes")
-    for key, number in (*seconds.items(), *counts.items()):
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise PlanError(f"{where}: term {key!r} must be a number, not {kind_of(number)}")
-    return DeviceCost(
-        rank=fields.integer("rank"),
-        seconds=tuple((term, float(number)) for term, number in seconds.items()),
-        bytes=tuple((term, int(number)) for term, number in counts.items()),
-        limit_bytes=fields.integer("limit_bytes", None),
-    )
+_DEVICE = record(
+    DeviceCost,
+    PlanError,
+    seconds=Key(Numbers(PlanError), written="always"),
+    bytes=Key(Numbers(PlanError, int), written="always"),
+)
+PREDICTION = record(Prediction, PlanError, devices=Key(Many(_DEVICE), written="always"))

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from hetu_fx.base.documents import Fields, located
+from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 
 LATER = {
@@ -146,19 +144,6 @@ class Stage:
         """Return the other devices that hold the same of all weights as one of the stage does."""
         return tuple(other for group in self.context_groups if rank in group for other in group if other != rank)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this stage, defaults left out."""
-        result: dict[str, Any] = {"devices": list(self.devices)}
-        if not _is_even(self.ratios):
-            result["ratios"] = list(self.ratios)
-        if self.shares_sequence:
-            result["context"] = self.context
-        if not _is_even(self.context_ratios):
-            result["context_ratios"] = list(self.context_ratios)
-        if self.blocks is not None:
-            result["blocks"] = self.blocks
-        return result | ({"recompute": self.recompute} if self.recompute else {})
-
     def __str__(self) -> str:
         devices = ",".join(map(str, self.devices))
         ratios = "" if _is_even(self.ratios) else f" {ratios_text(self.ratios)}"
@@ -199,16 +184,11 @@ def check_devices(devices: tuple[int, ...], what: str) -> None:
         raise PlanError(f"{what} uses devices {twice} twice ({list(devices)}); use each device once")
 
 
-def read_stage(value: Mapping[str, Any], where: str) -> Stage:
-    """Read one entry of `stages`; raise `PlanError` with its place."""
-    keys = ("devices", "ratios", "blocks", "context", "context_ratios", "recompute")
-    fields = Fields(value, where, PlanError, keys, LATER)
-    parts: dict[str, Any] = {
-        "devices": fields.integers("devices"),
-        "ratios": fields.integers("ratios", ()),
-        "blocks": fields.integer("blocks", None),
-        "context": fields.integer("context", 1),
-        "context_ratios": fields.integers("context_ratios", ()),
-        "recompute": fields.integer("recompute", 0),
-    }
-    return located(Stage, parts, where)
+STAGE = record(
+    Stage,
+    PlanError,
+    order="devices ratios context context_ratios blocks recompute",
+    later=LATER,
+    ratios=Key(omit=_is_even),
+    context_ratios=Key(omit=_is_even),
+)

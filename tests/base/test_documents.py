@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.base.documents import Fields, json_text, nearest, read_json, table_text, write_atomically
+from hetu_fx.base.documents import json_text, nearest, read_json, table_text, write_atomically
 from hetu_fx.errors import PlanError
 
 VALUES = st.recursive(
@@ -28,20 +28,6 @@ def test_what_fits_on_a_line_stands_on_one() -> None:
 def test_the_nearest_word_or_all_words_are_named() -> None:
     assert nearest("devics", ["devices", "ratios"]) == " (did you mean 'devices'?)"
     assert nearest("zzz", ["b", "a"]) == " (known: a, b)"
-
-
-def test_fields_read_types_and_defaults() -> None:
-    fields = Fields({"n": 3, "x": 2}, "here", PlanError, ("n", "x", "t"))
-    assert (fields.integer("n"), fields.number("x"), fields.text("t", None)) == (3, 2.0, None)
-    with pytest.raises(PlanError, match="here: 't' is missing; give a string"):
-        fields.text("t")
-    with pytest.raises(PlanError, match="here: 'n' must be an object, not a number: 3"):
-        fields.mapping("n")
-
-
-def test_long_values_are_cut_in_errors() -> None:
-    with pytest.raises(PlanError, match=r"not a string: \"a{56}\.\.\.$"):
-        Fields({"n": "a" * 200}, "here", PlanError, ("n",)).integer("n")
 
 
 def test_writing_replaces_and_keeps_the_mode(tmp_path: Path) -> None:

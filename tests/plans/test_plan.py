@@ -12,6 +12,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.explain import diff
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.stage import STAGE
 
 DESIGN_FILE = """
 {"format": "hetu_fx.plan/1",
@@ -119,7 +120,7 @@ def test_tensor_parallel_groups_share_the_sequence_in_a_grid() -> None:
 def test_even_ratios_of_a_grid_have_one_spelling() -> None:
     even = Stage((0, 1, 2, 3), context=2)
     assert even == Stage((0, 1, 2, 3), (5, 5), context=2, context_ratios=(2, 2))
-    assert even.to_json() == {"devices": [0, 1, 2, 3], "context": 2}
+    assert STAGE.write(even) == {"devices": [0, 1, 2, 3], "context": 2}
     assert str(even) == "[0,1,2,3 context 2]"
     assert even != Stage((0, 1, 2, 3), context=4)
 

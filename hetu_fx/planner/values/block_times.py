@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.documents import Fields, located
+from hetu_fx.base.json_values import Numbered
+from hetu_fx.base.records import Key, record
 from hetu_fx.errors import ProfileError
 
 
@@ -40,13 +40,6 @@ class BlockTime:
         """Return t(s) of a sequence of so many tokens."""
         return (self.a * length + self.b) * length + self.c
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that `read_block_time` reads."""
-        result: dict[str, Any] = {"kind": self.kind, "tensor_parallel": self.tensor_parallel}
-        result |= {"a": self.a, "b": self.b, "c": self.c, "bytes_per_token": self.bytes_per_token}
-        fit = {} if self.r_squared is None else {"r_squared": self.r_squared}
-        return result | fit | {"source": self.source}
-
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
@@ -63,46 +56,17 @@ class Slowdown:
         if min(self.factors, default=0) < 1:
             raise ProfileError(f"{where} has degrees {sorted(self.factors)}; give one at least, from 1")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that `read_slowdown` reads."""
-        return {"kind": self.kind, "factors": numbered_json(self.factors), "source": self.source}
 
-
-def read_block_time(value: Mapping[str, Any], where: str) -> BlockTime:
-    """Read one entry of `times`; raise `ProfileError` with its place."""
-    keys = ("kind", "tensor_parallel", "a", "b", "c", "bytes_per_token", "r_squared", "source")
-    view = Fields(value, where, ProfileError, keys)
-    parts: dict[str, Any] = {
-        "kind": view.text("kind"),
-        "tensor_parallel": view.integer("tensor_parallel"),
-        "a": view.number("a"),
-        "b": view.number("b"),
-        "c": view.number("c", 0.0),
-        "bytes_per_token": view.number("bytes_per_token", 0.0),
-        "r_squared": view.number("r_squared", None),
-        "source": view.text("source", "given"),
-    }
-    return located(BlockTime, parts, where)
-
-
-def read_slowdown(value: Mapping[str, Any], where: str) -> Slowdown:
-    """Read one entry of `alpha`; raise `ProfileError` with its place."""
-    view = Fields(value, where, ProfileError, ("kind", "factors", "source"))
-    factors = read_numbered(view, "factors", "devices of a group")
-    parts = {"kind": view.text("kind"), "factors": factors, "source": view.text("source", "given")}
-    return located(Slowdown, parts, where)
-
-
-def numbered_json(values: Mapping[int, float]) -> dict[str, float]:
-    """Return numbers by whole numbers as JSON has them, in order."""
-    return {str(key): value for key, value in sorted(values.items())}
-
-
-def read_numbered(view: Fields, key: str, what: str, default: Any = None) -> dict[int, float]:
-    """Read an object of numbers by whole numbers, which JSON writes as strings; `what` they count is told in errors."""
-    given = view.mapping(key) if default is None else view.mapping(key, default)
-    wrong = [name for name in given if not name.isdecimal()]
-    if wrong:
-        raise ProfileError(f'{view.where}: {key!r} has keys {wrong}; give whole numbers of {what}, such as "8"')
-    inner = Fields(given, f"{view.where}.{key}", ProfileError, tuple(given))
-    return {int(name): inner.number(name) for name in given}
+BLOCK_TIME = record(
+    BlockTime,
+    ProfileError,
+    c=Key(written="always"),
+    bytes_per_token=Key(written="always"),
+    source=Key(written="always"),
+)
+SLOWDOWN = record(
+    Slowdown,
+    ProfileError,
+    factors=Key(Numbered("devices of a group", ProfileError)),
+    source=Key(written="always"),
+)

@@ -14,18 +14,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_source
-from hetu_fx.base.documents import Fields, json_text, located, read_json, write_atomically
+from hetu_fx.base.documents import json_text, read_json, write_atomically
+from hetu_fx.base.json_values import Many, Numbered
+from hetu_fx.base.records import Key, Repeated, record
 from hetu_fx.errors import PlanError, ProfileError
-from hetu_fx.planner.values.block_times import (
-    BlockTime,
-    Slowdown,
-    numbered_json,
-    read_block_time,
-    read_numbered,
-    read_slowdown,
-)
-from hetu_fx.planner.values.json import PROGRAM_KEYS, program_json, read_program
+from hetu_fx.planner.values.block_times import BLOCK_TIME, SLOWDOWN, BlockTime, Slowdown
+from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
+from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.row_sums import ROW_SUMS
+from hetu_fx.planner.values.tied import Tied
 
 FORMAT = "hetu_fx.profile/1"
 
@@ -89,22 +87,13 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of a profile file."""
-        result: dict[str, Any] = {"format": FORMAT}
-        result["program"] = {"source": self.source, **_program_json(self.tokens_per_row, self.costs)}
-        result |= {"mixes_rows": True} if self.mixes_rows else {}
-        optional = {
-            "other_lengths": [_program_json(length, costs) for length, costs in self.other_lengths],
-            "times": [time.to_json() for time in self.times],
-            "alpha": [slowdown.to_json() for slowdown in self.alpha],
-            "sequences": numbered_json(self.sequences),
-        }
-        return result | {key: value for key, value in optional.items() if value}
+        return _PROFILE.write(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "profile") -> Profile:
         """Build a profile from the JSON object of a profile file; `where` is shown in errors."""
         try:
-            return _read_profile(value, where)
+            return _PROFILE.read(value, where)
         except PlanError as problem:  # costs that cannot be, whoever gives them
             raise ProfileError(str(problem)) from None
 
@@ -124,35 +113,101 @@ def _check_once(what: str, keys: Sequence[Hashable]) -> None:
         raise ProfileError(f"{what}: {', '.join(twice)} stand twice; give each once")
 
 
-def _program_json(tokens_per_row: int, costs: ProgramCosts) -> dict[str, Any]:
-    length = {"tokens_per_row": tokens_per_row} if tokens_per_row else {}
-    return length | program_json(costs)
+def _check_part(where: str, numbers: Mapping[str, Any]) -> None:
+    check_not_negative(ProfileError, where, **numbers)
 
 
-def _read_profile(value: Mapping[str, Any], where: str) -> Profile:
-    keys = ("format", "program", "mixes_rows", "other_lengths", "times", "alpha", "sequences")
-    view = Fields(value, where, ProfileError, keys)
-    view.format("format", FORMAT)
-    given = (*PROGRAM_KEYS, "tokens_per_row", "source")
-    program = Fields(view.mapping("program"), f"{where}: program", ProfileError, given)
-    others = enumerate(view.objects("other_lengths", ()))
-    parts: dict[str, Any] = {
-        "costs": read_program(program),
-        "tokens_per_row": program.integer("tokens_per_row", 0),
-        "source": program.text("source", "given"),
-        "mixes_rows": view.flag("mixes_rows", False),
-        "other_lengths": tuple(_read_other(other, f"{where}: other_lengths[{i}]") for i, other in others),
-        "times": _read_all(view, "times", read_block_time),
-        "alpha": _read_all(view, "alpha", read_slowdown),
-        "sequences": read_numbered(view, "sequences", "tokens", {}),
-    }
-    return located(Profile, parts, where)
+@dataclass(frozen=True, slots=True)
+class _Boundary:
+    """What a file says of what one row hands over between blocks."""
+
+    bytes: float
 
 
-def _read_other(value: Mapping[str, Any], where: str) -> tuple[int, ProgramCosts]:
-    view = Fields(value, where, ProfileError, (*PROGRAM_KEYS, "tokens_per_row"))
-    return view.integer("tokens_per_row"), read_program(view)
+_PART = record(PartCosts, ProfileError, check=_check_part)
+_BOUNDARY = record(lambda bytes: bytes, ProfileError, like=_Boundary, pack=_Boundary, check=_check_part)
+_PART_MEMORY = record(PartMemory, ProfileError, order="kept forward backward later largest again")
+_MEMORY = record(
+    ProgramMemory,
+    ProfileError,
+    order="everywhere parts",
+    everywhere=Key(written="always"),
+    parts=Key(Repeated(_PART_MEMORY)),
+)
+PROGRAM = record(
+    ProgramCosts,
+    ProfileError,
+    order="rows units before blocks after boundary_bytes tied row_sums memory",
+    units=Key(written="always"),
+    before=Key(_PART, default=PartCosts(), written="always"),
+    blocks=Key(Repeated(_PART), default=(), written="always"),
+    after=Key(_PART, default=PartCosts(), written="always"),
+    boundary_bytes=Key(Repeated(_BOUNDARY), written="always"),
+    tied=Key(Many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")))),
+    row_sums=Key(ROW_SUMS),
+    memory=Key(_MEMORY),
+)
 
 
-def _read_all(view: Fields, key: str, read: Any) -> tuple[Any, ...]:
-    return tuple(read(value, f"{view.where}: {key}[{i}]") for i, value in enumerate(view.objects(key, ())))
+@dataclass(frozen=True)
+class _OtherLength:
+    """What a file says of rows of another length."""
+
+    tokens_per_row: int
+    costs: ProgramCosts
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a file says of the program."""
+
+    costs: ProgramCosts
+    source: Source = "given"
+    tokens_per_row: int = 0
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a profile file says."""
+
+    program: _Program
+    mixes_rows: bool
+    other_lengths: tuple[tuple[int, ProgramCosts], ...]
+    times: tuple[BlockTime, ...]
+    alpha: tuple[Slowdown, ...]
+    sequences: Mapping[int, float]
+
+    @classmethod
+    def of(cls, profile: Profile) -> _File:
+        program = _Program(profile.costs, profile.source, profile.tokens_per_row)
+        others = profile.mixes_rows, profile.other_lengths, profile.times, profile.alpha, profile.sequences
+        return cls(program, *others)
+
+
+def _profile(program: _Program, **others: Any) -> Profile:
+    return Profile(program.costs, program.tokens_per_row, program.source, **others)
+
+
+_COSTS = Key(PROGRAM, inline=True)
+_OTHER_LENGTH = record(
+    lambda tokens_per_row, costs: (tokens_per_row, costs),
+    ProfileError,
+    like=_OtherLength,
+    pack=lambda pair: _OtherLength(*pair),
+    costs=_COSTS,
+)
+_PROFILE = record(
+    _profile,
+    ProfileError,
+    like=_File,
+    pack=_File.of,
+    format=FORMAT,
+    program=Key(
+        record(_Program, ProfileError, order="source tokens_per_row costs", source=Key(written="always"), costs=_COSTS)
+    ),
+    mixes_rows=Key(default=False),
+    other_lengths=Key(Many(_OTHER_LENGTH), default=()),
+    times=Key(Many(BLOCK_TIME), default=()),
+    alpha=Key(Many(SLOWDOWN), default=()),
+    sequences=Key(Numbered("tokens", ProfileError), default={}),
+)

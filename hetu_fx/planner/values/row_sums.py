@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hetu_fx.base.checks import check_not_negative
-from hetu_fx.base.documents import Fields, located
+from hetu_fx.base.records import REQUIRED, Key, record
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.values.ring import turn_seconds
@@ -32,15 +31,8 @@ class RowSums:
             return 0.0
         return self.count * 2 * turn_seconds(self.bytes / self.count, ranks, cluster)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that `read_row_sums` reads."""
-        return {"count": self.count, "bytes": self.bytes}
-
 
 NO_ROW_SUMS = RowSums()
 
 
-def read_row_sums(value: Mapping[str, Any], where: str) -> RowSums:
-    """Read `row_sums` of a program; raise `ProfileError` with its place."""
-    view = Fields(value, where, ProfileError, ("count", "bytes"))
-    return located(RowSums, {"count": view.integer("count"), "bytes": view.number("bytes", 0.0)}, where)
+ROW_SUMS = record(RowSums, ProfileError, count=Key(default=REQUIRED), bytes=Key(written="always"))

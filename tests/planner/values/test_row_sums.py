@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.base.documents import Fields
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.simulate.simulate import simulate
-from hetu_fx.planner.values.json import PROGRAM_KEYS, program_json, read_program
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.profile_file import PROGRAM
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums
 from hetu_fx.plans.plan import Plan
@@ -55,9 +54,9 @@ def test_a_batch_norm_has_sums_forward_and_backward_and_a_llama_none() -> None:
 
 
 def test_a_profile_file_has_them() -> None:
-    written = program_json(SUMMED)
+    written = PROGRAM.write(SUMMED)
     assert written["row_sums"] == {"count": 20, "bytes": 8e5}
-    assert "row_sums" not in program_json(COSTS)
-    assert read_program(Fields(written, "p: program", ProfileError, PROGRAM_KEYS)) == SUMMED
+    assert "row_sums" not in PROGRAM.write(COSTS)
+    assert PROGRAM.read(written, "p: program") == SUMMED
     with pytest.raises(ProfileError, match="count"):
         RowSums(-1)

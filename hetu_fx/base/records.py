@@ -1,0 +1,254 @@
+"""JSON objects of dataclasses, written and read by what the fields say.
+
+A `Record` has a key for each field, in order: its values are written as the field's type says, and one that is the
+field's default is left out. `Key` says what a key does otherwise. Reading guesses nothing: unknown keys (naming the
+nearest known one), wrong types and missing values raise the record's error, always with the place in the document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from itertools import chain, groupby
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hetu_fx.base.documents import kind_of, nearest
+from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, TEXT, Many, Values
+from hetu_fx.errors import HetuFxError
+
+T = TypeVar("T")
+
+REQUIRED: Any = object()
+"""Default of a key that has none: leaving it out is an error."""
+
+_OF_FIELD: Any = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key does that its field does not say.
+
+    Attributes:
+        of: how its values stand in the file; None: as the field's type says.
+        name: in the file; "": the field's.
+        alias: another name that is read, never written.
+        default: the value where the file has none; left out: the field's.
+        written: whether it is written where its value is the default.
+        omit: tells which values are not written besides.
+        inline: its object's keys stand among those of the record itself.
+    """
+
+    of: Values | None = None
+    name: str = ""
+    alias: str = ""
+    default: Any = _OF_FIELD
+    written: Literal["unless default", "always", "never"] = "unless default"
+    omit: Callable[[Any], bool] | None = None
+    inline: bool = False
+
+    def completed(self, name: str, own: Field[Any] | None, hint: Any, error: type[HetuFxError]) -> Key:
+        """Return the key with what its field says."""
+        default = self.default
+        if default is _OF_FIELD and own is not None:
+            made = own.default if own.default_factory is MISSING else own.default_factory()
+            default = REQUIRED if made is MISSING else made
+        return replace(self, of=self.of or _values_of(hint, error), name=self.name or name, default=default)
+
+    @property
+    def values(self) -> Values:
+        """Return how its values stand in the file."""
+        assert self.of is not None
+        return self.of
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names under which it is read."""
+        if isinstance(self.of, Record) and self.inline:
+            return self.of.known
+        return (self.name, self.alias) if self.alias else (self.name,)
+
+    def leaves_out(self, value: Any) -> bool:
+        """Tell whether a value is not written."""
+        return (self.omit is not None and self.omit(value)) or (self.written != "always" and value == self.default)
+
+
+@dataclass(frozen=True)
+class Record(Generic[T]):
+    """The JSON object of a class.
+
+    Attributes:
+        build: makes the value of what was read, by names of fields.
+        error: what reading raises.
+        keys: by names of fields, in the order in which they are written.
+        format: the first line of a document, such as `hetu_fx.plan/1`; "": it stands in another.
+        later: keys that are understood but not supported, each with what to do instead.
+        check: looks at what was read before it is built, and is told the place.
+        pack: returns what has the fields; the other way round than `build`.
+    """
+
+    build: Callable[..., T]
+    error: type[HetuFxError]
+    keys: Mapping[str, Key]
+    format: str = ""
+    later: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[str, Mapping[str, Any]], None] | None = None
+    pack: Callable[[T], Any] | None = None
+
+    what = "an object"
+
+    def fits(self, value: Any) -> bool:
+        """Tell whether a JSON value is an object."""
+        return isinstance(value, Mapping)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Return the names of all keys."""
+        return (*(("format",) if self.format else ()), *chain.from_iterable(key.names for key in self.keys.values()))
+
+    def write(self, value: T) -> dict[str, Any]:
+        """Return the JSON object of a value."""
+        packed = self.pack(value) if self.pack else value
+        result: dict[str, Any] = {"format": self.format} if self.format else {}
+        for name, key in self.keys.items():
+            if key.written != "never" and not key.leaves_out(part := getattr(packed, name)):
+                written = key.values.write(part)
+                result |= written if key.inline else {key.name: written}
+        return result
+
+    def read(self, value: Any, where: str) -> T:
+        """Return the value of a JSON object; raise the record's error with the place."""
+        if not self.fits(value):
+            raise self.error(f"{where} must be an object, not {kind_of(value)}")
+        for key in value:
+            if key in self.later:
+                raise self.error(f"{where}: {key!r} is not supported; {self.later[key]}")
+            if key not in self.known:
+                raise self.error(f"{where}: unknown key {key!r}{nearest(str(key), self.known)}")
+        if self.format:
+            self._check_format(value, where)
+        return self.read_among(value, where)
+
+    def read_among(self, value: Mapping[str, Any], where: str) -> T:
+        """Return the value that some keys of an object say, whose other keys are of something else."""
+        parts = {name: self._part(key, value, where) for name, key in self.keys.items()}
+        if self.check is not None:
+            self.check(where, parts)
+        try:
+            return self.build(**parts)
+        except HetuFxError as problem:
+            raise type(problem)(f"{where}: {problem}") from None
+
+    def _part(self, key: Key, value: Mapping[str, Any], where: str) -> Any:
+        if key.inline:
+            assert isinstance(key.of, Record)
+            return key.of.read_among(value, where)
+        given = [name for name in key.names if name in value]
+        if len(given) > 1:
+            raise self.error(f"{where}: {' and '.join(map(repr, given))} are two names of one thing; give one of them")
+        if not given:
+            if key.default is REQUIRED:
+                raise self.error(f"{where}: {key.name!r} is missing; give {key.values.what}")
+            return key.default
+        name, found = given[0], value[given[0]]
+        if not key.values.fits(found):
+            raise self.error(f"{where}: {name!r} must be {key.values.what}, not {kind_of(found)}")
+        return key.values.read(found, f"{where}{': ' if self.format else '.'}{name}")
+
+    def _check_format(self, value: Mapping[str, Any], where: str) -> None:
+        found = self._part(Key(TEXT, "format", default=REQUIRED), value, where)
+        if found != self.format:
+            raise self.error(
+                f"{where}: format is {found!r}, but this version reads {self.format!r} only; "
+                f"write the file anew, or read it with the version that wrote it"
+            )
+
+
+def record(
+    build: Callable[..., T],
+    error: type[HetuFxError],
+    *,
+    like: type[Any] | None = None,
+    order: str = "",
+    format: str = "",
+    later: Mapping[str, str] | None = None,
+    check: Callable[[str, Mapping[str, Any]], None] | None = None,
+    pack: Callable[[T], Any] | None = None,
+    **keys: Key,
+) -> Record[T]:
+    """Return the JSON object of a dataclass.
+
+    Args:
+        build: the dataclass, or what makes the value of the fields of another.
+        error: what reading raises.
+        like: the dataclass whose fields are the keys; None: `build`.
+        order: names of the fields, and of keys that are read only, as they are written; "": as they are declared.
+        format: see `Record`, as for `later`, `check` and `pack`.
+        later: by key.
+        check: of what was read.
+        pack: into what has the fields.
+        keys: a `Key` for each field that does not say all by itself.
+    """
+    kind: Any = like or build
+    hints, own = get_type_hints(kind), {one.name: one for one in fields(kind) if one.init}
+    made = {
+        name: keys.get(name, Key()).completed(name, own.get(name), hints.get(name), error)
+        for name in (order.split() or own)
+    }
+    return Record(build, error, made, format, later or {}, check, pack)
+
+
+def _values_of(hint: Any, error: type[HetuFxError]) -> Values:
+    """Return how values of a type stand in a file."""
+    plain: dict[Any, Values] = {int: INTEGER, float: NUMBER, str: TEXT, bool: FLAG, tuple[int, ...]: INTEGERS}
+    if hint in plain:
+        return plain[hint]
+    if is_dataclass(hint) and isinstance(hint, type):
+        return record(hint, error)
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    if get_origin(hint) is Literal:
+        return TEXT
+    if get_origin(hint) is tuple and kinds[1:] == [Ellipsis]:
+        return Many(_values_of(kinds[0], error))
+    if get_origin(hint) in (Union, UnionType) and len(kinds) == 1:
+        return _values_of(kinds[0], error)
+    raise TypeError(f"no JSON form for {hint}; give a Key(of=...)")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Some equal values in a row."""
+
+    one: Any
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A list of objects, of equal ones in a row a single one with their `count`."""
+
+    of: Record[Any]
+
+    what = "a list"
+
+    def fits(self, value: Any) -> bool:
+        """Tell whether a JSON value is a list."""
+        return isinstance(value, list)
+
+    @property
+    def _run(self) -> Record[Any]:
+        one, count = Key(self.of, inline=True, written="always"), Key(written="always")
+        return record(_Run, self.of.error, order="count one", one=one, count=count, check=self._check)
+
+    def _check(self, where: str, parts: Mapping[str, Any]) -> None:
+        if parts["count"] < 1:
+            raise self.of.error(f"{where}: count is {parts['count']}; give how many of these stand in a row, from 1")
+
+    def read(self, value: Any, where: str) -> Any:
+        """Return the values, each as often as its count says."""
+        runs = Many(self._run).read(value, where)
+        return tuple(run.one for run in runs for _ in range(run.count))
+
+    def write(self, value: Any) -> Any:
+        """Return the JSON list."""
+        return Many(self._run).write(_Run(one, len(list(same))) for one, same in groupby(value))

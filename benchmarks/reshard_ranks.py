@@ -20,7 +20,7 @@ from benchmarks.contest import Step, barrier, run_rounds
 from benchmarks.reshard_cases import ACROSS, Case, one_node
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.resolve.resolution import Call
+from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 
 RESOLVED, FLAT, LEVELS, PADDED = "resolved", "flat", "two levels", "padded"
@@ -76,7 +76,7 @@ def contestants(case: Case, shape: tuple[int, int], cluster: Cluster | None, mes
     return steps
 
 
-def run_calls(calls: Sequence[Call], x: Tensor) -> None:
+def run_calls(calls: Sequence[OpCall], x: Tensor) -> None:
     """Make a rank's calls."""
     for call in calls:
         x = getattr(torch.ops.hetu, call.op)(x, *call.args)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split, State
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.resolve.resolution import CommStep, Resolution, TopStep
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
 
@@ -118,10 +118,10 @@ def unequal(ranks: Sequence[int], shape: tuple[int, ...], dim: int | None) -> It
     yield Edge("unequal groups", source, Annotation(groups, tuple(shardings), Duplicate(2)), shape)
 
 
-def switch(ranks: Sequence[int]) -> list[Move]:
+def switch(ranks: Sequence[int]) -> list[TensorMove]:
     """List what a switch of the block from 8-way to 4-way tensor parallelism moves."""
     return [
-        Move(*(layout(ranks, dim, degree) for degree in (TENSOR_PARALLEL, TENSOR_PARALLEL // 2)), shape, 2)
+        TensorMove(*(layout(ranks, dim, degree) for degree in (TENSOR_PARALLEL, TENSOR_PARALLEL // 2)), shape, 2)
         for shape, dim in PARAMETERS.values()
     ]
 

@@ -25,7 +25,7 @@ from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.buffers import Buffers
-from hetu_fx.switching.migrate.in_flight import OnTheWay
+from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.settings import Settings
@@ -77,7 +77,7 @@ class Runtime:
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
-        self.on_the_way = OnTheWay(table, lambda: self.step)
+        self.on_the_way = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)

@@ -14,7 +14,7 @@ from torch import nn
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.speed import matmul_flops_per_second
-from hetu_fx.comm_ops.ops.ring_attention_block import Part, attend, gradients, merge
+from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, attend, gradients, merge
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from tests.model_zoo import SAMPLES
 
@@ -134,7 +134,7 @@ def test_attention_to_parts_of_the_keys_adds_up_on_a_gpu(dtype: torch.dtype, mas
 
     cuts = (0, 14, 37)
     parts = [
-        Part(
+        KeyValueBlock(
             key[:, :, a:b],
             value[:, :, a:b],
             None if whole is None else whole[:, a:b],

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.algorithm import parse_form
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_parts
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.subdims import check_size, join_parts, part_shape
 from hetu_fx.comm_ops.wire.collectives import fresh
 from hetu_fx.comm_ops.wire.groups import active
-from hetu_fx.comm_ops.wire.two_level import gather_in_form
+from hetu_fx.comm_ops.wire.two_level import all_gather_by
 
 
 def _eager(
@@ -20,7 +20,7 @@ def _eager(
     table = active()
     check_size(x, dim, sizes[table.position(ranks)], outer, inner, "all_gather")
     shapes = [part_shape(x, dim, size, outer, inner) for size in sizes]
-    parts = gather_in_form(x, shapes, ranks, parse_form(form), table)
+    parts = all_gather_by(x, shapes, ranks, parse_algorithm(form), table)
     return fresh(parts[0]) if len(parts) == 1 else join_parts(parts, dim, outer)
 
 
@@ -54,5 +54,5 @@ ALL_GATHER = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=ring_cost,
-    form=form_of_parts,
+    algorithm=algorithm_of_parts,
 ).register()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.algorithm import parse_form
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_sums
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_sums
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost
 from hetu_fx.comm_ops.wire.groups import active
-from hetu_fx.comm_ops.wire.two_level import sum_in_form
+from hetu_fx.comm_ops.wire.two_level import all_reduce_by
 
 
 def _eager(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
-    return sum_in_form(x, ranks, parse_form(form), active())
+    return all_reduce_by(x, ranks, parse_algorithm(form), active())
 
 
 def _fake(x: Tensor, ranks: list[int], cotangent: str, form: str = "") -> Tensor:
@@ -34,5 +34,5 @@ ALL_REDUCE = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=all_reduce_cost,
-    form=form_of_sums,
+    algorithm=algorithm_of_sums,
 ).register()

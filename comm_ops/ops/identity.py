@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_sums
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_sums
 from hetu_fx.comm_ops.plans.cost import no_cost
 from hetu_fx.comm_ops.wire.collectives import fresh
 
@@ -30,5 +30,5 @@ IDENTITY = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=no_cost,
-    form=form_of_sums,
+    algorithm=algorithm_of_sums,
 ).register()

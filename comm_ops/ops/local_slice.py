@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_parts
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts
 from hetu_fx.comm_ops.plans.cost import no_cost
 from hetu_fx.comm_ops.plans.subdims import check_size, part_shape, take_part
 from hetu_fx.comm_ops.wire.collectives import fresh
@@ -35,5 +35,5 @@ LOCAL_SLICE = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=no_cost,
-    form=form_of_parts,
+    algorithm=algorithm_of_parts,
 ).register()

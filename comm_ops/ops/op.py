@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import OpOverload
-from hetu_fx.comm_ops.plans.choose_algorithm import ChooseForm
+from hetu_fx.comm_ops.plans.choose_algorithm import ChooseAlgorithm
 from hetu_fx.comm_ops.plans.cost import Cost
 
 
@@ -20,8 +20,8 @@ class Record:
 
     Every op takes tensors, then ranks and layouts by value (args: ints, strings and the like), and gives new
     tensors. `eager(*inputs)` communicates, `fake(*inputs)` gives shape and dtype only, `cost(bytes, ranks, topology)`
-    is the forward's seconds in its flat form, and `form(args, topology, choice)` chooses the form, the same on all
-    ranks, from prices.
+    is the forward's seconds by the flat algorithm, and `algorithm(args, topology, choice)` chooses one from prices,
+    the same on all ranks. In schemas, which saved graphs name, the argument for it is called `form`.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Record:
     eager: Callable[..., Any]
     fake: Callable[..., Any]
     cost: Cost
-    form: ChooseForm
+    algorithm: ChooseAlgorithm
 
     def register(self) -> Self:
         """Register the op with torch.library, and give the record back."""
@@ -58,9 +58,9 @@ class Record:
 class CommOp(Record):
     """Holds all there is to know of an op that moves one tensor, x.
 
-    The last of its args is the form in which it is carried out (left out: flat). `adjoint(gradient, *args)` maps the
-    gradient of the result to that of x: it is linear, so nothing is kept. The bytes of `cost` are those of a rank's
-    largest tensor; `form` goes by the prices of the op, or, where only its adjoint communicates, of that.
+    The last of its args is the algorithm by which it is carried out (left out: flat). `adjoint(gradient, *args)` maps
+    the gradient of the result to that of x: it is linear, so nothing is kept. The bytes of `cost` are those of a rank's
+    largest tensor; `algorithm` goes by the prices of the op, or, where only its adjoint communicates, of that.
     """
 
     adjoint: Callable[..., Tensor]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.algorithm import parse_form
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_parts
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts
 from hetu_fx.comm_ops.plans.cost import ring_cost
 from hetu_fx.comm_ops.plans.subdims import check_size, part_shape, take_part
 from hetu_fx.comm_ops.wire.groups import active
-from hetu_fx.comm_ops.wire.two_level import reduce_in_form
+from hetu_fx.comm_ops.wire.two_level import reduce_scatter_by
 
 
 def _eager(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
     check_size(x, dim, sum(sizes), outer, inner, "reduce_scatter")
     parts = [take_part(x, dim, sizes, position, outer, inner) for position in range(len(ranks))]
-    return reduce_in_form(parts, ranks, parse_form(form), active())
+    return reduce_scatter_by(parts, ranks, parse_algorithm(form), active())
 
 
 def _fake(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: int, inner: int, form: str = "") -> Tensor:
@@ -37,5 +37,5 @@ REDUCE_SCATTER = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=ring_cost,
-    form=form_of_parts,
+    algorithm=algorithm_of_parts,
 ).register()

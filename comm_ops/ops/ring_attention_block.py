@@ -32,7 +32,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class KeyValueBlock:
     """What some queries attend to.
 
     `key` is (..., heads, K, d) and `value` (..., heads, K, e), where each head serves as many of the query's as there
@@ -47,7 +47,7 @@ class Part:
     scale: float | None = None
 
 
-def attend(query: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
     """Give the result (..., Q, e) and the log-sum-exp (..., Q) for queries (..., heads, Q, d) and a part of the keys.
 
     Both are in the dtype of sums. A query that may attend to no key of the part has result 0 and log-sum-exp -inf.
@@ -72,7 +72,9 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
     return out, lse
 
 
-def gradients(gradient: Tensor, query: Tensor, part: Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(
+    gradient: Tensor, query: Tensor, part: KeyValueBlock, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Give what a part of the keys adds to the query's gradient, and the gradients of its keys and values.
 
     `out` and `lse` are those of all keys. The gradients are in the dtype of sums.
@@ -102,13 +104,13 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def _is_fused(query: Tensor, part: Part) -> bool:
+def _is_fused(query: Tensor, part: KeyValueBlock) -> bool:
     """Tell whether torch has a kernel that gives the log-sum-exp: so far for one kind of device."""
     fits = query.dim() == 4 and query.numel() > 0 and query.shape[-1] == part.value.shape[-1]
     return fits and query.device.type == "cpu"
 
 
-def _fused_mask(query: Tensor, part: Part) -> tuple[Tensor | None, bool]:
+def _fused_mask(query: Tensor, part: KeyValueBlock) -> tuple[Tensor | None, bool]:
     """Give what the fused kernel adds to scores, and whether it is to be causal."""
     if part.offset == 0 and part.mask is None:
         return None, True
@@ -116,7 +118,7 @@ def _fused_mask(query: Tensor, part: Part) -> tuple[Tensor | None, bool]:
     return None if bias is None else bias.expand(*query.shape[:-1], part.key.shape[-2]), False
 
 
-def _bias(query: Tensor, part: Part, dtype: torch.dtype) -> Tensor | None:
+def _bias(query: Tensor, part: KeyValueBlock, dtype: torch.dtype) -> Tensor | None:
     """Give what is added to scores: the mask, and minus infinity where a query must not attend."""
     bias = part.mask
     if bias is not None and bias.dtype is torch.bool:
@@ -133,7 +135,7 @@ def _nothing_where_blocked(lse: Tensor, bias: Tensor | None) -> Tensor:
     return lse if bias is None else lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
 
 
-def _pieces(query: Tensor, part: Part) -> Iterator[tuple[Tensor, Part, tuple[int, int]]]:
+def _pieces(query: Tensor, part: KeyValueBlock) -> Iterator[tuple[Tensor, KeyValueBlock, tuple[int, int]]]:
     """Yield some queries after another, with what each of them attends to and their place, to bound what is held."""
     total = query.shape[-2]
     size = max(1, _SCORES * total // max(1, query[..., 0].numel() * part.key.shape[-2]))
@@ -145,7 +147,7 @@ def _pieces(query: Tensor, part: Part) -> Iterator[tuple[Tensor, Part, tuple[int
         yield query.narrow(-2, *place), replace(part, mask=mask, offset=offset), place
 
 
-def _scores(query: Tensor, part: Part) -> Tensor:
+def _scores(query: Tensor, part: KeyValueBlock) -> Tensor:
     """Give the scores (..., query heads, Q, K), in the dtype of sums."""
     dtype = work_dtype(query.dtype)
     scores = _by_head(query.to(dtype), part) @ part.key.to(dtype).transpose(-2, -1) * _scale(query, part)
@@ -154,7 +156,7 @@ def _scores(query: Tensor, part: Part) -> Tensor:
     return scores if bias is None else scores + bias
 
 
-def _attend(query: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
     scores = _scores(query, part)
     lse = scores.logsumexp(-1)
     weights = (scores - _finite(lse).unsqueeze(-1)).exp()
@@ -163,7 +165,7 @@ def _attend(query: Tensor, part: Part) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(
-    query: Tensor, part: Part, gradient: Tensor, lse: Tensor, delta: Tensor
+    query: Tensor, part: KeyValueBlock, gradient: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = gradient.dtype
     weights = (_scores(query, part) - lse).exp()
@@ -174,11 +176,11 @@ def _gradients(
     return of_queries, of_keys, _by_head(weights, part).transpose(-2, -1) @ _by_head(gradient, part)
 
 
-def _scale(query: Tensor, part: Part) -> float:
+def _scale(query: Tensor, part: KeyValueBlock) -> float:
     return 1 / math.sqrt(query.shape[-1]) if part.scale is None else part.scale
 
 
-def _by_head(x: Tensor, part: Part) -> Tensor:
+def _by_head(x: Tensor, part: KeyValueBlock) -> Tensor:
     """Put the rows of all query heads that a key's head serves one after another."""
     heads = part.key.shape[-3]
     return x.reshape(*x.shape[:-3], heads, x.shape[-3] // heads * x.shape[-2], x.shape[-1])

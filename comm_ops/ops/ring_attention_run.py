@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.ops.ring_attention_block import Part, attend, gradients, merge, work_dtype
+from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, attend, gradients, merge, work_dtype
 from hetu_fx.comm_ops.plans.ring_plan import Ring
 from hetu_fx.comm_ops.wire.collectives import to_wire
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
@@ -122,7 +122,7 @@ class Attention:
             receives.append(((self.position + step) % ways, 3 * step + _HOME, of_own))
         return coming, links.start(sends, receives)
 
-    def _part(self, held: Tensor, step: int) -> Part:
+    def _part(self, held: Tensor, step: int) -> KeyValueBlock:
         """Give what the queries attend to at a step."""
         ring, number = self.ring, self.ring.part_at(self.position, step)
         key, value = self._unpacked(held, number)
@@ -131,7 +131,7 @@ class Attention:
             mask = mask.narrow(-1, sum(ring.keys[:number]), ring.keys[number])
         offset = ring.offset(self.position, number) if ring.is_causal else None
         sees_all = offset is not None and offset >= ring.keys[number] - 1
-        return Part(key, value, mask, None if sees_all else offset, self.scale)
+        return KeyValueBlock(key, value, mask, None if sees_all else offset, self.scale)
 
     def _shapes(self, part: int) -> tuple[list[int], list[int]]:
         size = self.ring.keys[part]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.algorithm import parse_form
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_sums
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_sums
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost
-from hetu_fx.comm_ops.plans.transition import parse_change
+from hetu_fx.comm_ops.plans.transition import parse_transition
 from hetu_fx.comm_ops.wire.groups import active
-from hetu_fx.comm_ops.wire.split_run import form_of_slices, reduce_slices, result_like
+from hetu_fx.comm_ops.wire.split_run import algorithm_of_slices, reduce_slices, result_like
 
 
 def _eager(x: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
-    return reduce_slices(x, parse_change(change), parse_form(form), active())
+    return reduce_slices(x, parse_transition(change), parse_algorithm(form), active())
 
 
 def _fake(x: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
-    return result_like(x, parse_change(change), active().rank)
+    return result_like(x, parse_transition(change), active().rank)
 
 
 def _adjoint(gradient: Tensor, change: str, cotangent: str, form: str = "") -> Tensor:
@@ -33,5 +33,5 @@ SPLIT_ALL_REDUCE = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=all_reduce_cost,
-    form=form_of_slices(form_of_sums),
+    algorithm=algorithm_of_slices(algorithm_of_sums),
 ).register()

@@ -6,25 +6,25 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.ops.op import CommOp, call
-from hetu_fx.comm_ops.plans.algorithm import parse_form
-from hetu_fx.comm_ops.plans.choose_algorithm import form_of_parts
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts
 from hetu_fx.comm_ops.plans.cost import ring_cost
-from hetu_fx.comm_ops.plans.transition import Change, parse_change
+from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.wire.groups import active
-from hetu_fx.comm_ops.wire.split_run import form_of_slices, result_like, scatter_slices
+from hetu_fx.comm_ops.wire.split_run import algorithm_of_slices, result_like, scatter_slices
 
 
 def _eager(x: Tensor, change: str, form: str = "") -> Tensor:
-    return scatter_slices(x, parse_change(change), parse_form(form), active())
+    return scatter_slices(x, parse_transition(change), parse_algorithm(form), active())
 
 
 def _fake(x: Tensor, change: str, form: str = "") -> Tensor:
-    return result_like(x, parse_change(change), active().rank)
+    return result_like(x, parse_transition(change), active().rank)
 
 
 def _adjoint(gradient: Tensor, change: str, form: str = "") -> Tensor:
-    parsed = parse_change(change)
-    back = Change(parsed.target, cotangent(parsed.source), parsed.shape)
+    parsed = parse_transition(change)
+    back = Transition(parsed.target, cotangent(parsed.source), parsed.shape)
     return call("split_all_gather", gradient, str(back), "duplicate", form)
 
 
@@ -36,5 +36,5 @@ SPLIT_REDUCE_SCATTER = CommOp(
     fake=_fake,
     adjoint=_adjoint,
     cost=ring_cost,
-    form=form_of_slices(form_of_parts),
+    algorithm=algorithm_of_slices(algorithm_of_parts),
 ).register()

@@ -1,7 +1,7 @@
-"""The form in which an op is carried out, by value: flat, padded, or in two levels.
+"""The algorithm by which an op is carried out, by value: flat, padded, or in two levels.
 
 Ops carry it as text, so that a graph says how it runs, and every rank of a group takes the same way. What
-depends on the size is a bound in bytes, as sizes may be symbolic where the form is chosen (`lowering`).
+depends on the size is a bound in bytes, as sizes may be symbolic where the algorithm is chosen (`lowering`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TEXT = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class Algorithm:
     """Says when a collective goes in two levels, and when its uneven parts are padded.
 
     `nodes` has the node of each of the op's ranks (empty: flat). `two_level_from` is the number of bytes of the
@@ -32,7 +32,7 @@ class Form:
     padded_below: int = 0
 
     def __str__(self) -> str:
-        """Write it as `nodes 0,0,1,1 from 4096; padded below 512`, which `parse_form` reads; flat is empty."""
+        """Write it as `nodes 0,0,1,1 from 4096; padded below 512`, which `parse_algorithm` reads; flat is empty."""
         bound = "" if self.two_level_from is None else f" from {self.two_level_from}"
         nodes = [f"nodes {','.join(map(str, self.nodes))}{bound}"] if self.nodes else []
         return "; ".join([*nodes, *([f"padded below {self.padded_below}"] if self.padded_below else [])])
@@ -49,15 +49,15 @@ class Form:
         """Give the node of each of the op's ranks."""
         return dict(zip(ranks, self.nodes, strict=True))
 
-    def within(self, ranks: Sequence[int], members: Sequence[int]) -> Form:
-        """Give the form for a collective of some members of the op's ranks."""
+    def within(self, ranks: Sequence[int], members: Sequence[int]) -> Algorithm:
+        """Return the algorithm for a collective of some members of the op's ranks."""
         if not self.nodes:
             return self
         node_of = self.node_of(ranks)
-        return Form(tuple(node_of[rank] for rank in members), self.two_level_from, self.padded_below)
+        return Algorithm(tuple(node_of[rank] for rank in members), self.two_level_from, self.padded_below)
 
 
-FLAT = Form()
+FLAT = Algorithm()
 
 
 def spans(nodes: Sequence[int]) -> bool:
@@ -66,14 +66,14 @@ def spans(nodes: Sequence[int]) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def parse_form(text: str) -> Form:
+def parse_algorithm(text: str) -> Algorithm:
     """Read what `str(form)` wrote; raise CommError on anything else."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise CommError(f"cannot read the form {text!r}; write it like 'nodes 0,0,1,1 from 4096; padded below 512'")
     nodes = tuple(map(int, match["nodes"].split(","))) if match["nodes"] else ()
     least = int(match["least"]) if match["least"] else None
-    return Form(nodes, least, int(match["pads"] or 0))
+    return Algorithm(nodes, least, int(match["pads"] or 0))
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from hetu_fx.annotations.states import Duplicate, Partial, Split, State
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SplitLevel:
     """One level of a split: cuts every part of the `coarser` levels by `split.units`."""
 
     split: Split
@@ -27,7 +27,7 @@ class Piece:
         return self.split.ways
 
 
-Atom = Piece | Duplicate | Partial
+Atom = SplitLevel | Duplicate | Partial
 
 
 def refine(shardings: Sequence[Sharding]) -> list[tuple[Atom, ...]] | None:
@@ -48,9 +48,9 @@ def restore(atoms: Sequence[Atom]) -> Sharding:
     axes: list[State] = []
     for atom in atoms:
         match atom:
-            case Piece(split, coarser) if coarser:
+            case SplitLevel(split, coarser) if coarser:
                 axes[-1] = Split(split.dim, _outer_product(coarser, split.units), split.outer, split.inner)
-            case Piece(split):
+            case SplitLevel(split):
                 axes.append(split)
             case _:
                 axes.append(atom)
@@ -97,7 +97,7 @@ def _split_levels(split: Split, levels: Sequence[int]) -> list[Atom] | None:
         if factored is None:
             return None
         units, rest = factored
-        pieces.append(Piece(Split(split.dim, units, split.outer, split.inner), coarser))
+        pieces.append(SplitLevel(Split(split.dim, units, split.outer, split.inner), coarser))
         coarser = _outer_product(coarser, units) if coarser else units
     return pieces
 

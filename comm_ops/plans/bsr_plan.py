@@ -24,12 +24,12 @@ from hetu_fx.annotations.region import length, merge, select
 from hetu_fx.comm_ops.plans.bsr_senders import SENDERS, NodeOf, OwnerSet, Senders
 from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost
 from hetu_fx.comm_ops.plans.slices import Dims, Slice, finest_slices
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.errors import AnnotationError, ResolveError
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TensorMove:
     """Asks for a tensor of global `shape` and `itemsize` bytes per entry in another annotation."""
 
     source: Annotation
@@ -48,7 +48,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SliceTransfer:
     """One slice (global intervals per dim) of one move from a sender to a receiver, who may be the same.
 
     `adds` says that the receiver adds it to what came before (the second summand and later).
@@ -70,15 +70,15 @@ class BsrPlan:
     order, make up its one message. `relay` is the second round: it fills the results of the first in place.
     """
 
-    moves: tuple[Move, ...]
-    transfers: tuple[Transfer, ...]
+    moves: tuple[TensorMove, ...]
+    transfers: tuple[SliceTransfer, ...]
     relay: BsrPlan | None = None
-    outgoing: Mapping[int, Mapping[int, Sequence[Transfer]]] = field(init=False, repr=False, compare=False)
-    incoming: Mapping[int, Sequence[Transfer]] = field(init=False, repr=False, compare=False)
+    outgoing: Mapping[int, Mapping[int, Sequence[SliceTransfer]]] = field(init=False, repr=False, compare=False)
+    incoming: Mapping[int, Sequence[SliceTransfer]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        outgoing: dict[int, dict[int, list[Transfer]]] = {}
-        incoming: dict[int, list[Transfer]] = {}
+        outgoing: dict[int, dict[int, list[SliceTransfer]]] = {}
+        incoming: dict[int, list[SliceTransfer]] = {}
         for transfer in self.transfers:
             incoming.setdefault(transfer.receiver, []).append(transfer)
             if transfer.sender != transfer.receiver:
@@ -108,7 +108,7 @@ class BsrPlan:
 
 
 def plan_moves(
-    moves: Sequence[Move],
+    moves: Sequence[TensorMove],
     *,
     node_of: NodeOf = lambda rank: 0,
     relays: bool = False,
@@ -123,8 +123,8 @@ def plan_moves(
     if senders not in SENDERS:
         raise ResolveError(f"there is no choice of senders {senders!r}; choose one of {', '.join(SENDERS)}")
     loads = SENDERS[senders](node_of)
-    transfers: list[Transfer] = []
-    passed_on: list[Transfer] = []
+    transfers: list[SliceTransfer] = []
+    passed_on: list[SliceTransfer] = []
     for number, move in enumerate(moves):
         for part in _slices(move):
             copies = [[loads.owners(ranks) for ranks in copy] for copy in part.owners]
@@ -142,7 +142,7 @@ def plan_moves(
 
 
 def plan_each(
-    moves: Sequence[Move],
+    moves: Sequence[TensorMove],
     *,
     node_of: NodeOf = lambda rank: 0,
     relays: bool = False,
@@ -186,30 +186,32 @@ def cut_evenly(dims: Dims, count: int) -> list[Dims]:
     ]
 
 
-def _pass_on(number: int, move: Move, chunk: Slice, first: int, team: Sequence[int], loads: Senders) -> list[Transfer]:
+def _pass_on(
+    number: int, move: TensorMove, chunk: Slice, first: int, team: Sequence[int], loads: Senders
+) -> list[SliceTransfer]:
     others = [rank for rank in team if rank != first]
     for rank in others:
         loads.add(first, rank, chunk.numel * move.itemsize)
-    return [Transfer(number, chunk.dims, chunk.numel, first, rank, adds=False) for rank in others]
+    return [SliceTransfer(number, chunk.dims, chunk.numel, first, rank, adds=False) for rank in others]
 
 
-def _in_place(move: Move) -> Move:
+def _in_place(move: TensorMove) -> TensorMove:
     return replace(move, source=move.target)
 
 
-def _slices(move: Move) -> tuple[Slice, ...]:
+def _slices(move: TensorMove) -> tuple[Slice, ...]:
     if move.source == move.target:
         return ()
-    change = Change(move.source, move.target, move.shape)
+    transition = Transition(move.source, move.target, move.shape)
     try:
-        return finest_slices(change)
+        return finest_slices(transition)
     except AnnotationError as error:
-        raise ResolveError(f"cannot move {change}: {error}") from error
+        raise ResolveError(f"cannot move {transition}: {error}") from error
 
 
 def _transfers(
-    number: int, move: Move, part: Slice, copies: Sequence[Sequence[OwnerSet]], receiver: int, loads: Senders
-) -> list[Transfer]:
+    number: int, move: TensorMove, part: Slice, copies: Sequence[Sequence[OwnerSet]], receiver: int, loads: Senders
+) -> list[SliceTransfer]:
     choices = [[loads.sender(owners, receiver) for owners in copy] for copy in copies]
     if len(choices) > 1:
         choices.sort(key=lambda senders: sorted((loads.price(s, receiver) for s in senders), reverse=True))
@@ -217,12 +219,12 @@ def _transfers(
     for sender in senders:
         loads.add(sender, receiver, part.numel * move.itemsize)
     return [
-        Transfer(number, part.dims, part.numel, sender, receiver, adds=index > 0)
+        SliceTransfer(number, part.dims, part.numel, sender, receiver, adds=index > 0)
         for index, sender in enumerate(senders)
     ]
 
 
-def plan_on_links(moves: Sequence[Move], topology: Topology | None, choice: str = "auto") -> BsrPlan:
+def plan_on_links(moves: Sequence[TensorMove], topology: Topology | None, choice: str = "auto") -> BsrPlan:
     """Plan moves whose receivers share what they all get from another node, where that is cheaper.
 
     `choice` is "auto" (by price), "flat" (never) or "two_level" (always). Without a topology nothing is shared.

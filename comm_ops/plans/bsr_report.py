@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove
 from hetu_fx.comm_ops.plans.bsr_senders import NodeOf
 from hetu_fx.comm_ops.plans.slices import Slice, finest_slices
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ def bsr_report(plans: Sequence[BsrPlan], node_of: NodeOf = lambda rank: 0) -> Bs
     )
 
 
-def least_bytes(move: Move) -> int:
+def least_bytes(move: TensorMove) -> int:
     """Count the bytes that any plan of one move must send."""
     return _least(move, lambda rank: 0)[0]
 
 
-def _least(move: Move, node_of: NodeOf) -> tuple[int, int]:
+def _least(move: TensorMove, node_of: NodeOf) -> tuple[int, int]:
     if move.source == move.target:
         return 0, 0
-    slices = finest_slices(Change(move.source, move.target, move.shape))
+    slices = finest_slices(Transition(move.source, move.target, move.shape))
     total = sum(_least_copies(part) * part.numel for part in slices)
     between = sum(len(_nodes_without(part, node_of)) * part.numel for part in slices)
     return total * move.itemsize, between * move.itemsize

@@ -1,4 +1,4 @@
-"""Which form a collective had better take, from the prices of its forms on the links.
+"""Which algorithm a collective had better take, from what each costs on the links.
 
 Prices are affine in bytes, so that a choice is a bound in bytes, rounded up to a power of two: measurements that
 differ a little give the same graph. By the ring's price two levels never lose by latency, only where the links
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hetu_fx.comm_ops.plans.algorithm import FLAT, Form, spans
+from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm, spans
 from hetu_fx.comm_ops.plans.cost import (
     Cost,
     Topology,
@@ -23,7 +23,7 @@ from hetu_fx.comm_ops.plans.cost import (
 )
 
 CHOICES = ("auto", "flat", "two_level", "padded")
-ChooseForm = Callable[[Sequence[Any], Topology, str], Form]
+ChooseAlgorithm = Callable[[Sequence[Any], Topology, str], Algorithm]
 _MANY = 1 << 40  # bytes that make latency vanish
 
 
@@ -49,31 +49,31 @@ def bound(choice: str, one: Callable[[float], float], other: Callable[[float], f
     return crossover(one, other) if choice == "auto" else None
 
 
-def always_flat(args: Sequence[Any], topology: Topology, choice: str) -> Form:
-    """Choose the form of an op that knows one way only."""
+def always_flat(args: Sequence[Any], topology: Topology, choice: str) -> Algorithm:
+    """Choose the algorithm of an op that knows one way only."""
     return FLAT
 
 
-def form_of_sums(args: Sequence[Any], topology: Topology, choice: str) -> Form:
-    """Choose the form of an all-reduce over args[0]."""
+def algorithm_of_sums(args: Sequence[Any], topology: Topology, choice: str) -> Algorithm:
+    """Choose the algorithm of an all-reduce over args[0]."""
     return _two_level(args[0], topology, choice, all_reduce_cost, two_level_all_reduce_cost)
 
 
-def form_of_parts(args: Sequence[Any], topology: Topology, choice: str) -> Form:
-    """Choose the form of an all-gather or reduce-scatter over args[0], of parts args[2] if they are told."""
+def algorithm_of_parts(args: Sequence[Any], topology: Topology, choice: str) -> Algorithm:
+    """Choose the algorithm of an all-gather or reduce-scatter over args[0], of parts args[2] if they are told."""
     levels = _two_level(args[0], topology, choice, ring_cost, two_level_ring_cost)
     sizes = args[2] if len(args) > 2 else ()
     if len(set(sizes)) < 2 or choice not in ("auto", "padded"):
         return levels
-    return Form(levels.nodes, levels.two_level_from, _padded_below(args[0], sizes, topology, choice))
+    return Algorithm(levels.nodes, levels.two_level_from, _padded_below(args[0], sizes, topology, choice))
 
 
-def _two_level(ranks: Sequence[int], topology: Topology, choice: str, flat: Cost, levels: Cost) -> Form:
+def _two_level(ranks: Sequence[int], topology: Topology, choice: str, flat: Cost, levels: Cost) -> Algorithm:
     nodes = nodes_of(ranks, topology)
     if not spans(nodes):
         return FLAT
     least = bound(choice, lambda size: flat(size, ranks, topology), lambda size: levels(size, ranks, topology))
-    return FLAT if least is None else Form(nodes, least)
+    return FLAT if least is None else Algorithm(nodes, least)
 
 
 def _padded_below(ranks: Sequence[int], sizes: Sequence[int], topology: Topology, choice: str) -> int:

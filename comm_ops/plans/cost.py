@@ -86,7 +86,7 @@ def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: 
 
 
 def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-gather or reduce-scatter in the form that it takes on the links."""
+    """Price an all-gather or reduce-scatter in the algorithm that it takes on the links."""
     flat = ring_cost(num_bytes, ranks, topology)
     if not spans([topology.node_of(rank) for rank in ranks]):
         return flat
@@ -94,7 +94,7 @@ def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolog
 
 
 def cheapest_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-reduce in the form that it takes on the links: two turns."""
+    """Price an all-reduce in the algorithm that it takes on the links: two turns."""
     return 2 * cheapest_ring_cost(num_bytes, ranks, topology)
 
 

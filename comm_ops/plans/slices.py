@@ -17,7 +17,7 @@ from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import Intervals, cut, length, merge, offsets, whole
 from hetu_fx.annotations.sharding import Sharding
 from hetu_fx.annotations.states import Partial, Split
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 
 Dims = tuple[Intervals, ...]
 Owners = tuple[tuple[tuple[int, ...], ...], ...]
@@ -44,19 +44,19 @@ class Slice:
 
 
 @lru_cache(maxsize=4096)
-def finest_slices(change: Change) -> tuple[Slice, ...]:
+def finest_slices(transition: Transition) -> tuple[Slice, ...]:
     """List the finest slices of a change, in row-major order of their first entry's class.
 
     Linear in the ranks and in the slices: slices that the same regions hold share one list of ranks.
     """
-    for annotation in (change.source, change.target):
-        annotation.check_shape(change.shape)
-    before = _held(change.source, change.shape)
-    after = before if _cut_alike(change.source, change.target) else _held(change.target, change.shape)
-    classes = [_classes({dims[dim] for dims in (*before, *after)}) for dim in range(len(change.shape))]
+    for annotation in (transition.source, transition.target):
+        annotation.check_shape(transition.shape)
+    before = _held(transition.source, transition.shape)
+    after = before if _cut_alike(transition.source, transition.target) else _held(transition.target, transition.shape)
+    classes = [_classes({dims[dim] for dims in (*before, *after)}) for dim in range(len(transition.shape))]
     owners = _holders(before, classes)
     receivers = owners if after is before else _holders(after, classes)
-    owners_of, receivers_of = _owner_table(change, before), _receiver_table(change, after)
+    owners_of, receivers_of = _owner_table(transition, before), _receiver_table(transition, after)
     return tuple(
         Slice(
             tuple(classes[dim].members[number] for dim, number in enumerate(index)),
@@ -178,9 +178,9 @@ def _rank_table(annotation: Annotation, held: Mapping[Dims, Sequence[int]]) -> C
     return ranks_of
 
 
-def _owner_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], Owners]:
+def _owner_table(transition: Transition, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], Owners]:
     """Give the function from numbers of regions to their ranks, by copy and summand."""
-    source, ranks_of = change.source, _rank_table(change.source, held)
+    source, ranks_of = transition.source, _rank_table(transition.source, held)
     if not source.has_partial:
         return cache(lambda numbers: ((ranks_of(numbers),),))
     copies = source.copy_sets
@@ -197,8 +197,8 @@ def _owner_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Callable
     return owners_of
 
 
-def _receiver_table(change: Change, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], tuple[int, ...]]:
-    target, ranks_of = change.target, _rank_table(change.target, held)
+def _receiver_table(transition: Transition, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], tuple[int, ...]]:
+    target, ranks_of = transition.target, _rank_table(transition.target, held)
     if not target.has_partial:
         return cache(ranks_of)
     summand_of = _summands(target)

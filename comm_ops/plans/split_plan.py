@@ -15,7 +15,7 @@ from functools import lru_cache
 from hetu_fx.annotations.region import length
 from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops.plans.slices import Dims, Slice, finest_slices
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class SliceGroup:
 
 
 @lru_cache(maxsize=4096)
-def slice_groups(change: Change) -> tuple[SliceGroup, ...]:
+def slice_groups(transition: Transition) -> tuple[SliceGroup, ...]:
     """List the collectives of a top-tier change by ranks: the one order in which all ranks run them."""
     parts: dict[tuple[int, ...], list[list[Dims]]] = {}
-    for held in _slices(change):
+    for held in _slices(transition):
         for ranks in _round_robin(held.holders):
             members = parts.setdefault(ranks, [[] for _ in ranks])
             for member in members if held.home is None else [members[held.home]]:
@@ -48,24 +48,24 @@ def slice_groups(change: Change) -> tuple[SliceGroup, ...]:
 
 
 @lru_cache(maxsize=65536)
-def groups_of(change: Change, rank: int) -> tuple[SliceGroup, ...]:
+def groups_of(transition: Transition, rank: int) -> tuple[SliceGroup, ...]:
     """List the collectives that `rank` takes part in, in order."""
-    return tuple(group for group in slice_groups(change) if rank in group.ranks)
+    return tuple(group for group in slice_groups(transition) if rank in group.ranks)
 
 
 @lru_cache(maxsize=4096)
-def fits(change: Change) -> bool:
+def fits(transition: Transition) -> bool:
     """Tell whether split collectives can make the change: no partial inside groups, and slices that stay.
 
     A group that owns a slice alone (under a split top) must hold it on the same ranks before and after. It does,
     and slices need not be listed, unless it cuts the dim of the top itself.
     """
-    shardings = (*change.source.shardings, *change.target.shardings)
+    shardings = (*transition.source.shardings, *transition.target.shardings)
     if any(s.num_summands > 1 for s in shardings):
         return False
-    cut_by_top = {a.top.dim for a in (change.source, change.target) if isinstance(a.top, Split)}
+    cut_by_top = {a.top.dim for a in (transition.source, transition.target) if isinstance(a.top, Split)}
     cut_inside = {split.dim for sharding in shardings for split in sharding.splits}
-    return not cut_by_top & cut_inside or all(found.stays for found in _slices(change))
+    return not cut_by_top & cut_inside or all(found.stays for found in _slices(transition))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,21 @@ class _Held:
 
 
 @lru_cache(maxsize=64)
-def _slices(change: Change) -> tuple[_Held, ...]:
-    group_of = {rank: index for index, group in enumerate(change.source.groups) for rank in group.ranks}
-    owned = any(isinstance(annotation.top, Split) for annotation in (change.source, change.target))
+def _slices(transition: Transition) -> tuple[_Held, ...]:
+    group_of = {rank: index for index, group in enumerate(transition.source.groups) for rank in group.ranks}
+    owned = any(isinstance(annotation.top, Split) for annotation in (transition.source, transition.target))
     held = _held_by_one if owned else _held_by_all
-    return tuple(held(change, part, group_of) for part in finest_slices(change))
+    return tuple(held(transition, part, group_of) for part in finest_slices(transition))
 
 
-def _held_by_all(change: Change, part: Slice, group_of: Mapping[int, int]) -> _Held:
+def _held_by_all(transition: Transition, part: Slice, group_of: Mapping[int, int]) -> _Held:
     return _Held(part.dims, tuple(_by_group(part.receivers, group_of).values()), None, stays=True)
 
 
-def _held_by_one(change: Change, part: Slice, group_of: Mapping[int, int]) -> _Held:
+def _held_by_one(transition: Transition, part: Slice, group_of: Mapping[int, int]) -> _Held:
     owners = (rank for copy in part.owners for ranks in copy for rank in ranks)
     before, after = _by_group(owners, group_of), _by_group(part.receivers, group_of)
-    whole, cut = (after, before) if isinstance(change.source.top, Split) else (before, after)
+    whole, cut = (after, before) if isinstance(transition.source.top, Split) else (before, after)
     (home,) = cut
     return _Held(part.dims, tuple(whole.values()), home, before[home] == after[home])
 

@@ -14,7 +14,7 @@ _CHANGE = re.compile(r"(.*) -> (.*) of (scalar|(?:\d+|\?)(?:x(?:\d+|\?))*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Transition:
     """Says how a tensor of global `shape` (None: symbolic) is annotated before and after."""
 
     source: Annotation
@@ -22,7 +22,7 @@ class Change:
     shape: Shape
 
     def __str__(self) -> str:
-        """Write it as `source -> target of 8x?x3`, which `parse_change` reads."""
+        """Write it as `source -> target of 8x?x3`, which `parse_transition` reads."""
         return f"{self.source} -> {self.target} of {format_shape(self.shape)}"
 
     @property
@@ -37,7 +37,7 @@ def format_shape(shape: Shape) -> str:
 
 
 @lru_cache(maxsize=4096)
-def parse_change(text: str) -> Change:
+def parse_transition(text: str) -> Transition:
     """Read what `str(change)` wrote; raise AnnotationError on anything else."""
     match = _CHANGE.fullmatch(text)
     if match is None:
@@ -45,4 +45,4 @@ def parse_change(text: str) -> Change:
     shape: list[int | None] = []
     for size in match[3].split("x") if match[3] != "scalar" else ():
         shape.append(None if size == "?" else int(size))
-    return Change(parse_annotation(match[1]), parse_annotation(match[2]), tuple(shape))
+    return Transition(parse_annotation(match[1]), parse_annotation(match[2]), tuple(shape))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_private import TorchDispatchMode, schema
 from hetu_fx.comm_ops.ops.table import COMM_OPS, FUSED_OPS
-from hetu_fx.comm_ops.resolve.resolution import Call
+from hetu_fx.comm_ops.resolve.resolution import OpCall
 
 
 class _Recorder(TorchDispatchMode):
@@ -18,7 +18,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[OpCall] = []
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -26,19 +26,19 @@ class _Recorder(TorchDispatchMode):
         namespace, _, name = schema(func).name.partition("::")
         if namespace != "hetu":
             return func(*args, **(kwargs or {}))
-        self.calls.append(Call(name, args[1:]))
+        self.calls.append(OpCall(name, args[1:]))
         result: Tensor = args[0].clone()
         return result
 
 
-def adjoint_calls(call: Call) -> tuple[Call, ...]:
+def adjoint_calls(call: OpCall) -> tuple[OpCall, ...]:
     """Give the calls that take the gradient of the call's result to that of its input; none: it passes as it is.
 
     Of an op that computes too, only the name of the one that its backward runs is told.
     """
     if call.op in FUSED_OPS:
         name = FUSED_OPS[call.op].backward_op
-        return () if name is None else (Call(name, ()),)
+        return () if name is None else (OpCall(name, ()),)
     with torch.no_grad(), _Recorder() as recorder:
         COMM_OPS[call.op].adjoint(torch.empty(0), *call.args)
     return tuple(recorder.calls)

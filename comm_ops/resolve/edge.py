@@ -12,7 +12,7 @@ Steps = tuple[CommStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class ReshardEdge:
     """Asks for a tensor of global `shape` to go from `source` to `target`.
 
     `gradient` annotates the gradient of the result: cotangent(target), but some duplicates may be partial.
@@ -24,7 +24,7 @@ class Edge:
     shape: Shape
 
     @classmethod
-    def plain(cls, source: Annotation, target: Annotation, shape: Shape) -> Edge:
+    def plain(cls, source: Annotation, target: Annotation, shape: Shape) -> ReshardEdge:
         """Ask for a change whose gradient is no more partial than it must be."""
         return cls(source, target, cotangent(target), shape)
 
@@ -49,18 +49,18 @@ class Edge:
         return MoveStep(self.source, self.target, self.gradient, self.shape)
 
     @property
-    def flat(self) -> Edge:
+    def flat(self) -> ReshardEdge:
         """The same with unions of equal shardings written as single groups, if all three are."""
-        found = Edge(flatten(self.source), flatten(self.target), flatten(self.gradient), self.shape)
+        found = ReshardEdge(flatten(self.source), flatten(self.target), flatten(self.gradient), self.shape)
         tops = (found.source.top, found.target.top, found.gradient.top)
         return found if tops == (None, None, None) else self
 
-    def of_group(self, index: int) -> Edge:
+    def of_group(self, index: int) -> ReshardEdge:
         """Give the change of one group's piece, where both sides have the same top."""
         source, target, gradient = (
             Annotation((a.groups[index],), (a.shardings[index],)) for a in (self.source, self.target, self.gradient)
         )
-        return Edge(source, target, gradient, piece_shape(self.source.top, index, self.shape))
+        return ReshardEdge(source, target, gradient, piece_shape(self.source.top, index, self.shape))
 
 
 def dual(top: State | None) -> State | None:

@@ -24,7 +24,7 @@ Links = Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class StepReport:
+class StepExplanation:
     """One step: who meets whom, the bytes that all ranks send, and its seconds where links are known."""
 
     op: str
@@ -45,7 +45,7 @@ class Explanation:
 
     change: str
     kind: str
-    steps: tuple[StepReport, ...]
+    steps: tuple[StepExplanation, ...]
     links: Links
     num_bytes: int
     seconds: float | None
@@ -97,13 +97,13 @@ def _step_links(step: CommStep, itemsize: int) -> dict[tuple[int, int], float]:
     return found
 
 
-def _report(step: CommStep, topology: Topology | None, itemsize: int) -> StepReport:
+def _report(step: CommStep, topology: Topology | None, itemsize: int) -> StepExplanation:
     if isinstance(step, MoveStep):
         groups = [tuple(sorted({*step.source.ranks, *step.target.ranks}))]
     else:
         groups = [ranks for ranks, _ in step.collectives()]
     seconds = None if topology is None else steps_seconds((step,), itemsize, topology)
-    return StepReport(step.op, _tier(step), tuple(groups), steps_bytes((step,), itemsize), seconds)
+    return StepExplanation(step.op, _tier(step), tuple(groups), steps_bytes((step,), itemsize), seconds)
 
 
 def _tier(step: CommStep) -> str:
@@ -125,7 +125,7 @@ def _kind(steps: Sequence[CommStep]) -> str:
     return " beside ".join(dict.fromkeys(chains)) or "identity"
 
 
-def _row(step: StepReport) -> list[str]:
+def _row(step: StepExplanation) -> list[str]:
     groups = " ".join(f"[{','.join(map(str, ranks))}]" for ranks in step.groups[:8])
     more = f" and {len(step.groups) - 8} more" if len(step.groups) > 8 else ""
     seconds = "" if step.seconds is None else f"{step.seconds:.3g}"

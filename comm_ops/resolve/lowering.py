@@ -1,20 +1,20 @@
-"""From the steps of a resolution to the calls that run, each in the form that is cheapest on the links."""
+"""From the steps of a resolution to the calls that run, each in the algorithm that is cheapest on the links."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hetu_fx.comm_ops.ops.table import OPS
-from hetu_fx.comm_ops.plans.algorithm import FLAT, Form
+from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import CHOICES
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.resolve.resolution import Call, Resolution
+from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
 from hetu_fx.errors import ResolveError
 
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """Says on which links calls will run, and how their form is chosen: a pure decision, alike on all ranks.
+    """Says on which links calls will run, and how their algorithm is chosen: a pure decision, alike on all ranks.
 
     `choice` is "auto" (by cost), or for comparison "flat", "two_level" or "padded" wherever that can be.
     Without a `topology` everything is flat.
@@ -29,15 +29,15 @@ class Lowering:
         if self.topology is None and self.choice in ("two_level", "padded"):
             raise ResolveError(f"lowering {self.choice!r} needs to know the nodes; give it a topology")
 
-    def calls(self, resolution: Resolution, rank: int) -> tuple[Call, ...]:
-        """Give the op calls of `rank`, in order, as `resolution.calls` does, with their forms."""
-        return tuple(map(self.formed, resolution.calls(rank)))
+    def calls(self, resolution: Resolution, rank: int) -> tuple[OpCall, ...]:
+        """Give the op calls of `rank`, in order, as `resolution.calls` does, with their algorithms."""
+        return tuple(map(self.with_algorithm, resolution.calls(rank)))
 
-    def formed(self, call: Call) -> Call:
-        """Give a call with its form as the last argument, but where it is flat."""
-        form = str(self.form(call.op, *call.args))
-        return Call(call.op, (*call.args, form)) if form else call
+    def with_algorithm(self, call: OpCall) -> OpCall:
+        """Give a call with its algorithm as the last argument, but where it is flat."""
+        algorithm = str(self.algorithm(call.op, *call.args))
+        return OpCall(call.op, (*call.args, algorithm)) if algorithm else call
 
-    def form(self, op: str, *args: object) -> Form:
-        """Choose the form of an op with these arguments, which start with its ranks or its change."""
-        return FLAT if self.topology is None else OPS[op].form(args, self.topology, self.choice)
+    def algorithm(self, op: str, *args: object) -> Algorithm:
+        """Choose the algorithm of an op with these arguments, which start with its ranks or its change."""
+        return FLAT if self.topology is None else OPS[op].algorithm(args, self.topology, self.choice)

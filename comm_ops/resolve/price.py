@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.annotations.annotation import Shape
-from hetu_fx.comm_ops.plans.bsr_plan import Move
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove
 from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS, Topology
-from hetu_fx.comm_ops.resolve.edge import Edge, Steps
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, CommStep, MoveStep, steps_bytes, steps_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
+class StepPrices:
     """Prices steps for entries of `itemsize` bytes; a symbolic size counts as one.
 
     With a topology seconds decide, then bytes; without one bytes decide, then seconds on equal links. Fewer
@@ -32,7 +32,7 @@ class Prices:
             return num_bytes, steps_seconds(known, self.itemsize, EQUAL_LINKS), len(known)
         return steps_seconds(known, self.itemsize, self.topology), num_bytes, len(known)
 
-    def settles(self, edge: Edge, steps: Steps) -> bool:
+    def settles(self, edge: ReshardEdge, steps: Steps) -> bool:
         """Tell whether nothing can be better, so that no other way need be priced.
 
         Without a topology that is so for collectives inside groups, which have the fast links, and for whatever
@@ -45,7 +45,7 @@ class Prices:
         if all(isinstance(step, AxisStep) for step in steps):
             return True
         known = [_with_known_sizes(step) for step in steps]
-        least = least_bytes(Move(edge.source, edge.target, _known(edge.shape), self.itemsize))
+        least = least_bytes(TensorMove(edge.source, edge.target, _known(edge.shape), self.itemsize))
         return steps_bytes(known, self.itemsize) <= least
 
 

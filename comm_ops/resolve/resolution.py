@@ -8,30 +8,30 @@ from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
 from hetu_fx.annotations.states import Split
-from hetu_fx.comm_ops.ops.batched_send_receive import plan_change
+from hetu_fx.comm_ops.ops.batched_send_receive import plan_transition
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost
 from hetu_fx.comm_ops.plans.split_plan import slice_groups
-from hetu_fx.comm_ops.plans.transition import Change, format_shape
+from hetu_fx.comm_ops.plans.transition import Transition, format_shape
 from hetu_fx.errors import ResolveError
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """One op call: runs as `getattr(torch.ops.hetu, op)(x, *args)`."""
 
     op: str
     args: tuple[object, ...]
 
 
-def resized(call: Call, sizes: Sequence[object]) -> Call:
+def resized(call: OpCall, sizes: Sequence[object]) -> OpCall:
     """Give a call that cuts or joins a dim with other sizes: of one whose size only the run tells.
 
     Such a change is resolved for a stand-in of as many entries as the split has units.
     """
     assert call.op in ("all_gather", "reduce_scatter", "local_slice"), "one axis is cut or joined"
     ranks, dim, _, *rest = call.args
-    return Call(call.op, (ranks, dim, list(sizes), *rest))
+    return OpCall(call.op, (ranks, dim, list(sizes), *rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class AxisStep:
     split: Split | None
     cotangent: str
 
-    def call(self, rank: int) -> Call:
+    def call(self, rank: int) -> OpCall:
         """Give the call of `rank`, which must be in the group."""
         peers = list(self.peers(rank))
         if self.split is None:
-            return Call(self.op, (peers,) if self.op == "identity" else (peers, self.cotangent))
+            return OpCall(self.op, (peers,) if self.op == "identity" else (peers, self.cotangent))
         joined = self.target if self.op == "all_gather" else self.source
         size = joined.local_shape(rank, self.shape)[self.split.dim]
         if size is None:
             raise ResolveError(f"dim {self.split.dim} of {format_shape(self.shape)} is symbolic and split")
         layout = (self.split.dim, list(self.split.parts(size)), self.split.outer, self.split.inner)
         tail = (self.cotangent,) if self.op == "all_gather" else ()
-        return Call(self.op, (peers, *layout, *tail))
+        return OpCall(self.op, (peers, *layout, *tail))
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """Give the ranks that `rank` communicates with, in axis order."""
@@ -97,14 +97,14 @@ class TopStep:
     shape: Shape
     cotangent: str
 
-    def call(self, rank: int) -> Call:
+    def call(self, rank: int) -> OpCall:
         """Give the call of `rank`."""
-        change = str(Change(self.source, self.target, self.shape))
-        return Call(self.op, (change,) if self.op == "split_reduce_scatter" else (change, self.cotangent))
+        transition = str(Transition(self.source, self.target, self.shape))
+        return OpCall(self.op, (transition,) if self.op == "split_reduce_scatter" else (transition, self.cotangent))
 
     def collectives(self) -> list[tuple[tuple[int, ...], int]]:
         """List (ranks, entries in all) of each group's collective."""
-        groups = slice_groups(Change(self.source, self.target, self.shape))
+        groups = slice_groups(Transition(self.source, self.target, self.shape))
         return [(group.ranks, group.numel) for group in groups]
 
     @property
@@ -128,15 +128,15 @@ class MoveStep:
     shape: Shape
     op: str = "batched_send_receive"
 
-    def call(self, rank: int) -> Call:
+    def call(self, rank: int) -> OpCall:
         """Give the call of `rank`."""
-        back = Change(self.target_cotangent, cotangent(self.source), self.shape)
-        return Call(self.op, (str(Change(self.source, self.target, self.shape)), str(back)))
+        back = Transition(self.target_cotangent, cotangent(self.source), self.shape)
+        return OpCall(self.op, (str(Transition(self.source, self.target, self.shape)), str(back)))
 
     def rounds(self, itemsize: int) -> list[list[tuple[int, int, int]]]:
         """List the (sender, receiver, bytes) of the forward, round by round."""
         _numel(self.shape)
-        plan = plan_change(Change(self.source, self.target, self.shape), itemsize)
+        plan = plan_transition(Transition(self.source, self.target, self.shape), itemsize)
         return [part.messages for part in plan.rounds]
 
 
@@ -155,7 +155,7 @@ class Resolution:
     shape: Shape
     steps: tuple[CommStep, ...]
 
-    def calls(self, rank: int) -> tuple[Call, ...]:
+    def calls(self, rank: int) -> tuple[OpCall, ...]:
         """Give the op calls of `rank`, in order. It starts with an empty tensor if it holds nothing yet."""
         return tuple(step.call(rank) for step in self.steps if _takes_part(step, rank))
 

@@ -2,7 +2,7 @@
 
 A way proposes steps that make a change, or nothing where it does not apply. The ways are tried in the paper's order:
 bottom tier, top tier, both, batched send-receive; then those that go beyond it. The cheapest proposal is taken, unless
-an earlier one cannot be beaten (`Prices`).
+an earlier one cannot be beaten (`StepPrices`).
 
 The closed list of reasons why a change is not resolved. Every other change is.
 """
@@ -19,9 +19,9 @@ from hetu_fx.annotations.sharding import Sharding
 from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.transition import format_shape
-from hetu_fx.comm_ops.resolve.edge import Edge, Steps, dual, flatten
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps, dual, flatten
 from hetu_fx.comm_ops.resolve.intermediates import cut_copies, partial_on_top, reduced, scattered
-from hetu_fx.comm_ops.resolve.price import Prices
+from hetu_fx.comm_ops.resolve.price import StepPrices
 from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
 from hetu_fx.comm_ops.resolve.tiers import across_groups, along_axes, same_top
 from hetu_fx.errors import AnnotationError, ResolveError
@@ -59,18 +59,20 @@ def resolve_edge(
 
     `target_cotangent` is cotangent(target), but for duplicates that may be partial there.
     """
-    return _resolve(source, target, target_cotangent, tuple(shape), Prices(topology, itemsize))
+    return _resolve(source, target, target_cotangent, tuple(shape), StepPrices(topology, itemsize))
 
 
 @lru_cache(maxsize=16384)
-def _resolve(source: Annotation, target: Annotation, gradient: Annotation, shape: Shape, prices: Prices) -> Resolution:
+def _resolve(
+    source: Annotation, target: Annotation, gradient: Annotation, shape: Shape, prices: StepPrices
+) -> Resolution:
     _check_gradient(target, gradient)
     for annotation in (source, target):
         _check_fits(annotation, shape, f"{source} -> {target}")
-    return Resolution(source, target, shape, _best(Edge(source, target, gradient, shape), prices))
+    return Resolution(source, target, shape, _best(ReshardEdge(source, target, gradient, shape), prices))
 
 
-def _best(edge: Edge, prices: Prices) -> Steps:
+def _best(edge: ReshardEdge, prices: StepPrices) -> Steps:
     """Take the cheapest steps found; on links also what moves fewest bytes is priced.
 
     Groups are resolved one by one, so that the fastest way of each need not be the fastest of all together.
@@ -81,27 +83,27 @@ def _best(edge: Edge, prices: Prices) -> Steps:
     return min(_cheapest(edge, prices), fewest_bytes, key=prices.of)
 
 
-def _cheapest(edge: Edge, prices: Prices) -> Steps:
+def _cheapest(edge: ReshardEdge, prices: StepPrices) -> Steps:
     if edge.is_idle:
         return ()
     edge = edge.flat
     proposals: list[Steps] = []
-    for way in _WAYS:
-        for steps in way(edge, prices):
+    for strategy in _STRATEGIES:
+        for steps in strategy(edge, prices):
             if prices.settles(edge, steps):
                 return steps
             proposals.append(steps)
     return min(proposals, key=prices.of) if len(proposals) > 1 else proposals[0]
 
 
-def _by_axes(edge: Edge, prices: Prices) -> Iterator[Steps]:
+def _by_axes(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Change one group by collectives along its axes."""
     steps = along_axes(edge)
     if steps is not None:
         yield steps
 
 
-def _by_group(edge: Edge, prices: Prices) -> Iterator[Steps]:
+def _by_group(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Resolve every group alone, each in its own way, where groups pair up under the same top.
 
     Where every group would be moved, one move of all does it in fewer messages.
@@ -112,14 +114,14 @@ def _by_group(edge: Edge, prices: Prices) -> Iterator[Steps]:
             yield steps
 
 
-def _by_summand(edge: Edge, prices: Prices) -> Iterator[Steps]:
+def _by_summand(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Move every summand to its counterpart, where as many are asked for as there are."""
     source, target = partial_on_top(edge.source), partial_on_top(edge.target)
     if edge.is_plain and source and target and (source, target) != (edge.source, edge.target):
-        yield from _by_group(Edge.plain(source, target, edge.shape), prices)
+        yield from _by_group(ReshardEdge.plain(source, target, edge.shape), prices)
 
 
-def _by_both_tiers(edge: Edge, prices: Prices) -> Iterator[Steps]:
+def _by_both_tiers(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Change the top by a split collective, and the groups before it, after it or both.
 
     The paper gives every group its target sharding first. Also tried: last; and cutting copies up in between, so
@@ -135,35 +137,35 @@ def _by_both_tiers(edge: Edge, prices: Prices) -> Iterator[Steps]:
             yield steps
 
 
-def _through(edge: Edge, shardings: tuple[Sharding, ...], prices: Prices) -> Steps | None:
+def _through(edge: ReshardEdge, shardings: tuple[Sharding, ...], prices: StepPrices) -> Steps | None:
     """Go bottom, top, bottom, with `shardings` in the middle, or give None where that does not fit."""
     source, target, shape = edge.source, edge.target, edge.shape
     before, after = (Annotation(source.groups, shardings, top) for top in (source.top, target.top))
     if not (_fits(before, shape) and _fits(after, shape)):
         return None
     back = cotangent(after)
-    top = across_groups(Edge(before, after, Annotation(back.groups, back.shardings, edge.gradient.top), shape))
+    top = across_groups(ReshardEdge(before, after, Annotation(back.groups, back.shardings, edge.gradient.top), shape))
     if top is None:
         return None
     # Inside the groups the gradient's state across them does not matter.
     last = Annotation(target.groups, edge.gradient.shardings, dual(target.top))
-    sides = Edge.plain(source, before, shape), Edge(after, target, last, shape)
+    sides = ReshardEdge.plain(source, before, shape), ReshardEdge(after, target, last, shape)
     first, second = (_inside(side, prices) for side in sides)
     return (*first, *top, *second)
 
 
-def _inside(edge: Edge, prices: Prices) -> Steps:
+def _inside(edge: ReshardEdge, prices: StepPrices) -> Steps:
     """Resolve every group alone."""
     groups = range(len(edge.source.groups))
     return tuple(step for index in groups for step in _cheapest(edge.of_group(index), prices))
 
 
-def _by_moving(edge: Edge, prices: Prices) -> Iterator[Steps]:
+def _by_moving(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Move all there is in one batched send-receive; fits every change."""
     yield (edge.move,)
 
 
-def _by_reducing_and_gathering(edge: Edge, prices: Prices) -> Iterator[Steps]:
+def _by_reducing_and_gathering(edge: ReshardEdge, prices: StepPrices) -> Iterator[Steps]:
     """Sum where the summands are before a move, gather where the copies shall be after it, or both."""
     befores = reduced(edge.source, edge.shape)
     afters = scattered(edge.target, edge.shape)
@@ -174,23 +176,25 @@ def _by_reducing_and_gathering(edge: Edge, prices: Prices) -> Iterator[Steps]:
                 yield steps
 
 
-def _by_way_of(edge: Edge, before: Annotation, after: Annotation, prices: Prices) -> Steps | None:
-    first = _collectives(Edge.plain(edge.source, before, edge.shape), prices)
-    last = _collectives(Edge(after, edge.target, edge.gradient, edge.shape), prices) if after != edge.target else ()
+def _by_way_of(edge: ReshardEdge, before: Annotation, after: Annotation, prices: StepPrices) -> Steps | None:
+    first = _collectives(ReshardEdge.plain(edge.source, before, edge.shape), prices)
+    last = (
+        _collectives(ReshardEdge(after, edge.target, edge.gradient, edge.shape), prices) if after != edge.target else ()
+    )
     gradient = edge.gradient if after == edge.target else cotangent(after)
-    middle = Edge(before, after, gradient, edge.shape)
+    middle = ReshardEdge(before, after, gradient, edge.shape)
     if first is None or last is None or not (first or last):
         return None
     return (*first, *(() if middle.is_idle else (middle.move,)), *last)
 
 
-def _collectives(edge: Edge, prices: Prices) -> Steps | None:
+def _collectives(edge: ReshardEdge, prices: StepPrices) -> Steps | None:
     """Give steps that move nothing beside collectives, or None."""
     if edge.is_idle:
         return ()
     edge = edge.flat
-    for way in (_by_axes, _by_group, _by_both_tiers):
-        for steps in way(edge, prices):
+    for strategy in (_by_axes, _by_group, _by_both_tiers):
+        for steps in strategy(edge, prices):
             if not any(isinstance(step, MoveStep) for step in steps):
                 return steps
     return None
@@ -204,7 +208,7 @@ def _fits(annotation: Annotation, shape: Shape) -> bool:
     return True
 
 
-_WAYS: tuple[Callable[[Edge, Prices], Iterator[Steps]], ...] = (
+_STRATEGIES: tuple[Callable[[ReshardEdge, StepPrices], Iterator[Steps]], ...] = (
     _by_axes,
     _by_group,
     _by_both_tiers,

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.sharding import DeviceGroup
 from hetu_fx.annotations.states import Duplicate, Partial, Split
-from hetu_fx.comm_ops.plans.axes import Atom, Piece, refine, restore
+from hetu_fx.comm_ops.plans.axes import Atom, SplitLevel, refine, restore
 from hetu_fx.comm_ops.plans.split_plan import fits
-from hetu_fx.comm_ops.plans.transition import Change
-from hetu_fx.comm_ops.resolve.edge import Edge, Steps, dual
+from hetu_fx.comm_ops.plans.transition import Transition
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps, dual
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, TopStep
 
 
-def along_axes(edge: Edge) -> Steps | None:
+def along_axes(edge: ReshardEdge) -> Steps | None:
     """Change a group that stays by one collective per axis, or give None where axes or states do not allow it.
 
     Other than in the paper, several axes and dims may change at once, in the order that moves least.
@@ -37,13 +37,13 @@ def along_axes(edge: Edge) -> Steps | None:
     return tuple(steps)
 
 
-def across_groups(edge: Edge) -> Steps | None:
+def across_groups(edge: ReshardEdge) -> Steps | None:
     """Change the top alone by one split collective, or give None where slices would have to change hands."""
     source, target = edge.source, edge.target
     if source.groups != target.groups or source.shardings != target.shardings:
         return None
     op = _TOP_OPS.get((type(source.top), type(target.top)))
-    if op is None or not fits(Change(source, target, edge.shape)):
+    if op is None or not fits(Transition(source, target, edge.shape)):
         return None
     kind = "partial" if isinstance(edge.gradient.top, Partial) else "duplicate"
     return (TopStep(op, source, target, edge.shape, kind),)
@@ -56,7 +56,7 @@ _TOP_OPS = {
 }
 
 
-def same_top(edge: Edge) -> bool:
+def same_top(edge: ReshardEdge) -> bool:
     """Tell whether groups can be resolved one by one: as many on both sides, under the same top."""
     source, target = edge.source, edge.target
     if source.top is None or source.top != target.top or edge.gradient.top != dual(target.top):
@@ -74,19 +74,19 @@ def _axis_op(before: Atom, after: Atom, back: Atom) -> str | None:
             return ""
         case (Partial(), Duplicate()):
             return "all_reduce"
-        case (Partial(), Piece()):
+        case (Partial(), SplitLevel()):
             return "reduce_scatter"
-        case (Piece(), Duplicate()):
+        case (SplitLevel(), Duplicate()):
             return "all_gather"
-        case (Duplicate(), Piece()):
+        case (Duplicate(), SplitLevel()):
             return "local_slice"
     return None
 
 
 def _cuts_what_it_joins(before: Sequence[Atom], ops: Sequence[str | None], after: Sequence[Atom]) -> bool:
     """Tell whether a dim is cut along one axis and joined along another, where no order of the two fits."""
-    joined = {a.split.dim for a, op in zip(before, ops, strict=True) if isinstance(a, Piece) and op}
-    cut = {a.split.dim for a, op in zip(after, ops, strict=True) if isinstance(a, Piece) and op}
+    joined = {a.split.dim for a, op in zip(before, ops, strict=True) if isinstance(a, SplitLevel) and op}
+    cut = {a.split.dim for a, op in zip(after, ops, strict=True) if isinstance(a, SplitLevel) and op}
     return bool(joined & cut)
 
 
@@ -101,15 +101,17 @@ def _order(ops: Sequence[str], after: Sequence[Atom]) -> list[int]:
 def _refines_a_sum(axis: int, ops: Sequence[str], after: Sequence[Atom]) -> bool:
     """Tell whether this piece cuts what a reduce-scatter along a coarser axis leaves of the same dim."""
     piece = after[axis]
-    if not isinstance(piece, Piece) or not piece.coarser:
+    if not isinstance(piece, SplitLevel) or not piece.coarser:
         return False
     coarser = [atom for atom, op in zip(after[:axis], ops[:axis], strict=True) if op == "reduce_scatter"]
-    return any(isinstance(atom, Piece) and atom.split.dim == piece.split.dim for atom in coarser)
+    return any(isinstance(atom, SplitLevel) and atom.split.dim == piece.split.dim for atom in coarser)
 
 
-def _axis_step(edge: Edge, op: str, axis: int, before: Sequence[Atom], after: Sequence[Atom], back: Atom) -> AxisStep:
+def _axis_step(
+    edge: ReshardEdge, op: str, axis: int, before: Sequence[Atom], after: Sequence[Atom], back: Atom
+) -> AxisStep:
     (group,) = edge.source.groups
-    piece = next((atom for atom in (before[axis], after[axis]) if isinstance(atom, Piece)), None)
+    piece = next((atom for atom in (before[axis], after[axis]) if isinstance(atom, SplitLevel)), None)
     return AxisStep(
         op,
         _restored(group, before),

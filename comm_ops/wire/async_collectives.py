@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.plans.algorithm import Form
+from hetu_fx.comm_ops.plans.algorithm import Algorithm
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.serial_threads import InTurn
 from hetu_fx.comm_ops.wire.two_level import gather_in_levels, groups_in_levels, reduce_in_levels, sum_in_levels
@@ -141,16 +141,18 @@ Levels = Callable[[Tensor, Sequence[int], Sequence[int], Sequence[int], GroupTab
 _turns: WeakKeyDictionary[GroupTable, InTurn] = WeakKeyDictionary()
 
 
-def start_in_levels(levels: Levels, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], form: Form) -> Exchange:
+def start_in_levels(
+    levels: Levels, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], algorithm: Algorithm
+) -> Exchange:
     """Start an exchange of host memory in two levels. Collective over `ranks`."""
     table = active()
     beside = table.beside("levels")
-    for group in groups_in_levels(ranks, form.nodes, table.rank):
+    for group in groups_in_levels(ranks, algorithm.nodes, table.rank):
         beside.group(group)  # created here, as threads must not create groups side by side
 
     def work() -> None:
         with torch.no_grad():
-            levels(buffer, sizes, ranks, form.nodes, beside)
+            levels(buffer, sizes, ranks, algorithm.nodes, beside)
 
     turn = _turns.setdefault(table, InTurn()).start(work)
     return Exchange(tuple(ranks), [turn])

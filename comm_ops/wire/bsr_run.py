@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, Transfer
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Rooms, post
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.packing import (
@@ -124,7 +124,7 @@ def prepare(
 ) -> Messages:
     """Pack what this rank sends, and make room for what it gets, in `rooms` if given; talks to nobody."""
     rank, rooms = table.rank, rooms or Rooms()
-    senders: dict[int, list[Transfer]] = {}
+    senders: dict[int, list[SliceTransfer]] = {}
     for transfer in plan.incoming.get(rank, ()):
         if transfer.sender != rank:
             senders.setdefault(transfer.sender, []).append(transfer)
@@ -141,7 +141,7 @@ def prepare(
     return Messages(arriving, leaving, device)
 
 
-def _sizes(plan: BsrPlan, peers: Mapping[int, Sequence[Transfer]], examples: Sequence[Tensor]) -> dict[int, int]:
+def _sizes(plan: BsrPlan, peers: Mapping[int, Sequence[SliceTransfer]], examples: Sequence[Tensor]) -> dict[int, int]:
     return {peer: message_bytes(plan, transfers, examples) for peer, transfers in sorted(peers.items())}
 
 
@@ -169,7 +169,7 @@ def examples_of(
     return examples
 
 
-def message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor]) -> int:
+def message_bytes(plan: BsrPlan, transfers: Sequence[SliceTransfer], examples: Sequence[Tensor]) -> int:
     """Count the bytes of one message, padding between its slices included."""
     return sum(
         packed_bytes(_shape(plan, transfer, examples), examples[transfer.move].element_size()) for transfer in transfers
@@ -177,8 +177,8 @@ def message_bytes(plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequen
 
 
 def _places(
-    plan: BsrPlan, transfers: Sequence[Transfer], examples: Sequence[Tensor], message: Tensor
-) -> Iterator[tuple[Transfer, Tensor]]:
+    plan: BsrPlan, transfers: Sequence[SliceTransfer], examples: Sequence[Tensor], message: Tensor
+) -> Iterator[tuple[SliceTransfer, Tensor]]:
     offset = 0
     for transfer in transfers:
         shape, example = _shape(plan, transfer, examples), examples[transfer.move]
@@ -186,24 +186,24 @@ def _places(
         offset += packed_bytes(shape, example.element_size())
 
 
-def _shape(plan: BsrPlan, transfer: Transfer, examples: Sequence[Tensor]) -> list[int]:
+def _shape(plan: BsrPlan, transfer: SliceTransfer, examples: Sequence[Tensor]) -> list[int]:
     return slice_shape(transfer.dims, plan.moves[transfer.move].shape, examples[transfer.move])
 
 
-def _read(plan: BsrPlan, rank: int, transfer: Transfer, tensors: Sequence[Tensor | None]) -> Tensor:
+def _read(plan: BsrPlan, rank: int, transfer: SliceTransfer, tensors: Sequence[Tensor | None]) -> Tensor:
     move, tensor = plan.moves[transfer.move], tensors[transfer.move]
     if tensor is None:
         raise CommError(f"rank {rank} must send part of move {transfer.move}, but got no tensor for it")
     return read(tensor.detach(), local_dims(move.source, rank, move.shape, transfer.dims))
 
 
-def _write(plan: BsrPlan, rank: int, transfer: Transfer, results: Sequence[Tensor | None], value: Tensor) -> None:
+def _write(plan: BsrPlan, rank: int, transfer: SliceTransfer, results: Sequence[Tensor | None], value: Tensor) -> None:
     move, result = plan.moves[transfer.move], results[transfer.move]
     if result is not None:
         write(result, local_dims(move.target, rank, move.shape, transfer.dims), value, adds=transfer.adds)
 
 
-def _allocate(move: Move, rank: int, example: Tensor) -> Tensor | None:
+def _allocate(move: TensorMove, rank: int, example: Tensor) -> Tensor | None:
     if not move.target.holds(rank):
         return None
     shape = local_shape_like(move.target, rank, move.shape, example)

@@ -29,7 +29,7 @@ from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 from hetu_fx.errors import CommError
 
 
-class Work(Protocol):
+class PausedByWaits(Protocol):
     """What counts a rank's own work, and must know when it waits for others instead; pauses can be nested."""
 
     def pause(self) -> None:
@@ -40,10 +40,10 @@ class Work(Protocol):
 
 
 # A variable of the process, not of the thread: torch runs the backward of a GPU's ops in a thread of its own.
-_working: Work | None = None
+_working: PausedByWaits | None = None
 
 
-def set_working(work: Work | None) -> None:
+def set_working(work: PausedByWaits | None) -> None:
     """Say what communication is to pause (None: nothing)."""
     global _working
     _working = work

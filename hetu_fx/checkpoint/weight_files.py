@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import index
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError
@@ -86,7 +86,7 @@ def _bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[st
     """Give whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
     homes = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HomeTensor)}
     moves = [
-        Move(home.home_layout.annotation, Annotation.on((0,)), tuple(home.shape), home.element_size())
+        TensorMove(home.home_layout.annotation, Annotation.on((0,)), tuple(home.shape), home.element_size())
         for home in homes.values()
     ]
     pieces = [home.local if home.home_layout.annotation.holds(table.rank) else None for home in homes.values()]

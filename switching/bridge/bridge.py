@@ -15,10 +15,10 @@ from torch import Tensor
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.switching.bridge.plan import BridgeEntry, BridgePlan, Bucket, plan_bridge
+from hetu_fx.switching.bridge.plan import BridgeBucket, BridgeEntry, BridgePlan, plan_bridge
 from hetu_fx.switching.bridge.run import BucketRun, Crossing, UnderWay
 
-__all__ = ["Bridge", "BridgeEntry", "BridgePlan", "Bucket", "Reduction", "plan_bridge"]
+__all__ = ["Bridge", "BridgeBucket", "BridgeEntry", "BridgePlan", "Reduction", "plan_bridge"]
 
 
 class Bridge:

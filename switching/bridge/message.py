@@ -24,13 +24,13 @@ from hetu_fx.comm_ops.wire.async_collectives import (
     sum_segments_in_levels,
 )
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.switching.bridge.plan import Kind, Message, Part
+from hetu_fx.switching.bridge.plan import Message, MessageKind, ParameterBox
 from hetu_fx.switching.home.layout import to_local
 
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
 
 
-class Place:
+class LocalTensor:
     """One rank's dense tensor of a parameter under one annotation."""
 
     def __init__(self, annotation: Annotation, shape: tuple[int, ...], rank: int) -> None:
@@ -52,7 +52,7 @@ def narrowed(tensor: Tensor, cuts: Cuts) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PackedBox:
     """Where a part is: number `position` of the flat buffer's parts, `cuts` of its tensor (none: all of it)."""
 
     name: str
@@ -62,11 +62,11 @@ class Slot:
 
 
 # The ops that messages are, and how they go in two levels.
-_OPS = {Kind.SUM: "all_reduce", Kind.SCATTER: "reduce_scatter", Kind.GATHER: "all_gather"}
+_OPS = {MessageKind.SUM: "all_reduce", MessageKind.SCATTER: "reduce_scatter", MessageKind.GATHER: "all_gather"}
 _LEVELS = {
-    Kind.SUM: sum_all_in_levels,
-    Kind.SCATTER: sum_segments_in_levels,
-    Kind.GATHER: gather_segments_in_levels,
+    MessageKind.SUM: sum_all_in_levels,
+    MessageKind.SCATTER: sum_segments_in_levels,
+    MessageKind.GATHER: gather_segments_in_levels,
 }
 
 
@@ -81,22 +81,22 @@ class MessageRun:
         self,
         message: Message,
         rank: int,
-        sources: Mapping[str, Place],
-        targets: Mapping[str, Place],
+        sources: Mapping[str, LocalTensor],
+        targets: Mapping[str, LocalTensor],
         tag: int,
         lowering: Lowering,
     ) -> None:
         self.lane, self.sizes, self.tag = message.lane, message.sizes, tag
-        self.form = lowering.form(_OPS[message.lane.kind], message.lane.ranks)
+        self.algorithm = lowering.algorithm(_OPS[message.lane.kind], message.lane.ranks)
         self.gives = not self.lane.givers or rank in self.lane.givers
         every = range(len(self.sizes))
-        self.here = 0 if self.lane.kind is Kind.SUM else self.lane.ranks.index(rank)
+        self.here = 0 if self.lane.kind is MessageKind.SUM else self.lane.ranks.index(rank)
         match self.lane.kind:
-            case Kind.SUM:
+            case MessageKind.SUM:
                 packed, unpacked = list(every), list(every)
-            case Kind.SCATTER:
+            case MessageKind.SCATTER:
                 packed, unpacked = list(every), [self.here]
-            case Kind.GATHER:
+            case MessageKind.GATHER:
                 packed, unpacked = [self.here], [i for i in every if i != self.here]
         starts = [sum(map(len, message.segments[:i])) for i in every]
         self.packed = [s for i in packed for s in _slots(starts[i], message.segments[i], sources)]
@@ -114,14 +114,14 @@ class MessageRun:
         The gradient of a message of its own, if it is contiguous, is its own buffer.
         """
         pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
-        if self.lane.kind is not Kind.GATHER:
+        if self.lane.kind is not MessageKind.GATHER:
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         buffer = empty.new_empty(sum(self.sizes))
         if pieces:
             torch.cat(pieces, out=segments(buffer, self.sizes)[self.here])
         return buffer
 
-    def _piece(self, slot: Slot, value: Tensor | None, empty: Tensor) -> Tensor:
+    def _piece(self, slot: PackedBox, value: Tensor | None, empty: Tensor) -> Tensor:
         if value is None or not self.gives:
             return empty.new_zeros(slot.numel)
         return narrowed(value, slot.cuts).reshape(-1).to(empty.device)
@@ -133,18 +133,18 @@ class MessageRun:
 
     def _in_levels(self, num_bytes: int, *, on_host: bool) -> bool:
         """Tell whether the message goes in two levels; NCCL finds its own way between nodes."""
-        return on_host and self.form.in_two_levels(num_bytes)
+        return on_host and self.algorithm.in_two_levels(num_bytes)
 
     def start(self, buffer: Tensor) -> Exchange:
         """Start the message, in two levels where its form says so."""
         if self._in_levels(buffer.nbytes, on_host=buffer.device.type == "cpu"):
-            return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.form)
+            return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
         match self.lane.kind:
-            case Kind.SUM:
+            case MessageKind.SUM:
                 return sum_all(buffer, self.lane.ranks)
-            case Kind.SCATTER:
+            case MessageKind.SCATTER:
                 return sum_segments(buffer, self.sizes, self.lane.ranks, self.tag)
-            case Kind.GATHER:
+            case MessageKind.GATHER:
                 return gather_segments(buffer, self.sizes, self.lane.ranks)
 
     def unpack(self, buffer: Tensor, arrivals: Arrivals) -> None:
@@ -155,7 +155,7 @@ class MessageRun:
         parts = unflatten_dense_tensors(buffer, self.templates)
         sources, targets = [], []
         for slot in self.unpacked:
-            if not slot.cuts and self.lane.kind is Kind.SUM:
+            if not slot.cuts and self.lane.kind is MessageKind.SUM:
                 arrivals.tensors[slot.name] = parts[slot.position].to(arrivals.device)
             else:
                 sources.append(parts[slot.position])
@@ -164,9 +164,9 @@ class MessageRun:
             foreach_copy(targets, sources)
 
 
-def _slots(start: int, parts: Iterable[Part], places: Mapping[str, Place]) -> list[Slot]:
+def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, LocalTensor]) -> list[PackedBox]:
     return [
-        Slot(part.name, start + number, part.numel, places[part.name].cuts(part.box))
+        PackedBox(part.name, start + number, part.numel, places[part.name].cuts(part.box))
         for number, part in enumerate(parts)
     ]
 
@@ -174,7 +174,7 @@ def _slots(start: int, parts: Iterable[Part], places: Mapping[str, Place]) -> li
 class Arrivals:
     """The results of a bucket, allocated when their first part arrives."""
 
-    def __init__(self, places: Mapping[str, Place], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, places: Mapping[str, LocalTensor], dtype: torch.dtype, device: torch.device) -> None:
         self.places, self.dtype, self.device = places, dtype, device
         self.tensors: dict[str, Tensor] = {}
 

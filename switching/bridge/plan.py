@@ -21,7 +21,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.comm_ops.plans.slices import Slice, finest_slices
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.errors import AnnotationError, StateError
 
 Shape = tuple[int, ...]
@@ -50,7 +50,7 @@ class BridgeEntry:
             )
 
 
-class Kind(StrEnum):
+class MessageKind(StrEnum):
     """How a message works."""
 
     SUM = "all-reduce"
@@ -62,13 +62,13 @@ class Kind(StrEnum):
 class Lane:
     """Who talks how; parts of equal lanes share a message. `givers` of `ranks` hold summands that count."""
 
-    kind: Kind
+    kind: MessageKind
     ranks: tuple[int, ...]
     givers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterBox:
     """One box (global index space) of one parameter; `owner` gets its sum, or has its value."""
 
     name: str
@@ -86,7 +86,7 @@ class Message:
     """Parts that travel together: one segment, or for scatter and gather one per rank of the lane."""
 
     lane: Lane
-    segments: tuple[tuple[Part, ...], ...]
+    segments: tuple[tuple[ParameterBox, ...], ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BridgeBucket:
     """Parameters that are brought over together; `moved` names those that go by batched send-receive."""
 
     names: tuple[str, ...]
@@ -112,8 +112,8 @@ class BridgePlan:
     """
 
     entries: tuple[BridgeEntry, ...]
-    gathers: tuple[Bucket, ...]
-    reduces: tuple[Bucket, ...]
+    gathers: tuple[BridgeBucket, ...]
+    reduces: tuple[BridgeBucket, ...]
 
 
 def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES) -> BridgePlan:
@@ -137,7 +137,7 @@ Routes = tuple[Route, ...] | None  # None: to be moved
 def _gather_routes(home: Annotation, compute: Annotation, shape: Shape) -> Routes:
     """Say how every slice that is not read by its owners alone comes to its readers."""
     routes: list[Route] = []
-    for part in finest_slices(Change(home, compute, shape)):
+    for part in finest_slices(Transition(home, compute, shape)):
         ((owners,),) = part.owners
         missing = sorted(set(part.receivers) - set(owners))
         if missing:
@@ -145,7 +145,7 @@ def _gather_routes(home: Annotation, compute: Annotation, shape: Shape) -> Route
             if not reading:
                 return None
             ranks = tuple(sorted([reading[0], *missing]))
-            routes.append((Lane(Kind.GATHER, ranks, (reading[0],)), part, reading[0]))
+            routes.append((Lane(MessageKind.GATHER, ranks, (reading[0],)), part, reading[0]))
     return _one_lane_per_group(routes)
 
 
@@ -158,7 +158,7 @@ def _one_lane_per_group(routes: Sequence[Route]) -> tuple[Route, ...]:
 def _reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Routes:
     """Say how every slice whose value is a sum over ranks is summed."""
     routes: list[Route] = []
-    for part in finest_slices(Change(gradient, home, shape)):
+    for part in finest_slices(Transition(gradient, home, shape)):
         left = set(part.receivers)
         for summands in part.owners:
             members = {rank for ranks in summands for rank in ranks}
@@ -179,14 +179,14 @@ def _sum_routes(part: Slice, summands: Sequence[tuple[int, ...]], receivers: Seq
         return []
     if len(receivers) == 1:
         column = _column(summands, receivers[0])
-        return [(Lane(Kind.SCATTER, column, column), part, receivers[0])]
+        return [(Lane(MessageKind.SCATTER, column, column), part, receivers[0])]
     if list(receivers) != members:
         return None
     if len({len(ranks) for ranks in summands}) > 1:
         givers = tuple(sorted(ranks[0] for ranks in summands))
-        return [(Lane(Kind.SUM, tuple(members), givers), part, None)]
+        return [(Lane(MessageKind.SUM, tuple(members), givers), part, None)]
     columns = sorted({_column(summands, rank) for rank in members})
-    return [(Lane(Kind.SUM, column, column), part, None) for column in columns]
+    return [(Lane(MessageKind.SUM, column, column), part, None) for column in columns]
 
 
 def _column(summands: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ def _column(summands: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
 
 def _buckets(
     entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes], bucket_bytes: int
-) -> tuple[Bucket, ...]:
+) -> tuple[BridgeBucket, ...]:
     """Group parameters that use the same lanes, in order of first appearance, and cut groups by size."""
     groups: dict[object, list[BridgeEntry]] = {}
     for entry in entries:
@@ -225,8 +225,8 @@ def _cut_by_size(entries: Sequence[BridgeEntry], bucket_bytes: int) -> Iterator[
         yield bucket
 
 
-def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes]) -> Bucket:
-    parts: dict[Lane, list[Part]] = {}
+def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes]) -> BridgeBucket:
+    parts: dict[Lane, list[ParameterBox]] = {}
     moved = []
     for entry in entries:
         routes = routes_of(entry)
@@ -234,10 +234,10 @@ def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], R
             moved.append(entry.name)
             continue
         for lane, piece, owner in routes:
-            parts.setdefault(lane, []).extend(Part(entry.name, box, owner) for box in boxes_of(piece))
+            parts.setdefault(lane, []).extend(ParameterBox(entry.name, box, owner) for box in boxes_of(piece))
     messages = tuple(_message(lane, parts[lane]) for lane in sorted(parts, key=_lane_key))
     names = tuple(entry.name for entry in entries)
-    return Bucket(names, entries[0].dtype, messages, tuple(moved))
+    return BridgeBucket(names, entries[0].dtype, messages, tuple(moved))
 
 
 def boxes_of(piece: Slice) -> tuple[Box, ...]:
@@ -245,10 +245,10 @@ def boxes_of(piece: Slice) -> tuple[Box, ...]:
     return tuple(Box(bounds) for bounds in itertools.product(*piece.dims))
 
 
-def _message(lane: Lane, parts: Sequence[Part]) -> Message:
-    if lane.kind is Kind.SUM:
+def _message(lane: Lane, parts: Sequence[ParameterBox]) -> Message:
+    if lane.kind is MessageKind.SUM:
         return Message(lane, (tuple(parts),))
-    by_owner: Mapping[int, list[Part]] = {rank: [] for rank in lane.ranks}
+    by_owner: Mapping[int, list[ParameterBox]] = {rank: [] for rank in lane.ranks}
     for part in parts:
         if part.owner is not None:
             by_owner[part.owner].append(part)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.slices import finest_slices
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.async_collectives import Exchange
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
-from hetu_fx.switching.bridge.message import Arrivals, Cuts, MessageRun, Place, narrowed
-from hetu_fx.switching.bridge.plan import Bucket, boxes_of
+from hetu_fx.switching.bridge.message import Arrivals, Cuts, LocalTensor, MessageRun, narrowed
+from hetu_fx.switching.bridge.plan import BridgeBucket, boxes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class BucketRun:
     def __init__(
         self,
         table: GroupTable,
-        bucket: Bucket,
+        bucket: BridgeBucket,
         crossings: Sequence[Crossing],
         tag: int,
         lowering: Lowering,
@@ -51,8 +51,8 @@ class BucketRun:
     ) -> None:
         rank = table.rank
         self.table, self.dtype, self.required = table, bucket.dtype, required
-        self.sources = {c.name: Place(c.source, c.shape, rank) for c in crossings}
-        self.targets = {c.name: Place(c.target, c.shape, rank) for c in crossings}
+        self.sources = {c.name: LocalTensor(c.source, c.shape, rank) for c in crossings}
+        self.targets = {c.name: LocalTensor(c.target, c.shape, rank) for c in crossings}
         self.messages = [
             MessageRun(message, rank, self.sources, self.targets, tag, lowering)
             for message in bucket.messages
@@ -60,7 +60,7 @@ class BucketRun:
         ]
         moved = [c for c in crossings if c.name in bucket.moved]
         self.moved = tuple(c.name for c in moved)
-        self.moves = plan_moves([Move(c.source, c.target, c.shape, c.dtype.itemsize) for c in moved])
+        self.moves = plan_moves([TensorMove(c.source, c.target, c.shape, c.dtype.itemsize) for c in moved])
         told = {slot.name for message in self.messages for slot in message.unpacked}
         still = [c for c in crossings if c.name not in bucket.moved]
         self.kept = {c.name for c in still if c.name not in told and self._stays(c.name)}
@@ -75,7 +75,7 @@ class BucketRun:
         source, target = self.sources[crossing.name], self.targets[crossing.name]
         boxes = [
             box
-            for part in finest_slices(Change(crossing.source, crossing.target, crossing.shape))
+            for part in finest_slices(Transition(crossing.source, crossing.target, crossing.shape))
             if rank in part.receivers and any(len(copy) == 1 and rank in copy[0] for copy in part.owners)
             for box in boxes_of(part)
         ]

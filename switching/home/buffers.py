@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.local import index, local_part
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 
@@ -53,7 +53,7 @@ class Buffers:
         whole = Annotation.on(everyone, Duplicate(len(everyone)))
         buffers = [self._buffer(name) for name in names]
         moves = [
-            Move(stale[name], whole, tuple(buffer.shape), buffer.element_size())
+            TensorMove(stale[name], whole, tuple(buffer.shape), buffer.element_size())
             for name, buffer in zip(names, buffers, strict=True)
         ]
         rank = self.table.rank

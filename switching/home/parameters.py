@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.home.layout import HomeLayout
@@ -40,7 +40,7 @@ def _pieces_of_first(
     first = Annotation.on((0,))
     wholes = [parameter.detach() for parameter in parameters.values()]
     moves = [
-        Move(first, layouts[name].annotation, tuple(whole.shape), whole.element_size())
+        TensorMove(first, layouts[name].annotation, tuple(whole.shape), whole.element_size())
         for name, whole in zip(parameters, wholes, strict=True)
     ]
     held = [whole if table.rank == 0 else None for whole in wholes]

@@ -20,7 +20,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import length
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, Transfer, cut_evenly
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove, cut_evenly
 from hetu_fx.comm_ops.wire.packing import packed_bytes
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate.byte_runs import in_long_runs
@@ -28,7 +28,7 @@ from hetu_fx.switching.migrate.byte_runs import in_long_runs
 ARRIVING, LEAVING, NEW = USES = "arriving", "leaving", "new"
 
 
-class Way(StrEnum):
+class Transport(StrEnum):
     """How slices get to other ranks.
 
     SENT: in messages. SHARED: in messages that all ranks read where they are packed. DIRECT: all ranks read them in
@@ -44,15 +44,15 @@ class Way(StrEnum):
         """Tell for how many buckets' messages a rank has room at once."""
         return _ROOMS[self]
 
-    def packs(self, move: Move, transfer: Transfer) -> bool:
+    def packs(self, move: TensorMove, transfer: SliceTransfer) -> bool:
         """Tell whether a slice is packed in a message, or, if its rank keeps it, copied as it would be there."""
-        return self is not Way.DIRECT or not in_long_runs(move, transfer)
+        return self is not Transport.DIRECT or not in_long_runs(move, transfer)
 
 
-_ROOMS: Mapping[Way, Mapping[str, int]] = {
-    Way.SENT: {ARRIVING: 2, LEAVING: 3},
-    Way.SHARED: {LEAVING: 2},
-    Way.DIRECT: {LEAVING: 2},
+_ROOMS: Mapping[Transport, Mapping[str, int]] = {
+    Transport.SENT: {ARRIVING: 2, LEAVING: 3},
+    Transport.SHARED: {LEAVING: 2},
+    Transport.DIRECT: {LEAVING: 2},
 }
 
 
@@ -93,9 +93,9 @@ class StateTensor:
         return self.kind not in (VALUE, GRADIENT)
 
     @property
-    def move(self) -> Move:
+    def move(self) -> TensorMove:
         """Return what is asked of the planner of messages."""
-        return Move(self.source, self.target, self.shape, self.dtype.itemsize)
+        return TensorMove(self.source, self.target, self.shape, self.dtype.itemsize)
 
     def part_bytes(self, at: Annotation, rank: int) -> int:
         """Count the bytes of a rank's part where the tensor lies as `at` says."""
@@ -114,14 +114,14 @@ class SwitchBucket:
     tensors: tuple[StateTensor, ...]
     moves: BsrPlan
     completes: bool = True
-    way: Way = Way.SENT
+    transport: Transport = Transport.SENT
     packed: BsrPlan = field(init=False, repr=False, compare=False)
     direct: BsrPlan = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        shares: dict[bool, list[Transfer]] = {True: [], False: []}
+        shares: dict[bool, list[SliceTransfer]] = {True: [], False: []}
         for transfer in self.moves.transfers:
-            shares[self.way.packs(self.moves.moves[transfer.move], transfer)].append(transfer)
+            shares[self.transport.packs(self.moves.moves[transfer.move], transfer)].append(transfer)
         object.__setattr__(self, "packed", replace(self.moves, transfers=tuple(shares[True])))
         object.__setattr__(self, "direct", replace(self.moves, transfers=tuple(shares[False])))
 
@@ -141,10 +141,10 @@ class SwitchBucket:
 
     def message_bytes(self) -> int:
         """Count what the busiest rank needs room for: all that it sends or receives."""
-        return max((num_bytes for (what, _), num_bytes in self.load.items() if what in self.way.rooms), default=0)
+        return max((num_bytes for (what, _), num_bytes in self.load.items() if what in self.transport.rooms), default=0)
 
 
-def loads_of(tensors: Sequence[StateTensor], packed: Sequence[Transfer]) -> list[Load]:
+def loads_of(tensors: Sequence[StateTensor], packed: Sequence[SliceTransfer]) -> list[Load]:
     """Count for each tensor what every rank holds beside its state while the tensor is brought over.
 
     Its new part stands beside the old one until all of it has arrived everywhere, unless it is the old one.
@@ -168,7 +168,7 @@ def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
     """
     most: Load = Counter()
     for number, bucket in enumerate(buckets):
-        numbers = {NEW: 1, **bucket.way.rooms}
+        numbers = {NEW: 1, **bucket.transport.rooms}
         for (what, rank), num_bytes in bucket.load.items():
             if what in numbers:
                 room = f"{what} {number % numbers[what]}"
@@ -180,7 +180,10 @@ def peak_bytes(buckets: Sequence[SwitchBucket]) -> Counter[int]:
 
 
 def share_out(
-    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], limit: int, way: Way = Way.SENT
+    tensors: Sequence[StateTensor],
+    transfers: Sequence[SliceTransfer],
+    limit: int,
+    transport: Transport = Transport.SENT,
 ) -> tuple[SwitchBucket, ...]:
     """Put tensors in buckets that take `limit` bytes of a rank beside its state.
 
@@ -188,23 +191,23 @@ def share_out(
     largest new part takes nearly the limit or more, a rank takes that, and a fifth of the limit for messages: those
     are cut so that each part of them brings over a part of the bucket.
     """
-    loads = loads_of(tensors, [t for t in transfers if way.packs(tensors[t.move].move, t)])
+    loads = loads_of(tensors, [t for t in transfers if transport.packs(tensors[t.move].move, t)])
     largest = {
         what: max((n for load in loads for key, n in load.items() if key[0] == what), default=0) for what in USES
     }
-    new = max(_for_new_parts(loads, limit, way), largest[NEW])
-    messages = max(limit - new, limit // _PART) // sum(way.rooms.values())
-    limits = {NEW: new} | {what: max(messages, largest[what]) for what in way.rooms}
+    new = max(_for_new_parts(loads, limit, transport), largest[NEW])
+    messages = max(limit - new, limit // _PART) // sum(transport.rooms.values())
+    limits = {NEW: new} | {what: max(messages, largest[what]) for what in transport.rooms}
     groups = _filled(loads, limits)
-    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages, way))
+    return tuple(bucket for group in groups for bucket in _buckets(tensors, transfers, group, messages, transport))
 
 
-def _for_new_parts(loads: Sequence[Load], limit: int, way: Way) -> int:
+def _for_new_parts(loads: Sequence[Load], limit: int, transport: Transport) -> int:
     """Return how much of the limit new parts may take: as much as they are of all that a rank needs room for."""
     needs: Counter[str] = Counter()
     for (what, _), num_bytes in sum(loads, Counter()).items():
         needs[what] = max(needs[what], num_bytes)
-    messages = sum(number * needs[what] for what, number in way.rooms.items())
+    messages = sum(number * needs[what] for what, number in transport.rooms.items())
     if not messages:
         return limit
     share = limit * needs[NEW] // (needs[NEW] + messages)
@@ -230,28 +233,32 @@ def _filled(loads: Sequence[Load], limits: Mapping[str, int]) -> list[list[int]]
 
 
 def _buckets(
-    tensors: Sequence[StateTensor], transfers: Sequence[Transfer], group: Sequence[int], limit: int, way: Way
+    tensors: Sequence[StateTensor],
+    transfers: Sequence[SliceTransfer],
+    group: Sequence[int],
+    limit: int,
+    transport: Transport,
 ) -> list[SwitchBucket]:
     """Make the buckets of one group: as many as its messages need to stay below the limit, if they can be cut so."""
     place = {number: index for index, number in enumerate(group)}
     members = tuple(tensors[number] for number in group)
     moves = tuple(tensor.move for tensor in members)
     own = [replace(t, move=place[t.move]) for t in transfers if t.move in place]
-    packed = [way.packs(moves[t.move], t) for t in own]
+    packed = [transport.packs(moves[t.move], t) for t in own]
     longest = max((length(dim) for t, cut in zip(own, packed, strict=True) if cut for dim in t.dims), default=1)
     count = 1
     while True:
         parts = _parts(own, packed, count)
-        buckets = [SwitchBucket(members, BsrPlan(moves, part), part is parts[-1], way) for part in parts]
+        buckets = [SwitchBucket(members, BsrPlan(moves, part), part is parts[-1], transport) for part in parts]
         excess = max((bucket.message_bytes() for bucket in buckets), default=0) / max(limit, 1)
         if excess <= 1 or count >= longest:
             return buckets
         count = min(max(math.ceil(count * excess), count + 1), longest)
 
 
-def _parts(transfers: Sequence[Transfer], packed: Sequence[bool], count: int) -> list[tuple[Transfer, ...]]:
+def _parts(transfers: Sequence[SliceTransfer], packed: Sequence[bool], count: int) -> list[tuple[SliceTransfer, ...]]:
     """Cut every packed transfer in `count` chunks, or fewer if it is small, and share all out evenly; in order."""
-    parts: list[list[Transfer]] = [[] for _ in range(count)]
+    parts: list[list[SliceTransfer]] = [[] for _ in range(count)]
     for number, (transfer, is_packed) in enumerate(zip(transfers, packed, strict=True)):
         for index, dims in enumerate(cut_evenly(transfer.dims, count if is_packed else 1)):
             chunk = replace(transfer, dims=dims, numel=math.prod(map(length, dims)))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import Intervals, length
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, Transfer
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.wire.packing import local_dims
 
@@ -71,7 +71,7 @@ def num_runs(shape: Sequence[int], where: Sequence[Intervals]) -> int:
     return count
 
 
-def in_long_runs(move: Move, transfer: Transfer) -> bool:
+def in_long_runs(move: TensorMove, transfer: SliceTransfer) -> bool:
     """Tell whether a slice lies in few runs in its sender's part, so that it is better read there than packed."""
     runs = _num_runs_at(*_sides(move, transfer)[0])
     return (runs - 1) * LEAST_RUN_BYTES <= transfer.numel * move.itemsize
@@ -79,7 +79,7 @@ def in_long_runs(move: Move, transfer: Transfer) -> bool:
 
 def reads_of(plan: BsrPlan, rank: int) -> Iterator[Read]:
     """List what `rank` reads for a plan, by sender, in portions. What stays where it is is not read."""
-    by_sender: dict[int, list[Transfer]] = {}
+    by_sender: dict[int, list[SliceTransfer]] = {}
     for transfer in plan.incoming.get(rank, ()):
         if not plan.moves[transfer.move].stays(rank):
             by_sender.setdefault(transfer.sender, []).append(transfer)
@@ -88,9 +88,9 @@ def reads_of(plan: BsrPlan, rank: int) -> Iterator[Read]:
             yield _read(plan.moves, portion)
 
 
-def _portions(moves: Sequence[Move], transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+def _portions(moves: Sequence[TensorMove], transfers: Sequence[SliceTransfer]) -> Iterator[list[SliceTransfer]]:
     """Cut a list of slices so that lists of their runs are short, if not those of one slice."""
-    portion: list[Transfer] = []
+    portion: list[SliceTransfer] = []
     runs = 0
     for transfer in transfers:
         portion.append(transfer)
@@ -102,7 +102,7 @@ def _portions(moves: Sequence[Move], transfers: Sequence[Transfer]) -> Iterator[
         yield portion
 
 
-def _read(moves: Sequence[Move], transfers: Sequence[Transfer]) -> Read:
+def _read(moves: Sequence[TensorMove], transfers: Sequence[SliceTransfer]) -> Read:
     sides = [_sides(moves[transfer.move], transfer) for transfer in transfers]
     itemsizes = [moves[transfer.move].itemsize for transfer in transfers]
     taken, placed = (
@@ -117,7 +117,7 @@ def _read(moves: Sequence[Move], transfers: Sequence[Transfer]) -> Read:
 _Side: TypeAlias = tuple[Annotation, int, Shape, Dims]
 
 
-def _sides(move: Move, transfer: Transfer) -> tuple[_Side, _Side]:
+def _sides(move: TensorMove, transfer: SliceTransfer) -> tuple[_Side, _Side]:
     """Say where a slice stands before and after."""
     return (
         (move.source, transfer.sender, move.shape, transfer.dims),

@@ -65,7 +65,7 @@ class _Journey:
     times: list[float]
 
 
-class OnTheWay:
+class InFlightState:
     """The state that is on its way; `settle` waits for it. All that reads optimizer state asks here.
 
     Args:
@@ -157,7 +157,7 @@ class OnTheWay:
                 )
 
 
-_under_way: list[OnTheWay] = []
+_under_way: list[InFlightState] = []
 
 
 @cache
@@ -171,8 +171,8 @@ def _hold_optimizers_back() -> None:
 
 
 def _settle_all(*_: object) -> None:
-    for way in tuple(_under_way):
-        way.settle()
+    for in_flight in tuple(_under_way):
+        in_flight.settle()
 
 
 def _taken_away(tensor: HomeTensor, settle: Callable[[], None]) -> HomeTensor:

@@ -27,9 +27,9 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.layout import home_layout
 from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.home.parameters import move_optimizer_state
-from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket, Way
+from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket, Transport
 from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
-from hetu_fx.switching.migrate.in_flight import OnTheWay, StandIns
+from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
 from hetu_fx.switching.migrate.peer_memory import PeerMemory, addresses_of, all_reach
 from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
 from hetu_fx.switching.migrate.shared_memory import ReadingRoom, SharedMemory, all_share, share
@@ -45,7 +45,7 @@ def migrate(
     *,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
-    later: OnTheWay | None = None,
+    later: InFlightState | None = None,
     overlap: bool | None = None,
 ) -> SwitchPlan:
     """Bring home parameters, their gradients and all that `optimizers` keep of them to other ranks; collective.
@@ -73,11 +73,11 @@ def migrate(
         nodes = tuple(0 if table.topology is None else table.topology.node_of(rank) for rank in range(table.size))
         is_able = all(home.device.type == "cpu" or table.staged(home.device) for home in homes.values())
         memory = all_reach(table, [tensor.local for tensor in state.tensors.values()])
-        way = Way.DIRECT if memory else Way.SHARED if all_share(table, is_able) else Way.SENT
-        wants = later is not None and (way is Way.SENT if overlap is None else overlap)
+        transport = Transport.DIRECT if memory else Transport.SHARED if all_share(table, is_able) else Transport.SENT
+        wants = later is not None and (transport is Transport.SENT if overlap is None else overlap)
         is_host = all(home.device.type == "cpu" for home in homes.values())
         splits = not any_of(table, [not (wants and is_host)])[0]
-        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, way, splits))
+        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, transport, splits))
         _Migration(plan.now, state, table, is_able, memory).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
     layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
@@ -88,7 +88,9 @@ def migrate(
     return plan
 
 
-def _leave(plan: SwitchPlan, state: TrainingState, later: OnTheWay, is_able: bool, memory: PeerMemory | None) -> None:
+def _leave(
+    plan: SwitchPlan, state: TrainingState, later: InFlightState, is_able: bool, memory: PeerMemory | None
+) -> None:
     """Have a part of the state brought in the background; collective."""
     tensors = {(t.parameter, t.kind): state.tensors[t.parameter, t.kind] for t in plan.tensors}
 
@@ -115,7 +117,7 @@ def planned(
     nodes: tuple[int, ...],
     extra_share: float,
     least_extra_bytes: int,
-    way: Way,
+    transport: Transport,
     splits: bool,
 ) -> SwitchPlan:
     """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
@@ -125,7 +127,7 @@ def planned(
         node_of=nodes.__getitem__,
         extra_share=extra_share,
         least_extra_bytes=least_extra_bytes,
-        way=way,
+        transport=transport,
         splits=splits,
     )
 
@@ -150,8 +152,8 @@ class _Migration:
         self.plan, self.buckets, self.state, self.table, self.is_able = plan, plan.buckets, state, table, is_able
         self.memory = memory
         self.addresses: dict[tuple[str, str], Extents] = {}  # of a tensor's old parts, by rank
-        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.way.rooms[LEAVING])]
-        self.arriving = [Room() for _ in range(plan.way.rooms.get(ARRIVING, 1))]
+        self.shared, self.leaving = SharedMemory(), [Room() for _ in range(plan.transport.rooms[LEAVING])]
+        self.arriving = [Room() for _ in range(plan.transport.rooms.get(ARRIVING, 1))]
         self.ahead = len(self.leaving) - 1  # so many buckets are packed before they are put together
         self.packed: dict[int, Messages] = {}
         self.begun: list[Tensor | None] | None = None  # of tensors of which more is to come

@@ -17,7 +17,7 @@ from hetu_fx.base.documents import table_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
 from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Way, peak_bytes, share_out
+from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Transport, peak_bytes, share_out
 
 FORMAT = "hetu_fx.switch/1"
 EXTRA_SHARE = 0.1
@@ -40,7 +40,7 @@ class SwitchPlan:
 
     buckets: tuple[SwitchBucket, ...]
     state_bytes: tuple[int, ...]
-    way: Way = Way.SENT
+    transport: Transport = Transport.SENT
     num_now: int | None = None
 
     @cached_property
@@ -126,7 +126,7 @@ def plan_switch(
     node_of: Callable[[int], int] = lambda rank: 0,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
-    way: Way = Way.SENT,
+    transport: Transport = Transport.SENT,
     splits: bool = False,
 ) -> SwitchPlan:
     """Plan a change of home; a pure function, the same on every rank.
@@ -158,12 +158,12 @@ def plan_switch(
 
     def buckets(tensors: Sequence[StateTensor]) -> tuple[SwitchBucket, ...]:
         together = plan_moves([tensor.move for tensor in tensors], node_of=node_of)
-        return share_out(tensors, together.transfers, limit, way)
+        return share_out(tensors, together.transfers, limit, transport)
 
     if not splits:
-        return SwitchPlan(buckets(moving), state, way)
+        return SwitchPlan(buckets(moving), state, transport)
     now, later = (buckets([tensor for tensor in moving if tensor.is_late is late]) for late in (False, True))
-    return SwitchPlan(now + later, state, way, len(now))
+    return SwitchPlan(now + later, state, transport, len(now))
 
 
 def _bucket_json(bucket: SwitchBucket) -> list[dict[str, Any]]:

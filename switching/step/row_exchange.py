@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
@@ -42,7 +42,7 @@ def cut_rows(tensors: Mapping[str, Tensor], interval: Interval) -> dict[str, Ten
 @lru_cache(maxsize=256)
 def _row_moves(rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...]) -> BsrPlan:
     source, target = rows.source(), rows.target(plan)
-    return plan_moves([Move(source, target, shape, itemsize) for shape, itemsize in layouts])
+    return plan_moves([TensorMove(source, target, shape, itemsize) for shape, itemsize in layouts])
 
 
 def value_source(
@@ -79,7 +79,7 @@ def value_target(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annota
 @lru_cache(maxsize=256)
 def _one_move(source: Annotation, target: Annotation, shape: tuple[int, ...], itemsize: int) -> BsrPlan:
     """Return the plan that moves one tensor."""
-    return plan_moves([Move(source, target, shape, itemsize)])
+    return plan_moves([TensorMove(source, target, shape, itemsize)])
 
 
 def move_tensor(

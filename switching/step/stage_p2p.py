@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, plan_on_links
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_on_links
 from hetu_fx.comm_ops.wire.bsr_run import exchange, message_bytes, pack, unpack
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.program.sizes import Bindings, evaluate
@@ -125,15 +125,15 @@ def _shapes(handovers: Sequence[Handover], bindings: Bindings) -> Shapes:
     return tuple(evaluate(handover.value.shape, bindings) for handover in handovers)
 
 
-def _forward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[Move]:
+def _forward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[TensorMove]:
     return [
-        Move(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)
+        TensorMove(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)
         for h, shape in zip(handovers, shapes, strict=True)
     ]
 
 
-def _backward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[Move]:
+def _backward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[TensorMove]:
     return [
-        Move(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)
+        TensorMove(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)
         for h, shape in zip(handovers, shapes, strict=True)
     ]

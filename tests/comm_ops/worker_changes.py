@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetu_fx.annotations.annotation import DeviceGroup, cotangent
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import active
@@ -122,7 +122,7 @@ def check_moves(rank: int, relays: bool) -> None:
     pairs = [[random_annotation(random, range(4), SHAPE, partial=False) for _ in range(2)] for _ in range(8)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool] * 2
     values = [torch.from_numpy(generator.integers(0, 9, SHAPE)).to(dtype).float() for dtype in dtypes]
-    moves = [Move(s, t, SHAPE, d.itemsize) for (s, t), d in zip(pairs, dtypes, strict=True)]
+    moves = [TensorMove(s, t, SHAPE, d.itemsize) for (s, t), d in zip(pairs, dtypes, strict=True)]
     plan = plan_moves(moves, node_of=lambda rank: rank // 2, relays=relays)
     like = [torch.empty(0, dtype=dtype) for dtype in dtypes]
     tensors = [

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.ops.batched_send_receive import plan_change
+from hetu_fx.comm_ops.ops.batched_send_receive import plan_transition
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.split_plan import SliceGroup, slice_groups
-from hetu_fx.comm_ops.plans.transition import Change, parse_change
+from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
-from hetu_fx.comm_ops.resolve.resolution import Call, CommStep, Resolution
+from hetu_fx.comm_ops.resolve.resolution import CommStep, OpCall, Resolution
 from tests.oracles.annotation_definition import Indices, Part, parts
 from tests.oracles.annotation_reference import Array
 
@@ -48,7 +48,7 @@ def _ranks(step: CommStep) -> list[int]:
     return sorted({*step.source.ranks, *step.target.ranks})
 
 
-def _play(calls: Mapping[int, Call], values: Locals) -> None:
+def _play(calls: Mapping[int, OpCall], values: Locals) -> None:
     """Carry out the one op that `calls` are, and replace what its ranks hold by what they get."""
     ((op, _),) = {(call.op, len(call.args)) for call in calls.values()}
     found = _PLAYERS[op](calls, values)
@@ -57,15 +57,15 @@ def _play(calls: Mapping[int, Call], values: Locals) -> None:
     values.update(found)
 
 
-def _sum(calls: Mapping[int, Call], values: Locals) -> Locals:
+def _sum(calls: Mapping[int, OpCall], values: Locals) -> Locals:
     return {rank: _total(values, _args(call)[0]) for rank, call in calls.items()}
 
 
-def _keep(calls: Mapping[int, Call], values: Locals) -> Locals:
+def _keep(calls: Mapping[int, OpCall], values: Locals) -> Locals:
     return {rank: values[rank] for rank in calls}
 
 
-def _join(calls: Mapping[int, Call], values: Locals) -> Locals:
+def _join(calls: Mapping[int, OpCall], values: Locals) -> Locals:
     found: Locals = {}
     for rank, call in calls.items():
         ranks, dim, sizes, outer, inner, *_ = _args(call)
@@ -78,15 +78,15 @@ def _join(calls: Mapping[int, Call], values: Locals) -> Locals:
     return found
 
 
-def _slice(calls: Mapping[int, Call], values: Locals) -> Locals:
+def _slice(calls: Mapping[int, OpCall], values: Locals) -> Locals:
     return {rank: _own(rank, call, values[rank]) for rank, call in calls.items()}
 
 
-def _sum_and_slice(calls: Mapping[int, Call], values: Locals) -> Locals:
+def _sum_and_slice(calls: Mapping[int, OpCall], values: Locals) -> Locals:
     return {rank: _own(rank, call, _total(values, _args(call)[0])) for rank, call in calls.items()}
 
 
-def _own(rank: int, call: Call, x: Array) -> Array:
+def _own(rank: int, call: OpCall, x: Array) -> Array:
     ranks, dim, sizes, outer, inner, *_ = _args(call)
     own: Array = x[_along(dim, _places(sizes, outer, inner)[list(ranks).index(rank)])]
     return own
@@ -113,7 +113,7 @@ _Exchange = tuple[Sequence[int], Sequence[int], Sequence[Dims]]
 
 
 def _across_groups(exchanges: Callable[[SliceGroup], Iterator[_Exchange]]) -> Callable[..., Locals]:
-    def play(calls: Mapping[int, Call], values: Locals) -> Locals:
+    def play(calls: Mapping[int, OpCall], values: Locals) -> Locals:
         change = _change(calls)
         before, after = _parts(change.source, change), _parts(change.target, change)
         found = {rank: _unwritten(after[rank]) for rank in calls}
@@ -142,10 +142,10 @@ def _each_gets_its_sum(group: SliceGroup) -> Iterator[_Exchange]:
         yield group.ranks, (rank,), part
 
 
-def _move(calls: Mapping[int, Call], values: Locals) -> Locals:
+def _move(calls: Mapping[int, OpCall], values: Locals) -> Locals:
     change = _change(calls)
     held = {rank: values[rank] for rank in change.source.ranks}
-    for plan in plan_change(change, 8).rounds:
+    for plan in plan_transition(change, 8).rounds:
         held = _transfer(plan, held)
     return held
 
@@ -153,7 +153,7 @@ def _move(calls: Mapping[int, Call], values: Locals) -> Locals:
 def _transfer(plan: BsrPlan, values: Locals) -> Locals:
     """Play one round: every transfer reads what was there before the round."""
     (move,) = plan.moves
-    change = Change(move.source, move.target, move.shape)
+    change = Transition(move.source, move.target, move.shape)
     before, after = _parts(move.source, change), _parts(move.target, change)
     if move.source == move.target:
         found = {rank: value.copy() for rank, value in values.items()}
@@ -193,21 +193,21 @@ def _where(part: Part, dims: Dims) -> tuple[Any, ...]:
     return np.ix_(*found) if found else ()
 
 
-def _args(call: Call) -> Any:
+def _args(call: OpCall) -> Any:
     return call.args
 
 
-def _change(calls: Mapping[int, Call]) -> Change:
+def _change(calls: Mapping[int, OpCall]) -> Transition:
     (text,) = {_args(call)[0] for call in calls.values()}
-    return parse_change(str(text))
+    return parse_transition(str(text))
 
 
-def _parts(annotation: Annotation, change: Change) -> dict[int, Part]:
+def _parts(annotation: Annotation, change: Transition) -> dict[int, Part]:
     sizes = [size for size in change.shape if size is not None]
     return parts(annotation, sizes)
 
 
-_PLAYERS: Mapping[str, Callable[[Mapping[int, Call], Locals], Locals]] = {
+_PLAYERS: Mapping[str, Callable[[Mapping[int, OpCall], Locals], Locals]] = {
     "identity": _keep,
     "all_reduce": _sum,
     "all_gather": _join,

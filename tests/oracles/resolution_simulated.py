@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.ops.batched_send_receive import plan_change
+from hetu_fx.comm_ops.ops.batched_send_receive import plan_transition
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.plans.split_plan import slice_groups
 from hetu_fx.comm_ops.plans.subdims import join_parts, take_part
-from hetu_fx.comm_ops.plans.transition import Change
-from hetu_fx.comm_ops.resolve.resolution import AxisStep, Call, MoveStep, Resolution, TopStep
+from hetu_fx.comm_ops.plans.transition import Transition
+from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, OpCall, Resolution, TopStep
 from hetu_fx.comm_ops.wire.bsr_run import pack, unpack
 from hetu_fx.comm_ops.wire.split_run import put, result_like, take
 
@@ -62,7 +62,7 @@ def _along_axis(step: AxisStep, values: Locals) -> Locals:
     }
 
 
-def _play(call: Call, position: int, inputs: Sequence[Tensor]) -> Tensor:
+def _play(call: OpCall, position: int, inputs: Sequence[Tensor]) -> Tensor:
     match call.op, call.args:
         case "identity", _:
             return inputs[position]
@@ -78,7 +78,7 @@ def _play(call: Call, position: int, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _across_groups(step: TopStep, values: Locals) -> Locals:
-    change = Change(step.source, step.target, step.shape)
+    change = Transition(step.source, step.target, step.shape)
     results = {rank: result_like(values[rank], change, rank) for rank in step.source.ranks}
     for group in slice_groups(change):
         for index, rank in enumerate(group.ranks):
@@ -92,7 +92,7 @@ def _across_groups(step: TopStep, values: Locals) -> Locals:
 
 def _moved(step: MoveStep, values: Locals) -> Locals:
     like = next(iter(values.values()))
-    plan = plan_change(Change(step.source, step.target, step.shape), like.element_size())
+    plan = plan_transition(Transition(step.source, step.target, step.shape), like.element_size())
     ranks = {*step.source.ranks, *step.target.ranks}
     held = {rank: [values[rank] if step.source.holds(rank) else None] for rank in ranks}
     return {rank: result for rank, (result,) in simulate_moves(plan, held, [like]).items() if result is not None}

@@ -8,7 +8,7 @@ import pytest
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
-from hetu_fx.comm_ops.resolve.resolution import Call
+from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
 from tests.oracles.annotation_reference import shard
 from tests.oracles.resolution_reference import run, run_adjoint
@@ -51,11 +51,11 @@ def test_a_rank_that_another_forgets_is_not_written():
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (Call("identity", ([0, 1],)), ("all_reduce", [0, 1], "duplicate")),
-        (Call("all_reduce", ([0, 1], "partial")), ("all_reduce", [0, 1], "partial")),
-        (Call("local_slice", ([0, 1], 0, [6, 6], 1, 1)), ("all_gather", [0, 1], 0, [6, 6], 1, 1, "duplicate")),
-        (Call("all_gather", ([0, 1], 0, [6, 6], 1, 1, "partial")), ("reduce_scatter", [0, 1], 0, [6, 6], 1, 1)),
-        (Call("batched_send_receive", ("[0] -> [1] of 4", "[1] -> [0] of 4")),
+        (OpCall("identity", ([0, 1],)), ("all_reduce", [0, 1], "duplicate")),
+        (OpCall("all_reduce", ([0, 1], "partial")), ("all_reduce", [0, 1], "partial")),
+        (OpCall("local_slice", ([0, 1], 0, [6, 6], 1, 1)), ("all_gather", [0, 1], 0, [6, 6], 1, 1, "duplicate")),
+        (OpCall("all_gather", ([0, 1], 0, [6, 6], 1, 1, "partial")), ("reduce_scatter", [0, 1], 0, [6, 6], 1, 1)),
+        (OpCall("batched_send_receive", ("[0] -> [1] of 4", "[1] -> [0] of 4")),
          ("batched_send_receive", "[1] -> [0] of 4", "")),
     ],
 )  # fmt: skip
@@ -65,7 +65,7 @@ def test_the_adjoint_of_a_call_is_read_from_its_record(call, expected):
 
 
 def test_the_adjoint_of_a_sum_of_copies_is_nothing():
-    assert adjoint_calls(Call("all_reduce", ([0, 1], "duplicate"))) == ()
+    assert adjoint_calls(OpCall("all_reduce", ([0, 1], "duplicate"))) == ()
 
 
 def test_every_op_is_played():

@@ -13,7 +13,7 @@ from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.plans.subdims import join_parts, take_part
 from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
-from hetu_fx.comm_ops.resolve.resolution import Call
+from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.show import op_name
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -102,7 +102,7 @@ def run_in_lockstep(
     return waiting
 
 
-def _meetings(waiting: Mapping[int, tuple[Call, Tensor]]) -> list[tuple[int, ...]]:
+def _meetings(waiting: Mapping[int, tuple[OpCall, Tensor]]) -> list[tuple[int, ...]]:
     """Return who meet with each other: those that a call names, or all."""
     named = {rank: call.args[3 if call.op == "ring_attention" else 0] for rank, (call, _) in waiting.items()}
     groups = dict.fromkeys(tuple(ranks) if isinstance(ranks, list) else tuple(waiting) for ranks in named.values())
@@ -110,7 +110,7 @@ def _meetings(waiting: Mapping[int, tuple[Call, Tensor]]) -> list[tuple[int, ...
     return list(groups)
 
 
-def _met(group: tuple[int, ...], waiting: Mapping[int, tuple[Call, Tensor]]) -> Iterator[tuple[int, Tensor]]:
+def _met(group: tuple[int, ...], waiting: Mapping[int, tuple[OpCall, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     calls, values = zip(*(waiting[rank] for rank in group), strict=True)
     found = attended(calls, values) if calls[0].op == "ring_attention" else Meeting.apply(calls, *values)
     return zip(group, found, strict=True)
@@ -120,7 +120,7 @@ class Meeting(torch.autograd.Function):
     """One communication of all ranks at once."""
 
     @staticmethod
-    def forward(ctx: Any, calls: Sequence[Call], *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, calls: Sequence[OpCall], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.calls = calls
         return play(calls, values)
 
@@ -131,7 +131,7 @@ class Meeting(torch.autograd.Function):
         return (None, *gradients)
 
 
-def attended(calls: Sequence[Call], queries: Sequence[Tensor]) -> tuple[tuple[Tensor], ...]:
+def attended(calls: Sequence[OpCall], queries: Sequence[Tensor]) -> tuple[tuple[Tensor], ...]:
     """Do what ring attention does, on keys and values put together: what the ring itself does is tested by itself."""
     assert len({str(call.args[3:]) for call in calls}) == 1, f"ranks meet in different calls: {calls}"
     keys, values = (torch.cat([call.args[i] for call in calls], -2) for i in (0, 1))
@@ -148,7 +148,7 @@ def attended(calls: Sequence[Call], queries: Sequence[Tensor]) -> tuple[tuple[Te
     return tuple(found)
 
 
-def play(calls: Sequence[Call], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def play(calls: Sequence[OpCall], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Do what the collective of all ranks does; they must all have come for the same."""
     assert len({(call.op, str(call.args)) for call in calls}) == 1, f"ranks meet in different calls: {calls}"
     name, args = calls[0].op, calls[0].args
@@ -174,7 +174,7 @@ def _interpret(device: DeviceGraph, feed: Callable[[int, Slot], Any]) -> Iterato
         elif node.op == "output":
             yield {(r.kind.value, r.name): value for r, value in zip(device.results, args[0], strict=True)}
         elif node in comms:
-            env[node] = yield Call(node.target._opname, tuple(args[1:])), args[0]
+            env[node] = yield OpCall(node.target._opname, tuple(args[1:])), args[0]
         else:
             env[node] = node.target(*args, **kwargs)
 

@@ -105,7 +105,7 @@ class ChooseForms:
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
         for node in communications(device):
             call = comm_call(node)
-            form: Any = self.lowering.formed(call).args[len(call.args) :]
+            form: Any = self.lowering.with_algorithm(call).args[len(call.args) :]
             node.args = (*node.args, *form)
         return device
 

@@ -16,7 +16,7 @@ from hetu_fx.base.torch_private import short_name
 from hetu_fx.comm_ops.ops.table import OPS
 from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
 from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
-from hetu_fx.comm_ops.resolve.resolution import Call
+from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.calls import overload
@@ -61,13 +61,13 @@ def communications(device: DeviceGraph) -> Iterator[fx.Node]:
     return (node for node in device.graph.nodes if node.op == "call_function" and node.target in targets)
 
 
-def comm_call(node: fx.Node) -> Call:
+def comm_call(node: fx.Node) -> OpCall:
     """Return the call that a communication node makes; sizes that only the run tells are the example batch's.
 
     A call is told without its tensors.
     """
     name = short_name(overload(node))
-    return Call(name, tuple(fx.node.map_arg(node.args[OPS[name].tensors :], meta.value)))
+    return OpCall(name, tuple(fx.node.map_arg(node.args[OPS[name].tensors :], meta.value)))
 
 
 def sends(node: fx.Node) -> bool:
@@ -75,7 +75,7 @@ def sends(node: fx.Node) -> bool:
     return node.target in _SENDING
 
 
-def _sending(calls: Sequence[Call]) -> tuple[str, ...]:
+def _sending(calls: Sequence[OpCall]) -> tuple[str, ...]:
     return tuple(call.op for call in calls if OPS[call.op].overload in _SENDING)
 
 

@@ -19,7 +19,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.comm_ops.plans.slices import finest_slices
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.planner.price.step import TURN_MOVES, end_seconds, optimizer_seconds
 from hetu_fx.planner.values.device_memory import MOMENTS
 
@@ -123,7 +123,7 @@ def _numbers(shape: tuple[int, ...], home: Annotation, read: Annotation | None) 
     owned = {rank: math.prod(home.region(rank, shape).local_shape) for rank in home.ranks}
     gathered: Counter[tuple[int, int]] = Counter()
     synced: Counter[tuple[int, int]] = Counter()
-    for part in finest_slices(Change(home, read, shape)) if read is not None else ():
+    for part in finest_slices(Transition(home, read, shape)) if read is not None else ():
         ((owners,),) = part.owners
         first = next((owner for owner in owners if owner in part.receivers), owners[0])
         for reader in set(part.receivers) - {first}:

@@ -62,7 +62,7 @@ def test_a_turn_there_and_back_costs_the_keys_and_values_again_and_one_more_hop(
 def test_it_knows_one_form():
     cluster = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), inter=Link(1e7))
     args = ([0, 1, 2, 3], [1] * 4, [1] * 4, False, None)
-    assert str(Lowering(cluster, "two_level").form("ring_attention", *args)) == ""
+    assert str(Lowering(cluster, "two_level").algorithm("ring_attention", *args)) == ""
 
 
 @pytest.mark.parametrize("mask", [None, torch.rand(2, 1, 5, 5) < 0.7])

@@ -118,9 +118,9 @@ def test_cost_is_nothing_alone_and_grows_with_bytes(record):
 
 @pytest.mark.parametrize("record", COMM_OPS.values(), ids=lambda record: record.name)
 def test_forms_are_flat_on_one_node_and_for_one_rank(record):
-    assert str(record.form(ALONE[record.name], Flat(), "two_level")) == ""
+    assert str(record.algorithm(ALONE[record.name], Flat(), "two_level")) == ""
     args, _ = SHAPES[record.name]
-    assert str(record.form(args, Flat(), "two_level")) == ""
+    assert str(record.algorithm(args, Flat(), "two_level")) == ""
 
 
 def test_ops_say_when_the_rank_or_the_size_is_wrong():

@@ -4,13 +4,13 @@ import pytest
 
 from hetu_fx.annotations.sharding import Sharding
 from hetu_fx.annotations.states import Duplicate, Partial, Split
-from hetu_fx.comm_ops.plans.axes import Piece, refine, restore
+from hetu_fx.comm_ops.plans.axes import SplitLevel, refine, restore
 
 
 def test_a_split_is_cut_in_coarse_and_fine_pieces():
     found = refine([Sharding((Split.even(0, 4),)), Sharding((Duplicate(2), Partial(2)))])
     assert found == [
-        (Piece(Split.even(0, 2)), Piece(Split.even(0, 2), (1, 1))),
+        (SplitLevel(Split.even(0, 2)), SplitLevel(Split.even(0, 2), (1, 1))),
         (Duplicate(2), Partial(2)),
     ]
 
@@ -18,7 +18,7 @@ def test_a_split_is_cut_in_coarse_and_fine_pieces():
 def test_uneven_units_are_cut_where_they_factor():
     halves = Sharding((Duplicate(2), Partial(2)))
     found = refine([Sharding((Split(0, (4, 2, 2, 1)),)), halves])
-    assert found[0] == (Piece(Split(0, (2, 1))), Piece(Split(0, (2, 1)), (2, 1)))
+    assert found[0] == (SplitLevel(Split(0, (2, 1))), SplitLevel(Split(0, (2, 1)), (2, 1)))
     assert refine([Sharding((Split(0, (4, 2, 1, 1)),)), halves]) is None
     assert refine([Sharding((Split(0, (2, 1, 0, 0)),)), halves])[0][0].split.units == (1, 0)
 

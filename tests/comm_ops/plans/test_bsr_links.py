@@ -2,9 +2,9 @@
 
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_on_links, seconds_of
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_on_links, seconds_of
 
-MOVE = Move(parse_annotation("[0,1] D(2)"), parse_annotation("[2,3] D(2)"), (1000,), 4)
+MOVE = TensorMove(parse_annotation("[0,1] D(2)"), parse_annotation("[2,3] D(2)"), (1000,), 4)
 
 
 def two_nodes(inter, intra=None):

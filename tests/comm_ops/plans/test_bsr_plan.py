@@ -3,12 +3,12 @@
 import pytest
 
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.errors import ResolveError
 
 
 def plan(source, target, shape=(8, 8), **options):
-    return plan_moves([Move(parse_annotation(source), parse_annotation(target), shape, 4)], **options)
+    return plan_moves([TensorMove(parse_annotation(source), parse_annotation(target), shape, 4)], **options)
 
 
 def hops(plan, dim=1):
@@ -31,7 +31,7 @@ def test_copies_share_the_load_of_sending_to_another_node():
 def test_survivors_send_only_what_is_missing():
     # D(2) S(1, 2) on 0-3 without rank 3 holds column halves on 0, 1 and a copy of the first half on 2.
     whole = parse_annotation("[0,1] S(1, 2)")
-    found = plan_moves([Move(whole, parse_annotation("D(2) over {[0,1] S(1, 2); [2]}"), (8, 8), 4)])
+    found = plan_moves([TensorMove(whole, parse_annotation("D(2) over {[0,1] S(1, 2); [2]}"), (8, 8), 4)])
     assert found.messages == [(0, 2, 128), (1, 2, 128)]
 
 
@@ -67,7 +67,7 @@ def test_many_receivers_of_a_sum_share_the_summing():
 
 def test_many_moves_between_two_ranks_make_one_message():
     a, b = parse_annotation("[0]"), parse_annotation("[1]")
-    found = plan_moves([Move(a, b, (size,), 2) for size in range(1, 100)])
+    found = plan_moves([TensorMove(a, b, (size,), 2) for size in range(1, 100)])
     assert found.messages == [(0, 1, 2 * sum(range(1, 100)))]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_each, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_each, plan_moves
 from hetu_fx.comm_ops.plans.bsr_report import BsrReport, bsr_report
 from tests.oracles.annotation_samples import random_annotation
 
@@ -19,7 +19,7 @@ def node_of(rank):
 
 
 def report(source, target, shape=(8, 8), **options):
-    move = Move(parse_annotation(source), parse_annotation(target), shape, 4)
+    move = TensorMove(parse_annotation(source), parse_annotation(target), shape, 4)
     return bsr_report([plan_moves([move], node_of=node_of, **options)], node_of)
 
 
@@ -42,7 +42,7 @@ def test_sums_move_no_more_than_a_ring_would(target):
 
 
 def test_messages_of_many_tensors_are_fused_to_one_per_pair():
-    moves = [Move(parse_annotation("[0]"), parse_annotation("[1]"), (size,), 4) for size in range(1, 11)]
+    moves = [TensorMove(parse_annotation("[0]"), parse_annotation("[1]"), (size,), 4) for size in range(1, 11)]
     fused, each = bsr_report([plan_moves(moves)]), bsr_report(plan_each(moves))
     assert (fused.num_messages, each.num_messages) == (1, 10)
     assert fused.total_bytes == each.total_bytes == fused.least_bytes
@@ -51,7 +51,7 @@ def test_messages_of_many_tensors_are_fused_to_one_per_pair():
 def random_moves(seed, partial):
     random = Random(seed)
     pairs = [[random_annotation(random, range(8), SHAPE, partial=partial) for _ in range(2)] for _ in range(3)]
-    return [Move(source, target, SHAPE, 4) for source, target in pairs]
+    return [TensorMove(source, target, SHAPE, 4) for source, target in pairs]
 
 
 @settings(max_examples=200)

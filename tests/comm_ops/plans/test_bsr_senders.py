@@ -3,7 +3,7 @@
 import pytest
 
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_each, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_each, plan_moves
 from hetu_fx.comm_ops.plans.bsr_senders import SENDERS, Senders
 from hetu_fx.errors import ResolveError
 
@@ -11,7 +11,7 @@ COPIES, SHARDS = parse_annotation("[0-3] D(4)"), parse_annotation("[4-7] S(0, 4)
 
 
 def senders(choice, **options):
-    plan = plan_moves([Move(COPIES, SHARDS, (8,), 4)], senders=choice, **options)
+    plan = plan_moves([TensorMove(COPIES, SHARDS, (8,), 4)], senders=choice, **options)
     return [(t.sender, t.receiver) for t in plan.transfers]
 
 
@@ -36,7 +36,7 @@ def test_round_robin_takes_turns_without_regard_to_nodes():
 @pytest.mark.parametrize("choice", SENDERS)
 def test_nobody_sends_to_an_owner(choice):
     whole = parse_annotation("[0-7] D(8)")
-    plan = plan_moves([Move(whole, parse_annotation("[0-7] S(0, 8)"), (8,), 4)], senders=choice)
+    plan = plan_moves([TensorMove(whole, parse_annotation("[0-7] S(0, 8)"), (8,), 4)], senders=choice)
     assert plan.messages == []
 
 
@@ -46,7 +46,7 @@ def test_an_unknown_choice_is_refused():
 
 
 def test_loads_are_shared_by_the_moves_of_a_plan_and_not_by_plans_of_their_own():
-    moves = [Move(parse_annotation("[0,1] D(2)"), parse_annotation("[2]"), (8,), 4)] * 2
+    moves = [TensorMove(parse_annotation("[0,1] D(2)"), parse_annotation("[2]"), (8,), 4)] * 2
     assert [message[0] for message in plan_moves(moves).messages] == [0, 1]
     assert [plan.messages[0][0] for plan in plan_each(moves)] == [0, 0]
 
@@ -68,7 +68,7 @@ def lookups(receivers):
     asked = []
     source = parse_annotation(f"[0-{receivers - 1}] D({receivers})")
     target = parse_annotation(f"[{receivers}-{2 * receivers - 1}] D({receivers})")
-    plan_moves([Move(source, target, (8,), 4)], node_of=lambda rank: asked.append(rank) or rank // 8)
+    plan_moves([TensorMove(source, target, (8,), 4)], node_of=lambda rank: asked.append(rank) or rank // 8)
     return len(asked)
 
 

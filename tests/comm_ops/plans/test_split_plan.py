@@ -2,7 +2,7 @@
 
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.plans.split_plan import fits, groups_of, slice_groups
-from hetu_fx.comm_ops.plans.transition import Change
+from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import TopStep
 
 
@@ -10,7 +10,7 @@ def groups(members, size=12):
     """(ranks, rows) of every group that sums a tensor of `size` rows over a union."""
     ways = members.count(";") + 1
     source, target = (parse_annotation(f"{top}({ways}) over {{{members}}}") for top in "PD")
-    change = Change(source, target, (size,))
+    change = Transition(source, target, (size,))
     return [(group.ranks, [dims[0] for dims in group.parts[0]]) for group in slice_groups(change)]
 
 
@@ -41,18 +41,18 @@ def test_three_shards_meet_two_at_the_union_of_their_cuts():
 def test_scattered_slices_land_where_the_group_holds_them():
     source = parse_annotation("P(2) over {[0,1] S(1, 2); [2]}")
     target = parse_annotation("S(0, 2:1) over {[0,1] S(1, 2); [2]}")
-    (first, second) = slice_groups(Change(source, target, (6, 4)))
+    (first, second) = slice_groups(Transition(source, target, (6, 4)))
     assert first.ranks == (0, 2)
     assert first.parts == ((((((0, 4),), ((0, 2),))),), ((((4, 6),), ((0, 2),)),))
     assert second.ranks == (1, 2)
-    assert groups_of(Change(source, target, (6, 4)), 2) == (first, second)
+    assert groups_of(Transition(source, target, (6, 4)), 2) == (first, second)
 
 
 def test_a_dim_that_both_tiers_cut_does_not_fit():
     source = parse_annotation("S(0, 2) over {[0,1] S(0, 2); [2]}")
     target = parse_annotation("D(2) over {[0,1] S(0, 2); [2]}")
-    assert not fits(Change(source, target, (8,)))
-    assert not fits(Change(parse_annotation("P(2) over {[0,1] P(2); [2]}"), source, (8,)))
+    assert not fits(Transition(source, target, (8,)))
+    assert not fits(Transition(parse_annotation("P(2) over {[0,1] P(2); [2]}"), source, (8,)))
 
 
 def test_entries_cross_groups_once_per_copy_of_the_group_with_most():

@@ -5,7 +5,7 @@ import pytest
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans import cost
-from hetu_fx.comm_ops.plans.algorithm import parse_form
+from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import crossover
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.resolve.resolve import resolve
@@ -53,7 +53,7 @@ def test_links_that_are_alike_stay_flat():
 
 def test_the_bound_is_where_the_prices_cross():
     """Two messages over one link in one round, against half of the bytes there and another round inside."""
-    least = parse_form(form("[0,1] D(2)", "[2,3] D(2)", cluster(intra=Link(1e9, 1e-2)))).two_level_from
+    least = parse_algorithm(form("[0,1] D(2)", "[2,3] D(2)", cluster(intra=Link(1e9, 1e-2)))).two_level_from
     assert least == 1 << 17
     assert 1e-2 + least / 2 / 1e9 < least / 1e7
     assert 1e-2 + least / 4 / 1e9 > least / 2 / 1e7
@@ -71,9 +71,9 @@ def test_uneven_parts_are_padded_where_that_is_wanted_or_faster(monkeypatch):
     topology = cluster("aaaa", intra=Link(1e9, 1e-3))
     assert form(uneven, whole, topology) == ""
     assert form("[0-3] S(0, 4)", whole, topology, "padded") == ""
-    assert parse_form(form(uneven, whole, topology, "padded")).pads(10**9)
+    assert parse_algorithm(form(uneven, whole, topology, "padded")).pads(10**9)
     monkeypatch.setattr(cost, "PADDED_SLOWDOWN", 0.9)
-    found = parse_form(form(uneven, whole, topology)).padded_below
+    found = parse_algorithm(form(uneven, whole, topology)).padded_below
     padded, grouped = 0.9 * (1e-3 + found * 1.5 / 4 / 1e9), 1e-3 + found / 4 / 1e9
     assert grouped < padded < 2 * grouped
 

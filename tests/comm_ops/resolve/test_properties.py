@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Sharding, Split, cotangent
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.plans.bsr_plan import Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.bsr_report import least_bytes
-from hetu_fx.comm_ops.plans.transition import Change, parse_change
+from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
 from tests.oracles.annotation_reference import shard, unshard
@@ -133,7 +133,7 @@ def test_nothing_moves_more_bytes_than_one_batched_send_receive(seed):
     if any(not isinstance(step, AxisStep) for step in resolution.steps):
         assert resolution.bytes(1) <= direct
     if not source.has_partial and not target.has_partial:
-        assert resolution.bytes(1) == least_bytes(Move(source, target, SHAPE, 1))
+        assert resolution.bytes(1) == least_bytes(TensorMove(source, target, SHAPE, 1))
 
 
 @settings(max_examples=250)
@@ -161,7 +161,7 @@ def test_measured_links_never_make_it_slower(seed):
 def test_several_moves_share_their_messages(seed):
     random = Random(seed)
     pairs = [[random_annotation(random, range(6), SHAPE) for _ in range(2)] for _ in range(3)]
-    moves = [Move(source, target, SHAPE, 8) for source, target in pairs]
+    moves = [TensorMove(source, target, SHAPE, 8) for source, target in pairs]
     plan = plan_moves(moves, node_of=lambda rank: rank // 2, relays=random.random() < 0.5)
     before = [tensors(noisy(value(), source)) for source, _ in pairs]
     held = {rank: [part.get(rank) for part in before] for rank in range(6)}
@@ -177,7 +177,7 @@ def test_what_stays_is_the_tensor_itself_and_a_summand_never_is():
     copies, one, sum_ = (parse_annotation(text) for text in ("[0,1] D(2)", "[0]", "[0,1] P(2)"))
     x = torch.from_numpy(value())
     for source, same in ((copies, True), (sum_, False)):
-        plan = plan_moves([Move(source, one, SHAPE, 8)])
+        plan = plan_moves([TensorMove(source, one, SHAPE, 8)])
         (found,) = simulate_moves(plan, {0: [x], 1: [x]}, [x])[0]
         assert (found is x) is same
         assert torch.equal(found, x if same else x + x)
@@ -189,13 +189,13 @@ def test_annotations_and_changes_round_trip_as_text(seed):
     random = Random(seed)
     source, target = (random_annotation(random, range(20), SHAPE) for _ in range(2))
     assert parse_annotation(str(source)) == source
-    change = Change(source, target, (None, *SHAPE))
-    assert parse_change(str(change)) == change
+    change = Transition(source, target, (None, *SHAPE))
+    assert parse_transition(str(change)) == change
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_plans_are_the_same_wherever_they_are_made(seed):
     random = Random(seed)
     source, target = (random_annotation(random, range(6), SHAPE) for _ in range(2))
-    first, second = (plan_moves([Move(source, target, SHAPE, 4)]) for _ in range(2))
+    first, second = (plan_moves([TensorMove(source, target, SHAPE, 4)]) for _ in range(2))
     assert first == second

@@ -3,12 +3,12 @@
 import pytest
 
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.resolve.edge import Edge
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge
 from hetu_fx.comm_ops.resolve.tiers import across_groups, along_axes, same_top
 
 
 def edge(source, target, shape=(24, 12)):
-    return Edge.plain(parse_annotation(source), parse_annotation(target), shape)
+    return ReshardEdge.plain(parse_annotation(source), parse_annotation(target), shape)
 
 
 @pytest.mark.parametrize(

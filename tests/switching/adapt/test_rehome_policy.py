@@ -17,7 +17,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.rehome_policy import LEAST_GAIN, STAY_STEPS, HomesFollow, Outlook, outlook
 from hetu_fx.switching.bridge.plan import BridgeEntry
-from hetu_fx.switching.migrate.in_flight import HomeEvent, OnTheWay
+from hetu_fx.switching.migrate.in_flight import HomeEvent, InFlightState
 from hetu_fx.switching.step.policy import Health
 
 CLUSTER = Cluster.on_paper((1e9, 1e9), intra=Link(1e9))
@@ -72,7 +72,7 @@ class Ran:
         self.variants = Variants(dp=SimpleNamespace(compute=compute, plan=plan, predicted_seconds=0.0))
         self.homes = {"w": torch.empty(ENTRY.shape)}
         self.awaits_backward, self.updates = False, (0.5, 1.5)
-        self.model, self.on_the_way = torch.nn.Linear(1, 1), OnTheWay(self.table)
+        self.model, self.on_the_way = torch.nn.Linear(1, 1), InFlightState(self.table)
         self.moved: list[tuple[int, Annotation]] = []
         self.adaptation = SimpleNamespace(changes=[], cluster=CLUSTER)
         self.rehoming = SimpleNamespace(homes_follow=True, is_told=True, optimizers=[], weights=[3.0, 1.0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Split
-from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, Move, plan_moves
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.packing import read
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate import byte_runs, peer_memory
@@ -88,7 +88,7 @@ def addresses(extents: Extents) -> list[int]:
 def test_a_plan_read_in_this_process_gives_every_rank_its_part(seed: int) -> None:
     random = Random(seed)
     shapes = [random.choice(SHAPES) for _ in range(3)]
-    moves = [Move(home(random, shape), home(random, shape), shape, 8) for shape in shapes]
+    moves = [TensorMove(home(random, shape), home(random, shape), shape, 8) for shape in shapes]
     wholes = [torch.arange(math.prod(shape)).view(shape) + 1 for shape in shapes]
     plan = plan_moves(moves)
     old = [parts(move.source, whole) for move, whole in zip(moves, wholes, strict=True)]
@@ -124,13 +124,13 @@ def test_rows_are_read_where_they_are_and_narrow_columns_are_packed() -> None:
     shape = (64, 8)
     rows, columns = (Annotation.on((0, 1), Split(dim, (1, 1))) for dim in (0, 1))
     for before, after, is_long in ((rows, columns, False), (columns, rows, True)):
-        move = Move(before, after, shape, 4)
+        move = TensorMove(before, after, shape, 4)
         sent = [t for t in plan_moves([move]).transfers if t.sender != t.receiver]
         assert [in_long_runs(move, transfer) for transfer in sent] == [is_long] * 2
 
 
 def test_a_process_that_is_not_there_is_told_of() -> None:
-    move = Move(Annotation.on((1,)), Annotation.on((0,)), (4,), 4)
+    move = TensorMove(Annotation.on((1,)), Annotation.on((0,)), (4,), 4)
     reads = [*reads_of(plan_moves([move]), 0)]
     nobody = 2**22 + 1  # above the largest id that Linux gives
     memory = PeerMemory((os.getpid(), nobody))

@@ -18,7 +18,7 @@ from hetu_fx.comm_ops.wire import shutdown
 from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
-from hetu_fx.switching.migrate.in_flight import OnTheWay
+from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.plan import SwitchPlan
 
 KEY = ("weight", "optimizer 0 exp_avg")
@@ -44,7 +44,7 @@ class Trip:
         self.optimizer = torch.optim.AdamW([self.home])
         self.optimizer.step()
         self.tensor: Any = self.optimizer.state[self.home]["exp_avg"]
-        self.way = OnTheWay(Alone(timeout=timedelta(seconds=seconds)), lambda: 7)
+        self.way = InFlightState(Alone(timeout=timedelta(seconds=seconds)), lambda: 7)
         self._may_arrive, self._error = threading.Event(), error
         self.way.start(NOTHING, {KEY: self.tensor}, self._bring)
 

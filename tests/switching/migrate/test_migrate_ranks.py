@@ -21,8 +21,8 @@ from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate import byte_runs, peer_memory, shared_memory
 from hetu_fx.switching.migrate import migrate as migrate_module
-from hetu_fx.switching.migrate.buckets import Way
-from hetu_fx.switching.migrate.in_flight import OnTheWay
+from hetu_fx.switching.migrate.buckets import Transport
+from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.shared_memory import SHARED_MEMORY
 from tests.switching.home.test_ops_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
@@ -103,12 +103,12 @@ def check_values_stay_bit_by_bit_however_small_the_buckets(rank: int, world: int
 def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
     before = {*SHARED_MEMORY.glob("hetu_fx_switch-*")}  # of other jobs
-    for targets, way in ((ELSEWHERE, Way.DIRECT), (BEFORE, Way.SHARED)):
+    for targets, transport in ((ELSEWHERE, Transport.DIRECT), (BEFORE, Transport.SHARED)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bsr_messages, "_posted", lambda *arguments: pytest.fail("a message was sent"))
-            forbid_reading(patch, way is Way.SHARED and rank == 1)
+            forbid_reading(patch, transport is Transport.SHARED and rank == 1)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
-        assert plan.way is way
+        assert plan.transport is transport
         assert_same(homes, plains)
     of_all(GroupTable(), None)
     assert before >= {*SHARED_MEMORY.glob("hetu_fx_switch-*")}
@@ -137,7 +137,7 @@ def check_all_slices_may_be_read_where_they_are(rank: int, world: int, folder: P
             assert_same(homes, plains)
             assert_same([home.grad for home in homes], [plain.grad for plain in plains])
             assert_same([optimizer.state[home]["momentum_buffer"] for home in homes], plains)
-    assert (plan.way, len(plan.buckets) > 1) == (Way.DIRECT, True)
+    assert (plan.transport, len(plan.buckets) > 1) == (Transport.DIRECT, True)
 
 
 def check_parts_that_are_not_dense_are_packed(rank: int, world: int, folder: Path) -> None:
@@ -146,7 +146,7 @@ def check_parts_that_are_not_dense_are_packed(rank: int, world: int, folder: Pat
     if rank == 1:
         columns.local = columns.local.t().contiguous().t()
         assert not columns.local.is_contiguous()
-    assert moved(homes, [], ELSEWHERE).way is Way.SHARED
+    assert moved(homes, [], ELSEWHERE).transport is Transport.SHARED
     assert_same(homes, plains)
 
 
@@ -173,21 +173,21 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
                 patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
                 patch.setattr(shared_memory, "_opened", lambda *arguments: None)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
-        assert plan.way is (Way.SENT if apart else Way.SHARED)
+        assert plan.transport is (Transport.SENT if apart else Transport.SHARED)
         assert_same(homes, plains)
 
 
 def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank: int, world: int, folder: Path) -> None:
     plains, homes = parameters(rank)
-    for targets, way in ((ELSEWHERE, Way.DIRECT), (BEFORE, Way.SHARED)):
+    for targets, transport in ((ELSEWHERE, Transport.DIRECT), (BEFORE, Transport.SHARED)):
         table = GroupTable()
         assert shared_memory.all_share(table, is_able=True)
         with pytest.MonkeyPatch.context() as patch:
-            forbid_reading(patch, way is Way.SHARED)
+            forbid_reading(patch, transport is Transport.SHARED)
             if rank == 1:
                 patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
             plan = migrate(named(homes), targets, [], table, extra_share=1e-3, least_extra_bytes=0)
-        assert plan.way is way
+        assert plan.transport is transport
         assert_same(homes, plains)
 
 
@@ -214,9 +214,9 @@ def check_a_rank_that_fails_between_buckets_fails_on_all_and_no_tensor_is_half_m
     assert_same(homes, plains)
 
 
-def overlapped(homes: list[Any], optimizer: Any, targets: dict[str, Annotation], way: OnTheWay) -> Any:
-    way.settle()
-    return migrate(named(homes), targets, [optimizer], way.table, later=way, overlap=True, **SMALL)
+def overlapped(homes: list[Any], optimizer: Any, targets: dict[str, Annotation], transport: InFlightState) -> Any:
+    transport.settle()
+    return migrate(named(homes), targets, [optimizer], transport.table, later=transport, overlap=True, **SMALL)
 
 
 def state_of(homes: list[Any], optimizer: Any) -> list[Tensor]:
@@ -224,22 +224,22 @@ def state_of(homes: list[Any], optimizer: Any) -> list[Tensor]:
 
 
 def check_state_that_arrives_beside_a_step_is_that_of_one_that_came_before(rank: int, world: int, folder: Path) -> None:
-    way = OnTheWay(GroupTable())
+    transport = InFlightState(GroupTable())
     for name in ("adamw", "adamw_fused", "adamw_amsgrad", "sgd", "nadam_foreach", "asgd"):
         kind, options = OPTIMIZERS[name]
         sets = [parameters(rank)[1], parameters(rank)[1]]
         optimizers = [kind(homes, **copy.deepcopy(options)) for homes in sets]
         for step, targets in enumerate((ELSEWHERE, BEFORE, {}, ELSEWHERE)):
-            plan = overlapped(sets[0], optimizers[0], targets, way)
+            plan = overlapped(sets[0], optimizers[0], targets, transport)
             moved(sets[1], optimizers[1:], targets)
-            assert way.is_empty == (not plan.later.buckets), name
-            assert way.is_empty == (step in (0, 2)), name
+            assert transport.is_empty == (not plan.later.buckets), name
+            assert transport.is_empty == (step in (0, 2)), name
             for homes, optimizer in zip(sets, optimizers, strict=True):
                 set_gradients(parameters(rank)[0], homes, step)
                 optimizer.step()
-        overlapped(sets[0], optimizers[0], BEFORE, way)
-        overlapped(sets[0], optimizers[0], ELSEWHERE, way)  # the second right after the first
-        overlapped(sets[0], optimizers[0], BEFORE, way)
+        overlapped(sets[0], optimizers[0], BEFORE, transport)
+        overlapped(sets[0], optimizers[0], ELSEWHERE, transport)  # the second right after the first
+        overlapped(sets[0], optimizers[0], BEFORE, transport)
         moved(sets[1], optimizers[1:], BEFORE)
         for found, expected in zip(*map(state_of, sets, optimizers), strict=True):
             assert type(found) is type(expected), name
@@ -254,28 +254,28 @@ def check_an_error_beside_a_step_reaches_all_ranks_before_optimizers_do_anything
     rank: int, world: int, folder: Path
 ) -> None:
     _, homes = parameters(rank)
-    optimizer, way = torch.optim.AdamW(homes), OnTheWay(GroupTable())
+    optimizer, transport = torch.optim.AdamW(homes), InFlightState(GroupTable())
     optimizer.step()
     wholes = [tensor.clone() for tensor in state_of(homes, optimizer)]
-    plan = overlapped(homes, optimizer, ELSEWHERE, way)
+    plan = overlapped(homes, optimizer, ELSEWHERE, transport)
     numbers = [len(plan.now.buckets), len(plan.buckets) - 1]
-    overlapped(homes, optimizer, BEFORE, way)
-    way.settle()
+    overlapped(homes, optimizer, BEFORE, transport)
+    transport.settle()
     for number in numbers:  # the first bucket beside the step, and the last
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(migrate_module, "unpack", failing_at(number, rank == 1))
-            overlapped(homes, optimizer, ELSEWHERE, way)
+            overlapped(homes, optimizer, ELSEWHERE, transport)
             with pytest.raises((MemoryError, StateError), match="no memory is left"):
                 optimizer.step()
-        assert way.is_empty
+        assert transport.is_empty
         assert [home.home_layout.annotation for home in homes] == list(ELSEWHERE.values())
         tensors = [t for t in state_of(homes, optimizer) if isinstance(t, HomeTensor)]
         found = [tensor.home_layout.annotation for tensor in tensors]
         assert of_all(GroupTable(), found) == [found] * world
         for tensor, whole in zip(state_of(homes, optimizer), wholes, strict=True):
             assert torch.equal(whole_of(tensor), whole_of(whole))
-        overlapped(homes, optimizer, BEFORE, way)
-    way.settle()
+        overlapped(homes, optimizer, BEFORE, transport)
+    transport.settle()
     assert {t.home_layout for t in state_of(homes[:1], optimizer) if isinstance(t, HomeTensor)} == {
         homes[0].home_layout
     }
@@ -289,7 +289,7 @@ def check_a_rank_that_is_stuck_beside_a_step_is_an_error_on_all_and_nothing_hang
     rank: int, world: int, folder: Path
 ) -> None:
     _, homes = parameters(rank)
-    optimizer, way = torch.optim.AdamW(homes), OnTheWay(GroupTable(timeout=timedelta(seconds=1)))
+    optimizer, transport = torch.optim.AdamW(homes), InFlightState(GroupTable(timeout=timedelta(seconds=1)))
     optimizer.step()
     others_gave_up, unpack = threading.Event(), bsr_run.unpack
 
@@ -300,7 +300,7 @@ def check_a_rank_that_is_stuck_beside_a_step_is_an_error_on_all_and_nothing_hang
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migrate_module, "unpack", stuck)
-        overlapped(homes, optimizer, ELSEWHERE, way)
+        overlapped(homes, optimizer, ELSEWHERE, transport)
         if rank == 1:
             of_all(GroupTable(), None)
             others_gave_up.set()
@@ -315,18 +315,18 @@ def check_state_comes_beside_the_step_where_all_want_that_or_where_messages_are_
     rank: int, world: int, folder: Path
 ) -> None:
     _, homes = parameters(rank)
-    optimizer, way = torch.optim.AdamW(homes), OnTheWay(GroupTable())
+    optimizer, transport = torch.optim.AdamW(homes), InFlightState(GroupTable())
     optimizer.step()
     for targets, overlap in ((ELSEWHERE, bool(rank)), (BEFORE, None)):  # None: all of them share memory
-        plan = migrate(named(homes), targets, [optimizer], way.table, later=way, overlap=overlap)
-        assert (way.is_empty, plan.later.buckets) == (True, ())
+        plan = migrate(named(homes), targets, [optimizer], transport.table, later=transport, overlap=overlap)
+        assert (transport.is_empty, plan.later.buckets) == (True, ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
         forbid_reading(patch, True)
-        way = OnTheWay(GroupTable())
-        plan = migrate(named(homes), ELSEWHERE, [optimizer], way.table, later=way)
-        assert (way.is_empty, bool(plan.later.buckets)) == (False, True)  # None: they send
-        way.settle()
+        transport = InFlightState(GroupTable())
+        plan = migrate(named(homes), ELSEWHERE, [optimizer], transport.table, later=transport)
+        assert (transport.is_empty, bool(plan.later.buckets)) == (False, True)  # None: they send
+        transport.settle()
 
 
 def failing_at(number: int, fails: bool) -> Any:

@@ -10,8 +10,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hetu_fx.base.frameworks import offer
+
 if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
+    from hetu_fx.base.frameworks import Framework as Framework
+    from hetu_fx.base.frameworks import Launcher as Launcher
+    from hetu_fx.base.frameworks import WeightNames as WeightNames
+    from hetu_fx.base.frameworks import register_framework as register_framework
     from hetu_fx.batches.nested import nested_batch as nested_batch
     from hetu_fx.batches.sampler import Pieces as Pieces
     from hetu_fx.batches.sampler import TokenBudgetSampler as TokenBudgetSampler
@@ -36,10 +42,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batching": "hetu_fx.planner.dispatch.assignment",
     "Cluster": "hetu_fx.cluster.cluster",
+    "Framework": "hetu_fx.base.frameworks",
     "Handle": "hetu_fx.handle",
     "HetuFxError": "hetu_fx.errors",
     "HotSPa": "hetu_fx.planner.dispatch.policies",
     "Hydraulis": "hetu_fx.planner.dispatch.policies",
+    "Launcher": "hetu_fx.base.frameworks",
     "Measuring": "hetu_fx.planner.measure.blocks",
     "Pieces": "hetu_fx.batches.sampler",
     "Pipeline": "hetu_fx.plans.plan",
@@ -49,15 +57,19 @@ _HOMES = {
     "Soonest": "hetu_fx.planner.dispatch.policies",
     "Stage": "hetu_fx.plans.plan",
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
+    "WeightNames": "hetu_fx.base.frameworks",
     "auto_parallelize": "hetu_fx.api",
     "nested_batch": "hetu_fx.batches.nested",
     "plan": "hetu_fx.planner.api",
     "profile": "hetu_fx.planner.api",
+    "register_framework": "hetu_fx.base.frameworks",
     "register_rule": "hetu_fx.deduction.rules.registry",
     "simulate": "hetu_fx.planner.api",
 }
 
 __all__ = [*sorted(_HOMES)]
+
+offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.base.frameworks import frameworks
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.handle import Handle
@@ -116,5 +117,5 @@ def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:
     object.__setattr__(model, "forward", forward)
     object.__setattr__(model, "no_sync", runtime.no_sync)
     object.__setattr__(model, "hetu", handle)
-    # accelerate's prepare must leave the model as it is (its documented mark for prepared objects).
-    object.__setattr__(model, "_is_accelerate_prepared", True)
+    for framework in frameworks():
+        framework.adopt(model)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.base.frameworks import launchers
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import agree, by_first, from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -115,7 +116,7 @@ def join_world() -> None:
     if missing:
         raise EnvironmentProblem(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the script with "
-            f"torchrun or accelerate launch"
+            f"{' or '.join(launcher.command for launcher in launchers())}"
         )
     with opening_connections():
         store = launcher_store()
@@ -129,12 +130,10 @@ def join_world() -> None:
 
 def _warn_if_alone(table: GroupTable) -> None:
     """Say loudly that a launcher is there, but this process is alone."""
-    launched = [name for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID") if name in os.environ]
-    if table.size == 1 and launched:
+    if table.size == 1 and any(launcher.variable in os.environ for launcher in launchers()):
+        ways = " or ".join(f"'{launcher.two_processes}'" for launcher in launchers())
         warnings.warn(
-            "hetu_fx runs on ONE process although a launcher started this script; for two CPU processes use "
-            "'torchrun --nproc-per-node 2 SCRIPT' or 'ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu "
-            "--num_processes 2 --num_machines 1 SCRIPT'",
+            f"hetu_fx runs on ONE process although a launcher started this script; for two CPU processes use {ways}",
             stacklevel=4,
         )
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.frameworks import config_writer
 from hetu_fx.checkpoint.checkpoint import MAX_SHARD_SIZE, load_consolidated, load_training_state, save_checkpoint
 from hetu_fx.comm_ops.wire.groups import using
 from hetu_fx.switching.runtime import Runtime
-
-
-@runtime_checkable
-class SavesItself(Protocol):
-    """A configuration that writes itself into a folder, as those of Hugging Face models do."""
-
-    def save_pretrained(self, folder: str | Path) -> Any:
-        """Write the configuration's file."""
 
 
 def save_model(
@@ -50,7 +42,7 @@ def save_model(
             folder,
             tensors_of(runtime),
             aliases=_aliases_of(runtime.model),
-            write_config=_config_writer(runtime.model),
+            write_config=config_writer(runtime.model),
             max_shard_size=max_shard_size,
             optimizer=optimizer,
             parameters=runtime.homes,
@@ -99,20 +91,3 @@ def _aliases_of(model: nn.Module) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in everything if first[id(p)] != name}
-
-
-def _config_writer(model: nn.Module) -> Callable[[Path], None] | None:
-    """Return what writes the model's configuration beside its weights, for a model that has one."""
-    configs = [getattr(model, name, None) for name in ("config", "generation_config")]
-    writers = [config for config in configs if isinstance(config, SavesItself)]
-    if not writers:
-        return None
-
-    def write(folder: Path) -> None:
-        for config in writers:
-            written = copy.deepcopy(config)
-            if config is configs[0]:
-                written.architectures = [type(model).__name__]  # type: ignore[attr-defined]
-            written.save_pretrained(folder)
-
-    return write

@@ -1,4 +1,4 @@
-"""Consolidated weights as Hugging Face reads them: whole tensors by name in safetensors files, with an index."""
+"""Consolidated weights, in files that a framework's loaders find: whole tensors by name, safetensors, with an index."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import index
+from hetu_fx.base.frameworks import weight_names
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.tensor import mark_written
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-# Hugging Face's loaders refuse files without it.
-METADATA = {"format": "pt"}
 
 
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
@@ -48,9 +44,10 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str
         filled += size
     if current or not kept:
         kept.append(current)
+    files = weight_names()
     if len(kept) == 1:
-        return {WEIGHTS: kept[0]}
-    return {f"model-{i + 1:05d}-of-{len(kept):05d}.safetensors": names for i, names in enumerate(kept)}
+        return {files.whole: kept[0]}
+    return {files.part.format(number=i, count=len(kept)): names for i, names in enumerate(kept, 1)}
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int, table: GroupTable) -> None:
@@ -65,7 +62,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
         wholes = _bring_to_first({name: tensors[name].detach() for name in names}, table)
         if table.rank == 0 and failed is None:
             try:
-                save_file(wholes, str(folder / file), metadata=METADATA)
+                save_file(wholes, str(folder / file), metadata=dict(weight_names().metadata))
             except (OSError, SafetensorError) as error:
                 failed = error
     if failed is not None:
@@ -79,7 +76,7 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Map
     numbers = {"total_size": total, "total_parameters": sum(tensor.numel() for tensor in tensors.values())}
     where = {name: file for file, names in shards.items() for name in names}
     text = json.dumps({"metadata": numbers, "weight_map": where}, indent=2, sort_keys=True)
-    (folder / INDEX).write_text(text + "\n")
+    (folder / weight_names().index).write_text(text + "\n")
 
 
 def _bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
@@ -164,12 +161,13 @@ def open_safetensors(path: Path) -> Any:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    if (folder / INDEX).is_file():
+    names = weight_names()
+    if (folder / names.index).is_file():
         try:
-            return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            return dict(json.loads((folder / names.index).read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / INDEX} is damaged: {error}") from error
-    if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} holds no weights: neither {INDEX} nor {WEIGHTS} is there")
-    with open_safetensors(folder / WEIGHTS) as file:
-        return dict.fromkeys(file.keys(), WEIGHTS)
+            raise CheckpointError(f"{folder / names.index} is damaged: {error}") from error
+    if not (folder / names.whole).is_file():
+        raise CheckpointError(f"{folder} holds no weights: neither {names.index} nor {names.whole} is there")
+    with open_safetensors(folder / names.whole) as file:
+        return dict.fromkeys(file.keys(), names.whole)

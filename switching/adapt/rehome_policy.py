@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, any_of, together
 from hetu_fx.planner.price.homes import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
@@ -218,7 +219,7 @@ class UpdateTimes:
     def listen_to(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Time the steps of these from now on, too."""
         for given in optimizers:
-            optimizer = getattr(given, "optimizer", given)  # accelerate wraps them in one without hooks of its own
+            optimizer = torch_optimizer(given)
             if all(optimizer is not known for known in self._known):
                 self._known.append(optimizer)
                 optimizer.register_step_pre_hook(self._begin)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from hetu_fx.base.frameworks import label_inputs, position_input
 from hetu_fx.batches.packing import IGNORED, Filling, filled
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
@@ -27,7 +28,7 @@ _PROBE = 4  # tokens of the rows whose labels are counted
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """What inputs of sequences mean; the names are those of transformers' models.
+    """What inputs of sequences mean; the names are those of the frameworks that are known.
 
     Attributes:
         labels: inputs that are ignored where they are `IGNORED`.
@@ -38,8 +39,8 @@ class SequenceOptions:
             as the longest sequence of the batch.
     """
 
-    labels: tuple[str, ...] = ("labels",)
-    positions: str = "position_ids"
+    labels: tuple[str, ...] = field(default_factory=label_inputs)
+    positions: str = field(default_factory=position_input)
     packs: bool | None = None
     multiple: int = 1
     tokens: int | None = None

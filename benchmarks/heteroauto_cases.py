@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Link
-from hetu_fx.planner.search.heteroauto.problem import Edge, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
 
 LAYERS, WIDTH, INNER, KEY_WIDTH, TOKENS, VOCABULARY = 96, 8192, 36864, 1024, 4096, 92544
 LAYER_PARAMETERS = 2 * WIDTH * (WIDTH + KEY_WIDTH) + 3 * WIDTH * INNER
@@ -24,8 +24,8 @@ _REACHED = 0.5  # of the peak
 _GB = 1e9
 
 _EDGE = TABLE_PARAMETERS / LAYER_PARAMETERS
-_BEFORE = Edge(parameters=_EDGE)
-_AFTER = Edge(work=2 * TABLE_PARAMETERS * TOKENS / _FLOPS, parameters=_EDGE, kept=VOCABULARY / (17 * WIDTH))
+_BEFORE = EndCosts(parameters=_EDGE)
+_AFTER = EndCosts(work=2 * TABLE_PARAMETERS * TOKENS / _FLOPS, parameters=_EDGE, kept=VOCABULARY / (17 * WIDTH))
 
 
 def chips(
@@ -37,12 +37,12 @@ def chips(
     speed: float,
     inside: float = 2e11,
     nic: float = 2.5e10,
-) -> Kind:
+) -> ChipKind:
     """Return a kind of `speed` times an A100's peak."""
     layers = {1 << i: _layer(1 << i, speed, inside) for i in range(per_node.bit_length()) if 1 << i <= per_node}
     nodes = (per_node,) * (count // per_node)
     links = Link(inside, 1e-5), Link(nic, 2e-5)
-    return Kind(name, nodes, gigabytes * _GB, layers, *links, update_seconds_per_byte=1 / 2e11)
+    return ChipKind(name, nodes, gigabytes * _GB, layers, *links, update_seconds_per_byte=1 / 2e11)
 
 
 def _layer(degree: int, speed: float, inside: float) -> Layer:
@@ -58,7 +58,7 @@ def _layer(degree: int, speed: float, inside: float) -> Layer:
     )
 
 
-def cluster(kinds: tuple[Kind, ...], micro_batches: int = 512) -> HeteroProblem:
+def cluster(kinds: tuple[ChipKind, ...], micro_batches: int = 512) -> HeteroProblem:
     """Return the model on these kinds, 100 Gbit/s between them."""
     return HeteroProblem(
         kinds, LAYERS, micro_batches, Link(1.25e10, 5e-5), _BOUNDARY_BYTES, before=_BEFORE, after=_AFTER

@@ -17,7 +17,7 @@ from hetu_fx.batches.nested import nested_batch
 from hetu_fx.batches.sampler import Pieces, TokenBudgetSampler
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.demo.data import library_pieces
-from hetu_fx.planner.dispatch.assignment import Assignment, Candidate, Request
+from hetu_fx.planner.dispatch.assignment import Assignment, EligibleVariant, Request
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 
 Texts = Sequence[torch.Tensor]
@@ -53,7 +53,7 @@ class Among:
     names: tuple[str, ...]
     policy: SequencePolicy
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+    def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return what the policy says of them."""
         return self.policy([one for one in candidates if one.name in self.names], request)
 

@@ -19,7 +19,7 @@ from benchmarks.heteroauto_cases import ablations, four_kinds, superlinear
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.problem import Freedom, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, Freedom, HeteroProblem, Layer
 from hetu_fx.planner.search.heteroauto.search import search
 from hetu_fx.planner.search.heteroauto.speed_up import speed_up
 from tests.planner.search.heteroauto.exhaustive import Exhaustive
@@ -94,7 +94,7 @@ def small_problem(drawn: random.Random) -> HeteroProblem:
     )
 
 
-def small_kind(name: str, drawn: random.Random, *, ample: bool) -> Kind:
+def small_kind(name: str, drawn: random.Random, *, ample: bool) -> ChipKind:
     """Draw a kind of 8 or 16 chips, the last one of 8."""
     speed, worth = drawn.uniform(0.5, 2.0), drawn.uniform(0.7, 1.0)
     layers = {
@@ -103,7 +103,7 @@ def small_kind(name: str, drawn: random.Random, *, ample: bool) -> Kind:
     }
     memory = 1e9 if ample else drawn.choice([6.0, 9.0, 14.0])
     nodes = (4, 4) if ample else drawn.choice([(8,), (4, 4, 4)])
-    return Kind(name, nodes, memory, layers, Link(100.0), Link(10.0), drawn.choice([0.0, 0.1]))
+    return ChipKind(name, nodes, memory, layers, Link(100.0), Link(10.0), drawn.choice([0.0, 0.1]))
 
 
 def ratio_rows(quick: bool) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from benchmarks.published_malleus import DEVICES_PER_NODE, LLAMA_70B
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.planner.search.malleus.search import search
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 STAGES = 4
 RATES = (2.57, 5.63, 12.53)
@@ -64,7 +64,7 @@ def measure(devices: int, stragglers: int) -> Row:
     }
 
 
-def situation(devices: int, rates: dict[int, float]) -> Situation:
+def situation(devices: int, rates: dict[int, float]) -> MalleusSituation:
     """Give the published model on so many devices."""
     pipelines = max(1, devices // (DEVICES_PER_NODE * STAGES))
     model = replace(LLAMA_70B, devices=devices, pipelines=pipelines)

@@ -6,7 +6,7 @@ Seconds come in milliseconds, by (tensor parallel degree, stages), as published.
 from __future__ import annotations
 
 from hetu_fx.planner.dispatch.strategy import Strategy, TimeFit
-from hetu_fx.planner.search.hydraulis.memory import HomeLayout, MemoryModel, ModelShape, fitting_schemes
+from hetu_fx.planner.search.hydraulis.memory import MemoryModel, ModelShape, OptimizerStrategy, fitting_schemes
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ TIMES = {key: TimeFit(*(constant / 1e3 for constant in constants)) for key, cons
 
 MEMORY = MemoryModel(
     shape=ModelShape(layers=60, hidden=6656, vocabulary=30592),
-    home=HomeLayout(replicas=4, tensor_parallel=16, stages=1),
+    home=OptimizerStrategy(replicas=4, tensor_parallel=16, stages=1),
     state_bytes=201,
     activation_bytes={1: 36, 2: 36, 4: 37, 8: 42, 16: 50},
     device_bytes=81252 * MIB,

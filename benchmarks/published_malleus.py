@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 
 DEVICES_PER_NODE = 8
 SAFE_GAP = 4096
@@ -28,7 +28,7 @@ class Published:
     reserve_mib: float
     memory_mib: int = 81252
 
-    def situation(self, rates: Mapping[int, float], micro_batches: int = 64) -> Situation:
+    def situation(self, rates: Mapping[int, float], micro_batches: int = 64) -> MalleusSituation:
         """Return what Malleus plans for, on nodes of 8 devices."""
         degree = max(self.layer_seconds)
         memory = LayerMemory(
@@ -37,7 +37,7 @@ class Published:
             self.reserve_mib + SAFE_GAP,
         )
         cluster = nodes_of(DEVICES_PER_NODE, self.devices, memory_bytes=self.memory_mib).with_rates(rates)
-        return Situation(cluster, self.layers, micro_batches, self.pipelines, self.layer_seconds, memory)
+        return MalleusSituation(cluster, self.layers, micro_batches, self.pipelines, self.layer_seconds, memory)
 
 
 def nodes_of(size: int, devices: int, memory_bytes: int = 1 << 40) -> Cluster:

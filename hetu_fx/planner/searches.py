@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.auto import (
-    Rule,
+    SearchRule,
     always,
     auto,
     both,
@@ -33,12 +33,12 @@ _LARGE = 512  # devices of a cluster of several kinds that is searched for more 
 AUTO = auto(
     HYDRAULIS,
     (
-        Rule(HOMOGENEOUS, always),
-        Rule(CLASSES, always),
-        Rule(CONTIGUOUS, up_to(_SMALL)),
-        Rule(MALLEUS, both(devices_differ, either(some_straggle, up_to(_LARGE)))),
-        Rule(HETEROAUTO, both(kinds_differ, up_to(_LARGE))),
-        Rule(HAP, without_blocks(_SMALL)),
+        SearchRule(HOMOGENEOUS, always),
+        SearchRule(CLASSES, always),
+        SearchRule(CONTIGUOUS, up_to(_SMALL)),
+        SearchRule(MALLEUS, both(devices_differ, either(some_straggle, up_to(_LARGE)))),
+        SearchRule(HETEROAUTO, both(kinds_differ, up_to(_LARGE))),
+        SearchRule(HAP, without_blocks(_SMALL)),
     ),
 )
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
-from hetu_fx.planner.dispatch.assignment import Candidate, Request
+from hetu_fx.planner.dispatch.assignment import EligibleVariant, Request
 from hetu_fx.planner.dispatch.planned import Assignments, Planned
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 
@@ -54,7 +54,7 @@ class _Asked:
     """All that a plan follows from."""
 
     policy: SequencePolicy
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[EligibleVariant, ...]
     request: Request
 
     def plan(self) -> tuple[Assignments, float]:
@@ -72,7 +72,7 @@ class SequencePlanner:
         self._made: OrderedDict[_Asked, Future[tuple[Assignments, float]]] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
 
-    def ahead(self, candidates: Sequence[Candidate], request: Request) -> None:
+    def ahead(self, candidates: Sequence[EligibleVariant], request: Request) -> None:
         """Begin to plan for a batch that is to come."""
         asked = _Asked(self.policy, tuple(candidates), request)
         if asked in self._made:
@@ -82,7 +82,7 @@ class SequencePlanner:
         while len(self._made) > _KEPT:
             self._made.popitem(last=False)[1].cancel()
 
-    def take(self, candidates: Sequence[Candidate], request: Request) -> Planned:
+    def take(self, candidates: Sequence[EligibleVariant], request: Request) -> Planned:
         """Return what runs a batch now.
 
         Raises:

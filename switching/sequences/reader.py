@@ -13,7 +13,7 @@ from torch import Tensor
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.dispatch.assignment import Candidate
+from hetu_fx.planner.dispatch.assignment import EligibleVariant
 from hetu_fx.planner.dispatch.candidates import candidate_of, device_seconds
 from hetu_fx.planner.dispatch.planned import Assignments
 from hetu_fx.planner.dispatch.policies import SequencePolicy
@@ -56,7 +56,7 @@ class SequenceReader:
         self.planner = SequencePlanner()
         self._forms: dict[str, SequenceForm] = {}
         self._costs: dict[str, dict[int, ProgramCosts]] = {}
-        self._known: dict[tuple[str, str], tuple[Plan, Cluster, Candidate]] = {}
+        self._known: dict[tuple[str, str], tuple[Plan, Cluster, EligibleVariant]] = {}
 
     @property
     def options(self) -> SequenceOptions:
@@ -112,10 +112,10 @@ class SequenceReader:
             self._forms[key] = form
         return self._forms[key]
 
-    def _candidates(self, key: str, variants: Sequence[Variant], rates: Rates) -> tuple[Candidate, ...]:
+    def _candidates(self, key: str, variants: Sequence[Variant], rates: Rates) -> tuple[EligibleVariant, ...]:
         return tuple(self._candidate(key, variant, _cluster_of(variant).with_rates(rates)) for variant in variants)
 
-    def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> Candidate:
+    def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> EligibleVariant:
         plan, devices, known = self._known.get((key, variant.name), (None, None, None))
         if known is None or plan is not variant.plan or devices != cluster:  # what is predicted of it may have changed
             known = candidate_of(variant.name, variant.plan, self._costs[key], cluster)

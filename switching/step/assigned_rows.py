@@ -20,7 +20,7 @@ from hetu_fx.batches.packing import Filling, filled
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import input_tensors
-from hetu_fx.planner.dispatch.assignment import Assignment, MicroBatch
+from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch
 from hetu_fx.program.program import Program
@@ -95,7 +95,7 @@ def row_plan(assignment: Assignment, world_size: int) -> RowPlan:
     return RowPlan((Interval(0, stops[-1]),) * world_size, pipelines, micro_batches)
 
 
-def first_rows(micro_batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+def first_rows(micro_batches: Sequence[PackedMicroBatch]) -> tuple[int, ...]:
     """Return the number that each micro-batch's first row has for random ops.
 
     They count rows of their own width, and draw by row or by token counted over rows; no two micro-batches have a
@@ -156,10 +156,10 @@ class AssignedRows:
         own = self.assignment.pipelines[place[0]]
         return [self._cut(micro, self.first_rows[before + i]) for i, micro in enumerate(own)]
 
-    def _cut(self, micro: MicroBatch, first_row: int) -> Cut:
+    def _cut(self, micro: PackedMicroBatch, first_row: int) -> Cut:
         tensors = self._tensors(micro)
         return Cut(tensors, len(micro.rows), first_row, bind(self.program.inputs, tensors))
 
-    def _tensors(self, micro: MicroBatch) -> Mapping[str, Tensor]:
+    def _tensors(self, micro: PackedMicroBatch) -> Mapping[str, Tensor]:
         rows = filled(self.sequences.inputs, micro.rows, micro.width, self.filling)
         return input_tensors(self.program.graph, {**rows, **self.sequences.others})

@@ -9,7 +9,7 @@ from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.contiguous import best_segments
-from hetu_fx.planner.search.replica import Rules
+from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -50,7 +50,7 @@ def test_devices_that_lose_much_time_to_meet_make_no_group() -> None:
 
 def test_of_devices_that_are_alike_but_for_that_those_on_time_make_the_group() -> None:
     late = Cluster.on_paper([1e9] * 4, intra=FAST_LINK, meeting_seconds=[1.0, 0.0, 1.0, 0.0])
-    builder = Builder(BIG, late, Rules("1f1b", 1, (1,), dict.fromkeys(range(4), 1 << 40)), 1)
+    builder = Builder(BIG, late, ReplicaRules("1f1b", 1, (1,), dict.fromkeys(range(4), 1 << 40)), 1)
     slow, fast = (one.seconds(1, 1) for pair in ((0, 2), (1, 3)) for one in builder.build((pair,)))
     assert slow > fast + 1.0
 
@@ -107,7 +107,7 @@ def test_blocks_that_differ_are_cut_where_it_is_even() -> None:
     heavy = replace(base, flops=3 * base.flops)
     costs = replace(BIG, blocks=(heavy, base, base, base), before=PartCosts(), after=PartCosts())
     cluster = paper(1, 1)
-    rules = Rules("1f1b", 1, (1,), {device.rank: device.memory_bytes for device in cluster.devices})
+    rules = ReplicaRules("1f1b", 1, (1,), {device.rank: device.memory_bytes for device in cluster.devices})
     (replica,) = Builder(costs, cluster, rules, micro_rows=1).build(((0,), (1,)))
     assert [stage.blocks for stage in replica.pipeline.stages] == [1, 3]
 

@@ -46,7 +46,7 @@ class Batching(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class PackedMicroBatch:
     """Rows of one width, each the positions in the batch of the sequences that it holds."""
 
     rows: Rows
@@ -54,7 +54,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EligibleVariant:
     """A variant that may run a batch: its plan, the scheme of each of its pipelines, and what a step takes besides.
 
     A scheme's `max_length` is what a micro-batch may have, in tokens.
@@ -70,7 +70,7 @@ class Candidate:
         """Return the longest sequence that some pipeline takes."""
         return max(scheme.max_length for scheme in self.schemes)
 
-    def with_rows_of(self, tokens: int) -> Candidate:
+    def with_rows_of(self, tokens: int) -> EligibleVariant:
         """Return the candidate with micro-batches of at most so many tokens."""
         return replace(self, schemes=tuple(replace(s, max_length=min(s.max_length, tokens)) for s in self.schemes))
 
@@ -80,7 +80,7 @@ class Assignment:
     """What each pipeline of a variant runs, heaviest micro-batch first, and how long that is expected to take."""
 
     variant: str
-    pipelines: tuple[tuple[MicroBatch, ...], ...]
+    pipelines: tuple[tuple[PackedMicroBatch, ...], ...]
     seconds: float
 
     @property
@@ -89,7 +89,7 @@ class Assignment:
         return tuple(i for micro in self.micro_batches for row in micro.rows for i in row)
 
     @property
-    def micro_batches(self) -> tuple[MicroBatch, ...]:
+    def micro_batches(self) -> tuple[PackedMicroBatch, ...]:
         """Return the micro-batches of all pipelines, one pipeline after another."""
         return tuple(micro for pipeline in self.pipelines for micro in pipeline)
 
@@ -126,7 +126,7 @@ class Request:
         return self.width(max(self.lengths))
 
 
-def pipeline_seconds(scheme: Scheme, micro_batches: Sequence[MicroBatch]) -> float:
+def pipeline_seconds(scheme: Scheme, micro_batches: Sequence[PackedMicroBatch]) -> float:
     """Return what a pipeline takes for its micro-batches."""
     times = [len(micro.rows) * scheme.times.seconds(micro.width) + scheme.times.c for micro in micro_batches]
     return math.fsum(times) + (scheme.stages - 1) * max(times, default=0.0)

@@ -16,8 +16,8 @@ from hetu_fx.planner.dispatch.assignment import (
     ANY_LENGTH,
     Assignment,
     Batching,
-    Candidate,
-    MicroBatch,
+    EligibleVariant,
+    PackedMicroBatch,
     Request,
     Rows,
     pipeline_seconds,
@@ -28,7 +28,7 @@ from hetu_fx.planner.dispatch.whole_rows import dispatched, least_done, rows_of
 from hetu_fx.plans.plan import pipeline_rows
 
 
-def assign(candidates: Sequence[Candidate], request: Request) -> Assignment:
+def assign(candidates: Sequence[EligibleVariant], request: Request) -> Assignment:
     """Return the assignment that is expected to be done first, of all candidates that take the longest sequence.
 
     Raises:
@@ -51,7 +51,7 @@ def assign(candidates: Sequence[Candidate], request: Request) -> Assignment:
     return first
 
 
-def _least(candidate: Candidate, request: Request) -> float:
+def _least(candidate: EligibleVariant, request: Request) -> float:
     """Return seconds that no assignment to a candidate stays below, where rows have their own widths; otherwise 0."""
     if request.batching is not Batching.PACKED or candidate.max_length < request.longest:
         return 0.0
@@ -59,7 +59,7 @@ def _least(candidate: Candidate, request: Request) -> float:
     return least_done(limited.schemes, request.lengths) + candidate.step_seconds
 
 
-def _check_taken(candidates: Sequence[Candidate], request: Request) -> None:
+def _check_taken(candidates: Sequence[EligibleVariant], request: Request) -> None:
     limits = {candidate.name: candidate.max_length for candidate in candidates}
     if max(limits.values(), default=0) < request.longest:
         raise BatchError(
@@ -68,7 +68,7 @@ def _check_taken(candidates: Sequence[Candidate], request: Request) -> None:
         )
 
 
-def _assignments(candidate: Candidate, request: Request) -> Iterator[Assignment]:
+def _assignments(candidate: EligibleVariant, request: Request) -> Iterator[Assignment]:
     """Yield assignments to a candidate, with rows of several lengths; none if it does not take the batch."""
     for tokens in _row_lengths(request, _most(candidate, request)):
         limited = candidate.with_rows_of(tokens)
@@ -78,7 +78,7 @@ def _assignments(candidate: Candidate, request: Request) -> Iterator[Assignment]
         yield Assignment(candidate.name, pipelines, _seconds(limited, pipelines))
 
 
-def _most(candidate: Candidate, request: Request) -> int:
+def _most(candidate: EligibleVariant, request: Request) -> int:
     """Return the tokens that a row may have."""
     unlimited = candidate.max_length == ANY_LENGTH
     return max(request.longest, request.tokens or 0) if unlimited else candidate.max_length
@@ -95,28 +95,28 @@ def _row_lengths(request: Request, most: int) -> Iterator[int]:
     yield tokens
 
 
-Pipelines = tuple[tuple[MicroBatch, ...], ...]
+Pipelines = tuple[tuple[PackedMicroBatch, ...], ...]
 
 
-def _seconds(candidate: Candidate, pipelines: Pipelines) -> float:
+def _seconds(candidate: EligibleVariant, pipelines: Pipelines) -> float:
     pairs = zip(candidate.schemes, pipelines, strict=True)
     return float(max(pipeline_seconds(scheme, micros) for scheme, micros in pairs) + candidate.step_seconds)
 
 
-def _shared_out(candidate: Candidate, rows: Rows, width: int) -> Pipelines | None:
+def _shared_out(candidate: EligibleVariant, rows: Rows, width: int) -> Pipelines | None:
     """Share rows of one width out by the plan's shares; None where a pipeline with a share does not hold them."""
     counts = pipeline_rows(len(rows), candidate.plan)
     if any(count and scheme.max_length < width for count, scheme in zip(counts, candidate.schemes, strict=True)):
         return None
     left = iter(rows)
-    return tuple(tuple(MicroBatch((next(left),), width) for _ in range(count)) for count in counts)
+    return tuple(tuple(PackedMicroBatch((next(left),), width) for _ in range(count)) for count in counts)
 
 
-def _padded(candidate: Candidate, request: Request) -> Pipelines | None:
+def _padded(candidate: EligibleVariant, request: Request) -> Pipelines | None:
     return _shared_out(candidate, tuple((i,) for i in range(len(request.lengths))), request.longest)
 
 
-def _in_order(candidate: Candidate, request: Request) -> Pipelines | None:
+def _in_order(candidate: EligibleVariant, request: Request) -> Pipelines | None:
     rows: list[list[int]] = []
     room = 0
     for position, length in enumerate(request.lengths):
@@ -128,11 +128,11 @@ def _in_order(candidate: Candidate, request: Request) -> Pipelines | None:
     return _shared_out(candidate, tuple(map(tuple, rows)), candidate.max_length)
 
 
-def _greedy(candidate: Candidate, request: Request) -> Pipelines | None:
+def _greedy(candidate: EligibleVariant, request: Request) -> Pipelines | None:
     return _shared_out(candidate, rows_by_room(request.lengths, candidate.max_length), candidate.max_length)
 
 
-def _dispatched(candidate: Candidate, request: Request) -> Pipelines:
+def _dispatched(candidate: EligibleVariant, request: Request) -> Pipelines:
     def rows(scheme: Scheme, positions: Sequence[int]) -> Rows:
         packed_rows = rows_by_room([request.lengths[i] for i in positions], scheme.max_length)
         return tuple(tuple(positions[i] for i in row) for row in packed_rows)
@@ -141,7 +141,7 @@ def _dispatched(candidate: Candidate, request: Request) -> Pipelines:
     return _in_plan_order(candidate, found, lambda j: _own_rows(rows(*_pipeline(found, j)), request))
 
 
-def _packed(candidate: Candidate, request: Request) -> Pipelines:
+def _packed(candidate: EligibleVariant, request: Request) -> Pipelines:
     def rows(scheme: Scheme, positions: Sequence[int]) -> Rows:
         found = rows_of(scheme, [request.lengths[i] for i in positions])
         return tuple(tuple(positions[i] for i in row) for row in found)
@@ -151,13 +151,13 @@ def _packed(candidate: Candidate, request: Request) -> Pipelines:
     return tuple(_own_rows(rows(scheme, group), request) for scheme, group in pairs)
 
 
-def _alike(candidate: Candidate, request: Request) -> Pipelines:
+def _alike(candidate: EligibleVariant, request: Request) -> Pipelines:
     widths = tuple(map(request.width, request.lengths))
     found = _dispatch(candidate, widths, request)
     return _in_plan_order(candidate, found, lambda j: _of_one_width(*_pipeline(found, j), widths))
 
 
-_WAYS: Mapping[Batching, Callable[[Candidate, Request], Pipelines | None]] = {
+_WAYS: Mapping[Batching, Callable[[EligibleVariant, Request], Pipelines | None]] = {
     Batching.PADDED: _padded,
     Batching.IN_ORDER: _in_order,
     Batching.GREEDY: _greedy,
@@ -167,7 +167,7 @@ _WAYS: Mapping[Batching, Callable[[Candidate, Request], Pipelines | None]] = {
 }
 
 
-def _dispatch(candidate: Candidate, lengths: tuple[int, ...], request: Request) -> Dispatch:
+def _dispatch(candidate: EligibleVariant, lengths: tuple[int, ...], request: Request) -> Dispatch:
     return dispatch(Strategy(candidate.schemes), SequenceBatch(lengths), seed=request.seed)
 
 
@@ -176,7 +176,7 @@ def _pipeline(dispatched: Dispatch, index: int) -> tuple[Scheme, tuple[int, ...]
 
 
 def _in_plan_order(
-    candidate: Candidate, dispatched: Dispatch, micro_batches: Callable[[int], tuple[MicroBatch, ...]]
+    candidate: EligibleVariant, dispatched: Dispatch, micro_batches: Callable[[int], tuple[PackedMicroBatch, ...]]
 ) -> Pipelines:
     """Return the micro-batches of the plan's pipelines, given those of the strategy's, which are sorted."""
     order = sorted(range(len(candidate.schemes)), key=lambda i: order_of(candidate.schemes[i]))
@@ -184,17 +184,17 @@ def _in_plan_order(
     return tuple(by_pipeline[index] for index in range(len(order)))
 
 
-def _own_rows(rows: Rows, request: Request) -> tuple[MicroBatch, ...]:
+def _own_rows(rows: Rows, request: Request) -> tuple[PackedMicroBatch, ...]:
     """Return a micro-batch for each row, the longest first."""
-    made = [MicroBatch((row,), request.width(sum(request.lengths[i] for i in row))) for row in rows]
+    made = [PackedMicroBatch((row,), request.width(sum(request.lengths[i] for i in row))) for row in rows]
     return tuple(sorted(made, key=lambda micro: -micro.width))
 
 
-def _of_one_width(scheme: Scheme, positions: Sequence[int], widths: Sequence[int]) -> tuple[MicroBatch, ...]:
+def _of_one_width(scheme: Scheme, positions: Sequence[int], widths: Sequence[int]) -> tuple[PackedMicroBatch, ...]:
     """Return micro-batches of rows of one width each, as many as the pipeline holds."""
-    made: list[MicroBatch] = []
+    made: list[PackedMicroBatch] = []
     for width in sorted({widths[i] for i in positions}, reverse=True):
         rows = [(i,) for i in positions if widths[i] == width]
         most = max(1, scheme.max_length // width)
-        made += [MicroBatch(tuple(rows[start : start + most]), width) for start in range(0, len(rows), most)]
+        made += [PackedMicroBatch(tuple(rows[start : start + most]), width) for start in range(0, len(rows), most)]
     return tuple(made)

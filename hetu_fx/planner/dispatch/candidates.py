@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Assignment, Candidate
+from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Assignment, EligibleVariant
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
 from hetu_fx.planner.price.step import end_seconds, ends_of, places_of, stage_costs
 from hetu_fx.planner.values.lengths import costs_at
@@ -18,7 +18,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan
 
 
-def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> Candidate:
+def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> EligibleVariant:
     """Return a plan as what may run a batch.
 
     Args:
@@ -38,7 +38,7 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
         for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
     )
     ends = ends_of(written, places_of(written, some, cluster), cluster)
-    return Candidate(name, plan, schemes, end_seconds(ends))
+    return EligibleVariant(name, plan, schemes, end_seconds(ends))
 
 
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:

@@ -24,7 +24,7 @@ from hetu_fx.planner.dispatch.exact import ExactRows
 from hetu_fx.planner.dispatch.local_search import EPSILON, Assigning
 from hetu_fx.planner.dispatch.lower_bounds import row_bound
 from hetu_fx.planner.dispatch.makespan import Effort, assign
-from hetu_fx.planner.dispatch.quick import NO_ROWS, Rows, quick_rows, sweep_counts
+from hetu_fx.planner.dispatch.quick import NO_ROWS, RowAssignment, quick_rows, sweep_counts
 from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
 
 EXACT_SEQUENCES = 10
@@ -106,7 +106,7 @@ def _falling(scheme: Scheme, lengths: Sequence[int]) -> list[int]:
     return sorted(lengths, reverse=True)
 
 
-def _packing(scheme: Scheme, lengths: Sequence[int], found: Rows, bound: float) -> Packing:
+def _packing(scheme: Scheme, lengths: Sequence[int], found: RowAssignment, bound: float) -> Packing:
     """Return the packing of rows of falling lengths, the rows of most tokens first."""
     order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
     rows: dict[int, list[int]] = {}
@@ -168,4 +168,4 @@ class _Sweep:
             rows[row] += seconds
         seconds = self._scheme.seconds(max(rows), count)
         if seconds < self.best.seconds:
-            self.best = Rows(seconds, tuple(row_of))
+            self.best = RowAssignment(seconds, tuple(row_of))

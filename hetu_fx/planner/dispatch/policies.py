@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.assignment import Assignment, Batching, Candidate, MicroBatch, Request
+from hetu_fx.planner.dispatch.assignment import Assignment, Batching, EligibleVariant, PackedMicroBatch, Request
 from hetu_fx.planner.dispatch.batching import assign
 
 
 class SequencePolicy(Protocol):
     """Chooses what runs a batch of sequences: a pure function, so that all ranks choose alike; hashable."""
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+    def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return the parts of the batch in the order in which they run, no variant twice."""
         ...
 
@@ -30,7 +30,7 @@ class Hydraulis:
 
     batching: Batching = Batching.PACKED
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+    def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return one assignment of the whole batch."""
         return (assign(candidates, _batched(request, self.batching)),)
 
@@ -60,7 +60,7 @@ class HotSPa:
         if any(bound < 1 for bound in self.bounds) or len(set(self.bounds)) < len(self.bounds):
             raise PlanError(f"groups of lengths have bounds {self.bounds}; give different numbers of tokens from 1")
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+    def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return an assignment for each variant that has a group."""
         parts: dict[str, Assignment] = {}
         for number, group in self.groups(request.lengths):
@@ -92,7 +92,7 @@ class Soonest:
         if not self.policies:
             raise PlanError("there is no policy to follow; give one or more")
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+    def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         """Return the parts that take the fewest seconds together."""
         answers = [policy(candidates, request) for policy in self.policies]
         return min(answers, key=lambda parts: math.fsum(part.seconds for part in parts))
@@ -106,7 +106,7 @@ def _batched(request: Request, batching: Batching) -> Request:
 def _at(assignment: Assignment, positions: Sequence[int]) -> Assignment:
     """Return the assignment of a group with positions in the whole batch."""
 
-    def moved(micro: MicroBatch) -> MicroBatch:
+    def moved(micro: PackedMicroBatch) -> PackedMicroBatch:
         return replace(micro, rows=tuple(tuple(positions[i] for i in row) for row in micro.rows))
 
     return replace(assignment, pipelines=tuple(tuple(map(moved, micros)) for micros in assignment.pipelines))

@@ -10,19 +10,19 @@ from typing import NamedTuple
 from hetu_fx.planner.dispatch.strategy import Scheme
 
 
-class Rows(NamedTuple):
+class RowAssignment(NamedTuple):
     """Seconds of a pipeline by (3) of the cost model, and the row of each sequence."""
 
     seconds: float
     row_of: tuple[int, ...]
 
 
-NO_ROWS = Rows(math.inf, ())
+NO_ROWS = RowAssignment(math.inf, ())
 
 _SLACK = 0.005  # a number of rows that cannot be better by this share is not tried
 
 
-def quick_rows(scheme: Scheme, lengths: Sequence[int]) -> Rows:
+def quick_rows(scheme: Scheme, lengths: Sequence[int]) -> RowAssignment:
     """Return the rows by longest-first for the best number of rows, nearly; `lengths` fall."""
     best = NO_ROWS
 
@@ -33,7 +33,7 @@ def quick_rows(scheme: Scheme, lengths: Sequence[int]) -> Rows:
 
     seconds = [scheme.times.seconds(length) for length in lengths]
     sweep_counts(scheme, lengths, seconds, try_count)
-    return best if lengths else Rows(0.0, ())
+    return best if lengths else RowAssignment(0.0, ())
 
 
 def sweep_counts(
@@ -59,7 +59,7 @@ def sweep_counts(
         target = try_count(most)
 
 
-def _longest_first(scheme: Scheme, lengths: Sequence[int], seconds: Sequence[float], count: int) -> Rows:
+def _longest_first(scheme: Scheme, lengths: Sequence[int], seconds: Sequence[float], count: int) -> RowAssignment:
     """Place each sequence in the row that is done first among those with room; `NO_ROWS` when there is none."""
     heap, room, row_of = [(0.0, row) for row in range(count)], [scheme.max_length] * count, []
     for length, time in zip(lengths, seconds, strict=True):
@@ -74,4 +74,4 @@ def _longest_first(scheme: Scheme, lengths: Sequence[int], seconds: Sequence[flo
         row_of.append(row)
         for entry in full:
             heappush(heap, entry)
-    return Rows(scheme.seconds(max(heap)[0], count), tuple(row_of))
+    return RowAssignment(scheme.seconds(max(heap)[0], count), tuple(row_of))

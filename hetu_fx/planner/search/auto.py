@@ -17,7 +17,7 @@ from hetu_fx.plans.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SearchRule:
     """A search, and what it is asked for."""
 
     search: Search
@@ -73,9 +73,9 @@ def both(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
     return lambda problem: all(suits(problem) for suits in rules)
 
 
-def auto(by_length: Search, rules: Sequence[Rule]) -> Search:
+def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
     """Return the search that asks all of these that are asked, or, where lengths differ, the one that plans by them."""
-    lengths = Rule(by_length, _lengths_differ)
+    lengths = SearchRule(by_length, _lengths_differ)
 
     def find(problem: Problem) -> Candidates:
         if lengths.asks(problem):

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from hetu_fx.planner.search.allocate import cut, deal
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates
-from hetu_fx.planner.search.replica import Family, Rules, Run
+from hetu_fx.planner.search.replica import Family, ReplicaRules, StageRun
 from hetu_fx.planner.values.program import ProgramCosts
 
 Blocks = tuple[int, ...]
@@ -20,7 +20,7 @@ Blocks = tuple[int, ...]
 class Balance:
     """Finds blocks for pipelines."""
 
-    def __init__(self, estimates: Estimates, costs: ProgramCosts, rules: Rules) -> None:
+    def __init__(self, estimates: Estimates, costs: ProgramCosts, rules: ReplicaRules) -> None:
         self._estimates, self._costs, self._rules = estimates, costs, rules
         self._families: dict[Hashable, Family | None] = {}
 
@@ -47,7 +47,7 @@ class Balance:
         """Return the blocks that let stages end together; None when no cut fits memory."""
 
         count, rows = len(groups), (micro_rows, micro_batches)
-        runs = [Run.of(stage, count, rows, num_replicas, self._rules) for stage in range(count)]
+        runs = [StageRun.of(stage, count, rows, num_replicas, self._rules) for stage in range(count)]
 
         def seconds(index: int, start: int, stop: int) -> float:
             return self._estimates.stage(groups[index], start, stop).seconds_of(runs[index], self._rules, micro_rows)

@@ -13,7 +13,7 @@ from hetu_fx.planner.price.stage import Line
 from hetu_fx.planner.price.step import stage_costs
 from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.replica import Replica, Rules, Run, StageEstimate, stage_estimate
+from hetu_fx.planner.search.replica import Replica, ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
 
@@ -23,7 +23,7 @@ Blocks = tuple[int, ...]
 class Builder:
     """Makes replicas of groups of devices, deciding ratios and blocks; remembers what it worked out."""
 
-    def __init__(self, costs: ProgramCosts, cluster: Cluster, rules: Rules, micro_rows: int) -> None:
+    def __init__(self, costs: ProgramCosts, cluster: Cluster, rules: ReplicaRules, micro_rows: int) -> None:
         """Blocks are balanced for micro-batches of `micro_rows` rows."""
         self._costs, self._cluster, self._rules, self._rows = costs, cluster, rules, micro_rows
         self._estimates: dict[tuple[tuple[int, ...], int, int], StageEstimate] = {}
@@ -93,7 +93,7 @@ class Builder:
     def _fitting(self, groups: Groups, rows: tuple[int, int], free: Blocks) -> Blocks | None:
         """Return blocks that fit memory for (rows of a micro-batch, micro-batches); `free` ones if these do."""
         copies = max(1, len(self._cluster.devices) // sum(map(len, groups)))
-        runs = [Run.of(stage, len(groups), rows, copies, self._rules) for stage in range(len(groups))]
+        runs = [StageRun.of(stage, len(groups), rows, copies, self._rules) for stage in range(len(groups))]
 
         def seconds(index: int, start: int, stop: int) -> float:
             return self._estimate(groups[index], start, stop).seconds_of(runs[index], self._rules, self._rows)

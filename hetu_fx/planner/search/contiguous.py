@@ -27,7 +27,7 @@ from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment
 from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, Rules
+from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -98,7 +98,7 @@ def search(
     """
     plans: dict[Plan, float] = {}
     for part in (cluster, *alone(cluster)):
-        state = _Search(costs, part, options, plans)
+        state = _DeadlineSearch(costs, part, options, plans)
         for order in orders(part):
             replicas = _segments(order, state.space, state.builder)
             for num_replicas in replica_counts(min(len(order), costs.rows)):
@@ -107,13 +107,13 @@ def search(
     return plans
 
 
-class _Search:
+class _DeadlineSearch:
     """The plans found so far, and what does not change during a search."""
 
     def __init__(self, costs: ProgramCosts, cluster: Cluster, options: PlanOptions, plans: dict[Plan, float]) -> None:
         self._costs, self._cluster, self._options = costs, cluster, options
         memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in cluster.devices}
-        self._rules = Rules(options.schedule, options.zero, options.micro_batches, memory, options.recompute)
+        self._rules = ReplicaRules(options.schedule, options.zero, options.micro_batches, memory, options.recompute)
         self.space = Space.of(costs, cluster, options)
         micro_rows = max(1, round(costs.rows / len(cluster.devices)))
         self.builder = Builder(costs, cluster, self._rules, micro_rows)

@@ -19,11 +19,11 @@ from hetu_fx.planner.price.step import sync_seconds
 from hetu_fx.planner.search.device_classes import alike_in
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import Replica, Rules, StageEstimate, stage_estimate
+from hetu_fx.planner.search.replica import Replica, ReplicaRules, StageEstimate, stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage
 
 
-def rules_of(problem: Problem, zero: int) -> Rules:
+def rules_of(problem: Problem, zero: int) -> ReplicaRules:
     """Return what holds for the replicas of a problem's plans."""
     options = problem.options
     memory = {
@@ -31,7 +31,7 @@ def rules_of(problem: Problem, zero: int) -> Rules:
         for alike in alike_in(problem.cluster)
         for device in alike.devices
     }
-    return Rules(options.schedule, zero, options.micro_batches, memory, options.recompute)
+    return ReplicaRules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
 
 class Estimates:

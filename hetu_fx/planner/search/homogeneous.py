@@ -19,7 +19,7 @@ from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, Rules, Way
+from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, ReplicaRun
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 FEW_DEVICES = 32
@@ -55,7 +55,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TimedArrangement:
     """An arrangement, run in so many micro-batches, and the seconds that it is estimated to take."""
 
     seconds: float
@@ -77,7 +77,7 @@ class Candidate:
         return plan.with_blocks(problem.costs.num_blocks)
 
 
-def candidates(problem: Problem) -> Iterator[Candidate]:
+def candidates(problem: Problem) -> Iterator[TimedArrangement]:
     """Yield every homogeneous plan that is estimated to fit."""
     estimates, rules = Estimates(problem), [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
     for arrangement in _arrangements(problem):
@@ -87,7 +87,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
         for given in rules:
             end = estimates.ends(replicas, firsts, last, given.zero)
             for way in _ways(replicas, arrangement.degrees, problem.costs.rows, given):
-                yield Candidate(way.seconds + end, arrangement, way.micro_batches, given.zero)
+                yield TimedArrangement(way.seconds + end, arrangement, way.micro_batches, given.zero)
 
 
 def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:
@@ -97,7 +97,7 @@ def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -
     return list({id(replica): replica for replica in found}.values())
 
 
-def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Rules) -> Iterator[Way]:
+def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: ReplicaRules) -> Iterator[ReplicaRun]:
     """Yield the ways to run pipelines that fit memory, as the slowest of them takes."""
     rows = math.ceil(total / degrees.pipelines)
     counts = {min(count, rows): count for count in reversed(rules.micro_batches)}

@@ -22,7 +22,7 @@ from hetu_fx.plans.plan import Pipeline, Schedule, Stage
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ReplicaRules:
     """What holds for all replicas of a search; `memory` is usable bytes by rank."""
 
     schedule: Schedule
@@ -33,7 +33,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StageRun:
     """How a stage is run: what is in flight, and over how many replicas states are spread."""
 
     micro_rows: int
@@ -42,26 +42,26 @@ class Run:
     num_replicas: int
 
     @classmethod
-    def of(cls, stage: int, num_stages: int, rows: tuple[int, int], num_replicas: int, rules: Rules) -> Run:
+    def of(cls, stage: int, num_stages: int, rows: tuple[int, int], num_replicas: int, rules: ReplicaRules) -> StageRun:
         """Return how a stage of a pipeline is run; `rows` are those of a micro-batch, and how many of these."""
         micro_rows, count = rows
         return cls(micro_rows, in_flight(rules.schedule, stage, num_stages, count), count, num_replicas)
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class DeviceHolding:
     """What a device of a stage holds, and the memory that it may use."""
 
     stage: int
     memory: int
     piece: Piece
 
-    def most_rows(self, run: Run, zero: int, recompute: int = 0) -> int:
+    def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
         """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
         piece = self.piece.recomputing(recompute) if recompute else self.piece
         return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, run.num_replicas)
 
-    def least_recompute(self, run: Run, rules: Rules) -> int | None:
+    def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
         """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
         if self.most_rows(run, rules.zero) >= run.micro_rows:
             return 0
@@ -86,10 +86,10 @@ class StageEstimate:
 
     seconds: Line
     again: Line
-    holdings: tuple[Holding, ...]
+    holdings: tuple[DeviceHolding, ...]
     update: Line
 
-    def seconds_of(self, run: Run, rules: Rules, rows: int) -> float:
+    def seconds_of(self, run: StageRun, rules: ReplicaRules, rows: int) -> float:
         """Return the seconds of `rows` rows with what has to be recomputed for a run; infinite where it cannot fit."""
         needs = [holding.least_recompute(run, rules) for holding in self.holdings]
         counts = [count for count in needs if count is not None]
@@ -115,7 +115,7 @@ class Replica:
 
     pipeline: Pipeline
     lines: tuple[Line, ...]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[DeviceHolding, ...]
     update: Line
     again: tuple[Line, ...] = ()
 
@@ -134,13 +134,13 @@ class Replica:
         parts = zip(self.lines, self.again, recompute, self.pipeline.stages, strict=True)
         return [line + _again_line(again, count, stage.blocks or 0) for line, again, count, stage in parts]
 
-    def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: Rules) -> int:
+    def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: ReplicaRules) -> int:
         """Return the most rows of a micro-batch that fit the memory of every device; 0 when none do."""
         runs = self._runs(1, micro_batches, num_replicas, rules)
         return min(holding.most_rows(runs[holding.stage], rules.zero) for holding in self.holdings)
 
     def least_recompute(
-        self, micro_rows: int, micro_batches: int, num_replicas: int, rules: Rules
+        self, micro_rows: int, micro_batches: int, num_replicas: int, rules: ReplicaRules
     ) -> tuple[int, ...] | None:
         """Return how few blocks each stage has to recompute for so many rows of a micro-batch; None if none do."""
         counts = [0] * len(self.lines)
@@ -152,9 +152,9 @@ class Replica:
             counts[holding.stage] = max(counts[holding.stage], least)
         return tuple(counts)
 
-    def _runs(self, micro_rows: int, micro_batches: int, num_replicas: int, rules: Rules) -> list[Run]:
+    def _runs(self, micro_rows: int, micro_batches: int, num_replicas: int, rules: ReplicaRules) -> list[StageRun]:
         count, rows = len(self.lines), (micro_rows, micro_batches)
-        return [Run.of(stage, count, rows, num_replicas, rules) for stage in range(count)]
+        return [StageRun.of(stage, count, rows, num_replicas, rules) for stage in range(count)]
 
     def recomputing(self, counts: Sequence[int]) -> Replica:
         """Return the replica with so many blocks of each stage recomputed."""
@@ -174,7 +174,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ReplicaRun:
     """A way to run a replica: in so many micro-batches, some blocks of each stage being recomputed."""
 
     seconds: float
@@ -192,33 +192,33 @@ class Family:
 
     replica: Replica
     num_replicas: int
-    rules: Rules
+    rules: ReplicaRules
     limits: tuple[tuple[int, int], ...]
-    known: dict[int, Way | None] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[int, ReplicaRun | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, replica: Replica, num_replicas: int, rules: Rules) -> Family:
+    def of(cls, replica: Replica, num_replicas: int, rules: ReplicaRules) -> Family:
         """Return the ways in which a replica fits memory when there are so many."""
         limits = ((m, replica.most_micro_rows(m, num_replicas, rules)) for m in rules.micro_batches)
         return cls(replica, num_replicas, rules, tuple((m, most) for m, most in limits if most >= 1 or rules.recompute))
 
-    def ways(self, rows: int) -> list[Way]:
+    def ways(self, rows: int) -> list[ReplicaRun]:
         """Return the ways to do `rows` rows, with the least recompute that fits for each number of micro-batches."""
         found = (self._way(rows, count, most) for count, most in self.limits)
         return [way for way in found if way is not None]
 
-    def _way(self, rows: int, micro_batches: int, most: int) -> Way | None:
+    def _way(self, rows: int, micro_batches: int, most: int) -> ReplicaRun | None:
         micro_rows = math.ceil(rows / max(1, min(micro_batches, rows)))
         if micro_rows <= most:
-            return Way(self.replica.seconds(rows, micro_batches), micro_batches)
+            return ReplicaRun(self.replica.seconds(rows, micro_batches), micro_batches)
         if not self.rules.recompute:
             return None
         counts = self.replica.least_recompute(micro_rows, micro_batches, self.num_replicas, self.rules)
         if counts is None:
             return None
-        return Way(self.replica.seconds(rows, micro_batches, counts), micro_batches, counts)
+        return ReplicaRun(self.replica.seconds(rows, micro_batches, counts), micro_batches, counts)
 
-    def best(self, rows: int) -> Way | None:
+    def best(self, rows: int) -> ReplicaRun | None:
         """Return the fastest way to do `rows` rows; None if none fits."""
         if rows not in self.known:
             self.known[rows] = min(self.ways(rows), key=lambda way: (way.seconds, way.micro_batches), default=None)
@@ -231,7 +231,7 @@ class Family:
 
     def pipeline(self, rows: int) -> Pipeline:
         """Return the pipeline with its rows, in no more micro-batches than rows."""
-        best = self.best(rows) or Way(math.inf, 1)
+        best = self.best(rows) or ReplicaRun(math.inf, 1)
         made = self.replica.recomputing(best.recompute)
         return replace(made.pipeline, share=rows, micro_batches=min(best.micro_batches, rows))
 
@@ -263,7 +263,9 @@ def stage_estimate(
     return StageEstimate(
         seconds=sum(tensor_parallel_lines(stage, parts, cluster), seconds),
         again=reduce(Line.upper, forward_lines(compute_lines(stage, again, cluster))),
-        holdings=tuple(Holding(0, room, Piece(costs, start, stop, share, count)) for share, room in least.items()),
+        holdings=tuple(
+            DeviceHolding(0, room, Piece(costs, start, stop, share, count)) for share, room in least.items()
+        ),
         update=reduce(
             Line.upper,
             (update_line(parts.parameter_bytes_at(share), cluster.device(rank)) for rank, share in pairs),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import BatchError, PlanError
-from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Batching, Candidate, Request
+from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Batching, EligibleVariant, Request
 from hetu_fx.planner.dispatch.batching import assign
 from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, Soonest
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
@@ -19,15 +19,15 @@ LINEAR = TimeFit(a=0.0, b=1.0, c=1.0)
 QUADRATIC = TimeFit(a=0.1, b=1.0, c=1.0)
 
 
-def candidate(name: str, *held: int, times: TimeFit = LINEAR) -> Candidate:
+def candidate(name: str, *held: int, times: TimeFit = LINEAR) -> EligibleVariant:
     """A variant with a pipeline of one device for each of these limits."""
     plan = Plan.data_parallel(range(len(held)))
-    return Candidate(name, plan, tuple(Scheme(1, 1, times, most) for most in held))
+    return EligibleVariant(name, plan, tuple(Scheme(1, 1, times, most) for most in held))
 
 
-def two_stages(name: str, held: int) -> Candidate:
+def two_stages(name: str, held: int) -> EligibleVariant:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,)))),))
-    return Candidate(name, plan, (Scheme(1, 2, LINEAR, held),))
+    return EligibleVariant(name, plan, (Scheme(1, 2, LINEAR, held),))
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.planner.dispatch.assignment import Assignment, MicroBatch
+from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.planner.dispatch.candidates import device_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
@@ -14,12 +14,12 @@ CLUSTER = paper(8, 8, 8, 8)
 UNEQUAL = Plan((Pipeline((Stage((0,)), Stage((1,)))), Pipeline((Stage((2,)),)), Pipeline((Stage((3,)),))))
 
 
-def seconds(*pipelines: tuple[MicroBatch, ...]) -> dict[int, float]:
+def seconds(*pipelines: tuple[PackedMicroBatch, ...]) -> dict[int, float]:
     return device_seconds(Assignment("one", pipelines, 0.0), UNEQUAL, BY_LENGTH, CLUSTER)
 
 
-def row(width: int, count: int = 1) -> MicroBatch:
-    return MicroBatch(tuple((i,) for i in range(count)), width)
+def row(width: int, count: int = 1) -> PackedMicroBatch:
+    return PackedMicroBatch(tuple((i,) for i in range(count)), width)
 
 
 def test_stages_share_the_work_of_their_pipeline_and_others_have_their_own() -> None:

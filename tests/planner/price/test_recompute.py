@@ -8,7 +8,7 @@ from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.recompute import fitted, least_blocks
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.builder import Builder
-from hetu_fx.planner.search.replica import Rules
+from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -105,7 +105,7 @@ def test_blocks_leave_stages_that_keep_more_micro_batches() -> None:
     costs = replace(transformer(layers=12, rows=8, length=2048, width=64, vocabulary=8), after=PartCosts())
     kept, blocks = costs.blocks[0].activation_bytes, []
     for memory in (1 << 40, int(9 * kept)):
-        rules = Rules("1f1b", 1, (8,), dict.fromkeys(range(2), memory))
+        rules = ReplicaRules("1f1b", 1, (8,), dict.fromkeys(range(2), memory))
         (replica,) = Builder(costs, paper(1, 1), rules, micro_rows=1).build(((0,), (1,)))
         blocks.append([stage.blocks for stage in replica.pipeline.stages])
         assert replica.most_micro_rows(8, 1, rules) >= 1

@@ -4,7 +4,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.search.auto import Rule, always, auto, both, devices_differ, either, some_straggle, up_to
+from hetu_fx.planner.search.auto import SearchRule, always, auto, both, devices_differ, either, some_straggle, up_to
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
@@ -53,9 +53,12 @@ def test_unlike_devices_get_unlike_work() -> None:
 def test_searches_that_suit_or_lack_nothing_are_asked() -> None:
     problem = Problem(MODEL, of(4, 4, 2, 2))
     alone = HOMOGENEOUS.find(problem)
-    never, lacking = Rule(MALLEUS, lambda problem: False), Rule(replace(MALLEUS, lacks=lambda problem: "all"), always)
-    assert auto(HYDRAULIS, [Rule(HOMOGENEOUS, always), never, lacking]).find(problem) == alone
-    asked = auto(HYDRAULIS, [Rule(HOMOGENEOUS, always), Rule(MALLEUS, always)]).find(problem)
+    never, lacking = (
+        SearchRule(MALLEUS, lambda problem: False),
+        SearchRule(replace(MALLEUS, lacks=lambda problem: "all"), always),
+    )
+    assert auto(HYDRAULIS, [SearchRule(HOMOGENEOUS, always), never, lacking]).find(problem) == alone
+    asked = auto(HYDRAULIS, [SearchRule(HOMOGENEOUS, always), SearchRule(MALLEUS, always)]).find(problem)
     assert asked == {**alone, **MALLEUS.find(problem)}
 
 

@@ -9,13 +9,13 @@ from threading import Event, current_thread, main_thread
 import pytest
 
 from hetu_fx.errors import BatchError
-from hetu_fx.planner.dispatch.assignment import Assignment, Candidate, Request
+from hetu_fx.planner.dispatch.assignment import Assignment, EligibleVariant, Request
 from hetu_fx.planner.dispatch.policies import Hydraulis
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.sequences.planner import SequencePlanner
 
-CANDIDATES = (Candidate("one", Plan.single(), (Scheme(1, 1, TimeFit(0.0, 1.0), 64),)),)
+CANDIDATES = (EligibleVariant("one", Plan.single(), (Scheme(1, 1, TimeFit(0.0, 1.0), 64),)),)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Watched(Hydraulis):
     in_thread: Event = field(default_factory=Event)
     in_main: Event = field(default_factory=Event)
 
-    def __call__(self, candidates: Sequence[Candidate], request: Request, /) -> tuple[Assignment, ...]:
+    def __call__(self, candidates: Sequence[EligibleVariant], request: Request, /) -> tuple[Assignment, ...]:
         (self.in_main if current_thread() is main_thread() else self.in_thread).set()
         return Hydraulis.__call__(self, candidates, request)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.batches.nested import nested_batch
 from hetu_fx.errors import BatchError
-from hetu_fx.planner.dispatch.assignment import Assignment, MicroBatch
+from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.switching.step.assigned_rows import first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.rows import Interval
 
@@ -46,7 +46,11 @@ def test_sequences_of_unlike_inputs_are_refused() -> None:
 
 
 def test_rows_are_counted_over_pipelines() -> None:
-    pipelines = ((MicroBatch(((0,), (1,)), 4), MicroBatch(((2,),), 3)), (), (MicroBatch(((3, 4),), 9),))
+    pipelines = (
+        (PackedMicroBatch(((0,), (1,)), 4), PackedMicroBatch(((2,),), 3)),
+        (),
+        (PackedMicroBatch(((3, 4),), 9),),
+    )
     plan = row_plan(Assignment("any", pipelines, 0.0), world_size=2)
     assert plan.pipelines == (Interval(0, 3), Interval(3, 3), Interval(3, 4))
     assert plan.micro_batches == ((Interval(0, 2), Interval(2, 3)), (), (Interval(3, 4),))
@@ -55,7 +59,7 @@ def test_rows_are_counted_over_pipelines() -> None:
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=8))
 def test_no_two_micro_batches_draw_for_one_row_or_token(sizes: list[tuple[int, int]]) -> None:
-    micro_batches = [MicroBatch(((0,),) * rows, width) for rows, width in sizes]
+    micro_batches = [PackedMicroBatch(((0,),) * rows, width) for rows, width in sizes]
     starts = first_rows(micro_batches)
     rows = [set(range(start, start + count)) for start, (count, _) in zip(starts, sizes, strict=True)]
     tokens = [

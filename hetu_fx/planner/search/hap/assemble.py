@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.expand import Choice, Expansion
+from hetu_fx.planner.search.hap.expand import OpChoice, Expansion
 from hetu_fx.planner.search.hap.items import items_of
-from hetu_fx.planner.search.hap.memory import Held, held, held_after
+from hetu_fx.planner.search.hap.memory import HeldBytes, held, held_after
 from hetu_fx.planner.search.hap.prices import Ratios
-from hetu_fx.planner.search.hap.program import LayoutChange, Program, Step
+from hetu_fx.planner.search.hap.program import LayoutChange, HapProgram, HapStep
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Layout, LayoutKind
 from hetu_fx.planner.search.hap.synthesis import Label, best_first
@@ -22,7 +22,7 @@ from hetu_fx.planner.values.tensor_program import Problem
 class Synthesised:
     """A program and how it was found; `is_exact`: none is faster at those ratios."""
 
-    program: Program
+    program: HapProgram
     num_states: int
     is_exact: bool
 
@@ -35,7 +35,7 @@ def synthesise(expansion: Expansion, *, blocks_once: bool = True) -> Synthesised
     items = items_of(expansion, blocks_once=blocks_once)
     nothing = (0.0,) * len(expansion.prices.per_flop)
     start = Span(nothing) if len(nothing) == 1 else Span(nothing, 0.0, nothing)
-    ends, frontier = best_first(expansion, items, Label((), start, Held()), first_only=True)
+    ends, frontier = best_first(expansion, items, Label((), start, HeldBytes()), first_only=True)
     if not ends:
         raise PlanError(_nothing_found(expansion, len([taken for taken in frontier.taken if taken])))
     is_exact = frontier.is_exact and all(item.is_exact for item in items)
@@ -43,14 +43,14 @@ def synthesise(expansion: Expansion, *, blocks_once: bool = True) -> Synthesised
     return Synthesised(program, sum(map(len, frontier.taken)), is_exact)
 
 
-def assemble(expansion: Expansion, choices: Sequence[Choice]) -> Program:
+def assemble(expansion: Expansion, choices: Sequence[OpChoice]) -> HapProgram:
     """Return the program of choices, its exchanges as they are fastest at the expansion's ratios."""
     steps = tuple(_step(expansion, choice) for choice in choices)
     problem, rules = expansion.problem, expansion.rules
-    return Program(steps, problem.num_segments, rules.waits_after_each_op)
+    return HapProgram(steps, problem.num_segments, rules.waits_after_each_op)
 
 
-def _step(expansion: Expansion, choice: Choice) -> Step:
+def _step(expansion: Expansion, choice: OpChoice) -> HapStep:
     problem = expansion.problem
     op, form = problem.ops[choice.op], expansion.forms[choice.op][choice.form]
     changes = []
@@ -58,7 +58,7 @@ def _step(expansion: Expansion, choice: Choice) -> Step:
         tensor = problem.by_name[name]
         transfers = expansion.prices.change(tensor, source, target) or ()
         changes.append(LayoutChange(name, source, target, transfers, tensor.kind == "parameter"))
-    return Step(op, form, choice.homes, tuple(changes), expansion.gathered(op, form))
+    return HapStep(op, form, choice.homes, tuple(changes), expansion.gathered(op, form))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Bytes:
         return self.copied + math.fsum(s * shares[index] for s, shares in zip(self.spread, ratios, strict=True))
 
 
-def bytes_of(program: Program, problem: Problem, *, zero: int = 1) -> Bytes:
+def bytes_of(program: HapProgram, problem: Problem, *, zero: int = 1) -> Bytes:
     """Return what the tensors of a program take."""
     entries = [entry for step in program.steps for entry in _held(step, problem, zero)]
     spread = [0.0] * program.num_segments
@@ -82,7 +82,7 @@ def bytes_of(program: Program, problem: Problem, *, zero: int = 1) -> Bytes:
     return Bytes(math.fsum(one.copied for _, one in entries), tuple(spread))
 
 
-def _held(step: Step, problem: Problem, zero: int) -> Iterator[tuple[int, Held]]:
+def _held(step: HapStep, problem: Problem, zero: int) -> Iterator[tuple[int, HeldBytes]]:
     pairs: list[tuple[str, Layout]] = [*step.homes, *zip(step.op.makes, step.form.makes, strict=True)]
     for name, layout in pairs:
         yield _segment(layout, step), held(problem.by_name[name], layout, zero=zero)
@@ -91,7 +91,7 @@ def _held(step: Step, problem: Problem, zero: int) -> Iterator[tuple[int, Held]]
             yield _segment(change.target, step), held_after(problem.by_name[change.tensor], change.target)
 
 
-def _segment(layout: Layout, step: Step) -> int:
+def _segment(layout: Layout, step: HapStep) -> int:
     return layout.segment if layout.kind is LayoutKind.SPLIT else step.op.segment
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from hetu_fx.planner.search.hap.forms import Rules
-from hetu_fx.planner.search.hap.memory import Held, Limits, held_after
-from hetu_fx.planner.search.hap.prices import Prices
+from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.memory import HeldBytes, Limits, held_after
+from hetu_fx.planner.search.hap.prices import RatioPrices
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Layout
 from hetu_fx.planner.values.tensor_program import Problem, Tensor
@@ -35,7 +35,7 @@ class Reached(Protocol):
     def span(self) -> Span: ...
 
     @property
-    def held(self) -> Held: ...
+    def held(self) -> HeldBytes: ...
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Dominance:
     """Compares states of a problem at given prices."""
 
     problem: Problem
-    prices: Prices
-    rules: Rules
+    prices: RatioPrices
+    rules: SynthesisRules
     limits: Limits
-    _distances: dict[tuple[str, Layouts, Layouts], tuple[float, Held] | None] = field(default_factory=dict, repr=False)
+    _distances: dict[tuple[str, Layouts, Layouts], tuple[float, HeldBytes] | None] = field(default_factory=dict, repr=False)
 
     def serves(self, one: Reached, other: Reached) -> bool:
         """Tell whether all that can follow the other can follow the one, no later and with no more bytes.
@@ -55,7 +55,7 @@ class Dominance:
         """
         if self.is_scalar and one.span.head[0] > other.span.head[0]:
             return False
-        extra, more = 0.0, Held()
+        extra, more = 0.0, HeldBytes()
         if one.layouts != other.layouts:
             found = self._distance(one.layouts, other.layouts)
             if found is None:
@@ -72,9 +72,9 @@ class Dominance:
         """Tell whether one device stands for all."""
         return len(self.prices.per_flop) == 1
 
-    def _distance(self, one: State, other: State) -> tuple[float, Held] | None:
+    def _distance(self, one: State, other: State) -> tuple[float, HeldBytes] | None:
         """Return seconds and bytes of changing the one's layouts to have all of the other's."""
-        seconds, held = 0.0, Held()
+        seconds, held = 0.0, HeldBytes()
         for (name, have), (same, wanted) in zip(one, other, strict=True):
             assert name == same
             if have != wanted:
@@ -85,16 +85,16 @@ class Dominance:
                 held = held + found[1] if self.limits.bind else held
         return seconds, held
 
-    def _tensor_distance(self, name: str, have: Layouts, wanted: Layouts) -> tuple[float, Held] | None:
+    def _tensor_distance(self, name: str, have: Layouts, wanted: Layouts) -> tuple[float, HeldBytes] | None:
         key = name, have, wanted
         if key not in self._distances:
             self._distances[key] = self._find_distance(self.problem.by_name[name], have, wanted)
         return self._distances[key]
 
-    def _find_distance(self, tensor: Tensor, have: Layouts, wanted: Layouts) -> tuple[float, Held] | None:
+    def _find_distance(self, tensor: Tensor, have: Layouts, wanted: Layouts) -> tuple[float, HeldBytes] | None:
         if self.rules.one_change or not tensor.movable:
             return None
-        seconds, held = 0.0, Held()
+        seconds, held = 0.0, HeldBytes()
         for layout in set(wanted) - set(have):
             options = [self.change_seconds(tensor, source, layout) for source in have]
             known = [option for option in options if option is not None]

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.dominance import Dominance, Layouts, State
-from hetu_fx.planner.search.hap.forms import Form, Rules, forms_of
-from hetu_fx.planner.search.hap.memory import Held, Limits, held, held_after
-from hetu_fx.planner.search.hap.prices import Prices, Transfer, Vector
+from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
+from hetu_fx.planner.search.hap.memory import HeldBytes, Limits, held, held_after
+from hetu_fx.planner.search.hap.prices import RatioPrices, PricedCollective, Vector
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, split
 from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 
-class Choice(NamedTuple):
+class OpChoice(NamedTuple):
     """How an op is done, by numbers, so that it can be told of an equal op of another block."""
 
     op: int
@@ -30,13 +30,13 @@ class Choice(NamedTuple):
     changes: tuple[tuple[str, Layout, Layout], ...]
 
 
-class Move(NamedTuple):
+class OpMove(NamedTuple):
     """A choice and what it leads to: layouts of what it touched, seconds, bytes held more."""
 
     layouts: State
     span: Span
-    held: Held
-    choices: tuple[Choice, ...]
+    held: HeldBytes
+    choices: tuple[OpChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Way:
     changes: tuple[tuple[str, Layout, Layout], ...] = ()
     seconds: float = 0.0
     ends_stage: bool = False
-    held: Held = field(default_factory=Held)
+    held: HeldBytes = field(default_factory=HeldBytes)
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Expansion:
     """The moves of a problem at given prices."""
 
     problem: Problem
-    prices: Prices
-    rules: Rules
+    prices: RatioPrices
+    rules: SynthesisRules
     limits: Limits
     zero: int = 1
-    _known: dict[tuple[int, tuple[Layouts, ...]], tuple[Move, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, tuple[Layouts, ...]], tuple[OpMove, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def dominance(self) -> Dominance:
@@ -68,7 +68,7 @@ class Expansion:
         return Dominance(self.problem, self.prices, self.rules, self.limits)
 
     @cached_property
-    def forms(self) -> tuple[tuple[Form, ...], ...]:
+    def forms(self) -> tuple[tuple[OpForm, ...], ...]:
         """Return the forms of each op."""
         count = self.prices.num_devices
         found = tuple(forms_of(op, self.problem, self.rules, count) for op in self.problem.ops)
@@ -82,7 +82,7 @@ class Expansion:
         works = [self.prices.work(form) for form in self.forms[index]]
         return tuple(map(min, zip(*works, strict=True)))
 
-    def moves(self, index: int, layouts: Mapping[str, Layouts]) -> tuple[Move, ...]:
+    def moves(self, index: int, layouts: Mapping[str, Layouts]) -> tuple[OpMove, ...]:
         """Return the moves of an op, `layouts` being those of what has been made and of parameters in use."""
         names = dict.fromkeys(self.problem.ops[index].reads)
         key = index, tuple(layouts.get(name, ()) for name in names)
@@ -92,36 +92,36 @@ class Expansion:
             self._known[key] = self._undominated(found)
         return self._known[key]
 
-    def _undominated(self, moves: Sequence[Move]) -> tuple[Move, ...]:
+    def _undominated(self, moves: Sequence[OpMove]) -> tuple[OpMove, ...]:
         """Return the moves without those that another one serves for."""
-        kept: list[Move] = []
+        kept: list[OpMove] = []
         for move in sorted(moves, key=lambda move: move.span.seconds):
             if not any(self.dominance.serves(other, move) for other in kept):
                 kept.append(move)
         return tuple(kept)
 
-    def gathered(self, op: Op, form: Form) -> tuple[Transfer, ...]:
+    def gathered(self, op: Op, form: OpForm) -> tuple[PricedCollective, ...]:
         """Return what sufficient-factor broadcasting gathers for a form; inputs are everywhere anyway."""
         tensors = (self.problem.by_name[name] for name in form.gathered)
         return tuple(self.prices.gather(t, form.segment, is_backward=True) for t in tensors if t.kind != "input")
 
-    def _moves(self, index: int, number: int, layouts: Mapping[str, Layouts]) -> Iterator[Move]:
+    def _moves(self, index: int, number: int, layouts: Mapping[str, Layouts]) -> Iterator[OpMove]:
         op, form = self.problem.ops[index], self.forms[index][number]
         gathers = self.prices.seconds(self.gathered(op, form))
         for way in self._ways(index, form, layouts):
             after = dict(way.layouts) | {name: (made,) for name, made in zip(op.makes, form.makes, strict=True)}
             left = tuple(sorted((name, have) for name, have in after.items() if self._matters(name, index)))
-            more = Held()
+            more = HeldBytes()
             if self.limits.bind:
                 made = zip(op.makes, form.makes, strict=True)
                 more = sum((held(self._tensor(name), layout, zero=self.zero) for name, layout in made), way.held)
-            choice = Choice(index, number, way.homes, way.changes)
-            yield Move(left, self._span(form, way.seconds + gathers, way.ends_stage), more, (choice,))
+            choice = OpChoice(index, number, way.homes, way.changes)
+            yield OpMove(left, self._span(form, way.seconds + gathers, way.ends_stage), more, (choice,))
 
     def _matters(self, name: str, index: int) -> bool:
         return self._tensor(name).kind != "input" and self.problem.last_use.get(name, -1) > index
 
-    def _span(self, form: Form, exchange: float, ends_stage: bool) -> Span:
+    def _span(self, form: OpForm, exchange: float, ends_stage: bool) -> Span:
         work = self.prices.work(form)
         if len(work) > 1 and (ends_stage or self.rules.waits_after_each_op):
             nothing = (0.0,) * len(work)
@@ -130,7 +130,7 @@ class Expansion:
             return Span(nothing, exchange, work)
         return Span(tuple(seconds + exchange for seconds in work))
 
-    def _ways(self, index: int, form: Form, layouts: Mapping[str, Layouts]) -> list[_Way]:
+    def _ways(self, index: int, form: OpForm, layouts: Mapping[str, Layouts]) -> list[_Way]:
         ways = [_Way({name: have for name, have in layouts.items() if have})]
         for name, wanted in zip(self.problem.ops[index].reads, form.reads, strict=True):
             if wanted is not None:
@@ -169,7 +169,7 @@ class Expansion:
         if stays:
             first, *others = layouts[tensor.name]
             layouts[tensor.name] = (first, *sorted((*others, wanted)))
-        more = Held()
+        more = HeldBytes()
         if self.limits.bind and any(not transfer.is_backward for transfer in transfers):
             more = held_after(tensor, wanted)
         return _Way(
@@ -185,7 +185,7 @@ class Expansion:
         """Yield the ways to hold a parameter: all that its later readers or memory may need, else the fastest."""
         found = []
         for home in self._homes(index, tensor, wanted):
-            more = held(tensor, home, zero=self.zero) if self.limits.bind else Held()
+            more = held(tensor, home, zero=self.zero) if self.limits.bind else HeldBytes()
             layouts = {**way.layouts, tensor.name: (home,)}
             homes = (*way.homes, (tensor.name, home))
             start = _Way(layouts, homes, way.changes, way.seconds, way.ends_stage, way.held + more)

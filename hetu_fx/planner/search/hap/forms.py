@@ -21,7 +21,7 @@ from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class SynthesisRules:
     """What the search may do and how it counts; the defaults are sound and best, `RELEASED` is as published.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rules:
     smallest_units: int = 1
 
 
-RELEASED = Rules(
+RELEASED = SynthesisRules(
     tracks_gradients=False,
     sufficient_factors=False,
     one_change=True,
@@ -55,7 +55,7 @@ RELEASED = Rules(
 """As HAP's released code does it, quirks included; its elements for bytes are for the problem to say."""
 
 
-class Form(NamedTuple):
+class OpForm(NamedTuple):
     """One way to do an op.
 
     Attributes:
@@ -83,13 +83,13 @@ class Form(NamedTuple):
         return f"cut on {self.cut}" + (", from sufficient factors" if self.gathered else "")
 
 
-def forms_of(op: Op, problem: Problem, rules: Rules, num_devices: int) -> tuple[Form, ...]:
+def forms_of(op: Op, problem: Problem, rules: SynthesisRules, num_devices: int) -> tuple[OpForm, ...]:
     """Return the forms of an op, in a fixed order without repeats."""
     forms = _Forms(op, problem, rules, num_devices)
     return tuple(dict.fromkeys((*forms.whole(), *forms.on_summands(), *forms.cut())))
 
 
-def _gradient_bearing(tensor: Tensor, layout: Layout, rules: Rules) -> Layout:
+def _gradient_bearing(tensor: Tensor, layout: Layout, rules: SynthesisRules) -> Layout:
     """Return a layout as the rules know it: copies without gradient are COPY, others may all be SHARED."""
     if layout not in (COPY, SHARED):
         return layout
@@ -102,26 +102,26 @@ def _gradient_bearing(tensor: Tensor, layout: Layout, rules: Rules) -> Layout:
 class _Forms:
     op: Op
     problem: Problem
-    rules: Rules
+    rules: SynthesisRules
     num_devices: int
 
-    def whole(self) -> Iterator[Form]:
+    def whole(self) -> Iterator[OpForm]:
         """Yield the forms in which all devices do all; gradients may come in summands all the same."""
         if self.op.copyable:
             flops = self.problem.all_flops(self.op)
             for layout in (COPY, SHARED):
                 reads = self._reads([layout] * len(self.op.reads))
                 makes = tuple(self._known(name, layout) for name in self.op.makes)
-                yield Form(None, self.op.segment, reads, makes, whole_flops=flops)
+                yield OpForm(None, self.op.segment, reads, makes, whole_flops=flops)
 
-    def on_summands(self) -> Iterator[Form]:
+    def on_summands(self) -> Iterator[OpForm]:
         """Yield the forms in which operands that the op is linear in are summands, and so are results."""
         flops = self.problem.all_flops(self.op)
         for positions in self.op.linear:
             reads = self._reads([PARTIAL if i in positions else SHARED for i in range(len(self.op.reads))])
-            yield Form(None, self.op.segment, reads, (PARTIAL,) * len(self.op.makes), whole_flops=flops)
+            yield OpForm(None, self.op.segment, reads, (PARTIAL,) * len(self.op.makes), whole_flops=flops)
 
-    def cut(self) -> Iterator[Form]:
+    def cut(self) -> Iterator[OpForm]:
         """Yield the forms in which one factor is cut."""
         for factor in self.op.factors:
             if self._can_cut(factor):
@@ -141,13 +141,13 @@ class _Forms:
         pairs = zip((*self.op.reads, *self.op.makes), (*self.op.operands, *self.op.results), strict=True)
         return next(self._tensor(name).shape[dims.index(factor)] for name, dims in pairs if factor in dims)
 
-    def _cut(self, factor: str) -> Form:
+    def _cut(self, factor: str) -> OpForm:
         reads = self._reads([self._split_or(names, factor, SHARED) for names in self.op.operands])
         makes = tuple(self._split_or(names, factor, PARTIAL) for names in self.op.results)
         flops = self.problem.all_flops(self.op)
-        return Form(factor, self.op.segment, reads, makes, cut_flops=flops, units=self._size(factor))
+        return OpForm(factor, self.op.segment, reads, makes, cut_flops=flops, units=self._size(factor))
 
-    def _from_sufficient_factors(self, factor: str, form: Form) -> Form | None:
+    def _from_sufficient_factors(self, factor: str, form: OpForm) -> OpForm | None:
         """Return the form that leaves no parameter's gradient in summands, if the op has such parameters."""
         ends = [i for i, layout in enumerate(form.reads) if layout == SHARED and self._is_factor(i)]
         if not any(self.problem.backward_flops(self.op)[i] for i in ends):

@@ -40,7 +40,9 @@ def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool 
 
     Raises `PlanError` for a graph without anything that parameters reach.
     """
-    reader = _Reader(graph, analyse(graph), (rows or example_rows(graph)) / example_rows(graph), segment_per_part)
+    reader = _ProblemReader(
+        graph, analyse(graph), (rows or example_rows(graph)) / example_rows(graph), segment_per_part
+    )
     for node in reader.wanted():
         reader.add(node)
     outputs = tuple(dict.fromkeys(reader.source_of(node)[0] for node in reader.outputs()))
@@ -50,7 +52,7 @@ def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool 
 
 
 @dataclass
-class _Reader:
+class _ProblemReader:
     """The problem while the graph is read."""
 
     graph: Graph

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hetu_fx.planner.search.hap.dominance import Layouts, State
-from hetu_fx.planner.search.hap.expand import Choice, Expansion, Move
-from hetu_fx.planner.search.hap.memory import Held
+from hetu_fx.planner.search.hap.expand import Expansion, OpChoice, OpMove
+from hetu_fx.planner.search.hap.memory import HeldBytes
 from hetu_fx.planner.search.hap.prices import Vector
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.synthesis import Item, Label, best_first
@@ -49,7 +49,7 @@ class OpItem:
     most_entries: int | None = None
     is_exact: bool = True
 
-    def moves(self, state: State) -> Iterator[Move]:
+    def moves(self, state: State) -> Iterator[OpMove]:
         """Yield what can be done from a state, with the whole state after it."""
         for move in self.expansion.moves(self.index, dict(state)):
             after = _with_layouts(state, self.expansion.problem, move.layouts, self.index)
@@ -62,24 +62,24 @@ class OpItem:
 
 
 @dataclass
-class _Kind:
+class _EqualBlocks:
     """Equal blocks: the ops of the first, and its ends by entry."""
 
     expansion: Expansion
     items: Sequence[Item]
     names: tuple[str, ...]
     start: int
-    ends: dict[State, tuple[Move, ...]] = field(default_factory=dict)
+    ends: dict[State, tuple[OpMove, ...]] = field(default_factory=dict)
     is_exact: bool = True
 
-    def from_entry(self, entry: State) -> tuple[Move, ...]:
+    def from_entry(self, entry: State) -> tuple[OpMove, ...]:
         """Return the moves over the whole block from a state of the tensors that it touches."""
         if entry not in self.ends:
             nothing = (0.0,) * len(self.expansion.prices.per_flop)
-            start = Label(entry, Span(nothing), Held())
+            start = Label(entry, Span(nothing), HeldBytes())
             found, frontier = best_first(self.expansion, self.items, start, first_only=False)
             self.is_exact = self.is_exact and frontier.is_exact
-            self.ends[entry] = tuple(Move(e.layouts, e.span, e.held, e.all_choices()) for e in found)
+            self.ends[entry] = tuple(OpMove(e.layouts, e.span, e.held, e.all_choices()) for e in found)
         return self.ends[entry]
 
 
@@ -87,12 +87,12 @@ class _Kind:
 class BlockItem:
     """One of several equal blocks; `names` are its tensors, in the order of those of its kind."""
 
-    kind: _Kind
+    kind: _EqualBlocks
     names: tuple[str, ...]
     start: int
     most_entries: int | None = MOST_ENTRIES
 
-    def moves(self, state: State) -> Iterator[Move]:
+    def moves(self, state: State) -> Iterator[OpMove]:
         """Yield what can be done from a state."""
         entry = tuple(sorted((self._to_kind[name], have) for name, have in state if name in self._to_kind))
         beside = [(name, have) for name, have in state if name not in self._to_kind]
@@ -119,7 +119,7 @@ class BlockItem:
     def _from_kind(self) -> Mapping[str, str]:
         return dict(zip(self.kind.names, self.names, strict=True))
 
-    def _told(self, choice: Choice) -> Choice:
+    def _told(self, choice: OpChoice) -> OpChoice:
         """Return a choice of the first block as one of this block."""
         return choice._replace(
             op=choice.op - self.kind.start + self.start,
@@ -134,11 +134,11 @@ def _repeated(expansion: Expansion, ops: Sequence[Item]) -> Iterator[tuple[int, 
         (start, stop, *_description(expansion.problem, start, stop)) for start, stop in expansion.problem.blocks
     ]
     all_described = [description for *_, description in described]
-    kinds: dict[Hashable, _Kind] = {}
+    kinds: dict[Hashable, _EqualBlocks] = {}
     for start, stop, names, description in described:
         if all_described.count(description) > 1:
             if description not in kinds:
-                kinds[description] = _Kind(expansion, ops[start:stop], names, start)
+                kinds[description] = _EqualBlocks(expansion, ops[start:stop], names, start)
             yield start, stop, BlockItem(kinds[description], names, start)
 
 

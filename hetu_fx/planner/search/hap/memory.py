@@ -21,35 +21,35 @@ from hetu_fx.planner.values.device_memory import fixed_bytes
 from hetu_fx.planner.values.tensor_program import Problem, Tensor
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes that every device holds, and bytes that devices share."""
 
     copied: float = 0.0
     spread: float = 0.0
 
-    def __add__(self, other: object) -> Held:
-        assert isinstance(other, Held)
-        return Held(self.copied + other.copied, self.spread + other.spread)
+    def __add__(self, other: object) -> HeldBytes:
+        assert isinstance(other, HeldBytes)
+        return HeldBytes(self.copied + other.copied, self.spread + other.spread)
 
 
-def held(tensor: Tensor, layout: Layout, *, zero: int = 1) -> Held:
+def held(tensor: Tensor, layout: Layout, *, zero: int = 1) -> HeldBytes:
     """Return what a tensor takes in a layout: a parameter with all its states, a value if it is kept."""
     is_split = layout.kind is LayoutKind.SPLIT
     if tensor.kind == "parameter" and tensor.has_gradient:
         whole = sum(count for _, count in fixed_bytes(tensor.bytes, zero=0, num_replicas=1))
         if is_split:
-            return Held(spread=whole)
+            return HeldBytes(spread=whole)
         if not zero:
-            return Held(copied=whole)
-        return Held(2 * tensor.bytes, 3 * tensor.bytes)
+            return HeldBytes(copied=whole)
+        return HeldBytes(2 * tensor.bytes, 3 * tensor.bytes)
     return held_after(tensor, layout)
 
 
-def held_after(tensor: Tensor, target: Layout) -> Held:
+def held_after(tensor: Tensor, target: Layout) -> HeldBytes:
     """Return what a tensor takes besides, after an exchange has brought it to another layout."""
     if tensor.kind == "value" and not tensor.is_kept:
-        return Held()
-    return Held(spread=tensor.bytes) if target.kind is LayoutKind.SPLIT else Held(copied=tensor.bytes)
+        return HeldBytes()
+    return HeldBytes(spread=tensor.bytes) if target.kind is LayoutKind.SPLIT else HeldBytes(copied=tensor.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Limits:
         """Tell whether there are limits."""
         return self.total < math.inf
 
-    def allow(self, bytes_held: Held) -> bool:
+    def allow(self, bytes_held: HeldBytes) -> bool:
         """Tell whether some ratios fit."""
         copied, spread = bytes_held
         return copied <= self.least and spread + self.num_devices * copied <= self.total

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.collectives import Collectives, Line
-from hetu_fx.planner.search.hap.forms import Form
-from hetu_fx.planner.search.hap.states import Change, Layout, changes
+from hetu_fx.planner.search.hap.forms import OpForm
+from hetu_fx.planner.search.hap.states import ChangeKind, Layout, changes
 from hetu_fx.planner.values.tensor_program import Tensor
 
 Ratios = tuple[tuple[float, ...], ...]
@@ -35,14 +35,14 @@ def _check_ratios(ratios: Ratios, num_devices: int) -> None:
             )
 
 
-class Transfer(NamedTuple):
+class PricedCollective(NamedTuple):
     """One collective: `fixed_seconds + seconds_per_share * x`.
 
     x is the largest ratio of segment `follows[0]`, or, with two segments, how far their boundaries are apart at
     most; without any, seconds are fixed. `bytes` are those of the whole tensor.
     """
 
-    change: Change
+    change: ChangeKind
     tensor: str
     is_backward: bool
     bytes: float
@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
     def seconds(self, ratios: Ratios) -> float:
         """Return its seconds at other ratios; boundaries that agree need no shift."""
         driver = _driver(self.follows, ratios)
-        if self.change is Change.SHIFT and driver < _EPSILON:
+        if self.change is ChangeKind.SHIFT and driver < _EPSILON:
             return 0.0
         return self.fixed_seconds + self.seconds_per_share * driver
 
@@ -79,13 +79,13 @@ def _boundary_distance(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Prices:
+class RatioPrices:
     """What work and changes cost on devices of these speeds at these ratios."""
 
     speeds: tuple[float, ...]
     collectives: Collectives
     ratios: Ratios
-    _changes: dict[tuple[str, Layout, Layout], tuple[Transfer, ...] | None] = field(
+    _changes: dict[tuple[str, Layout, Layout], tuple[PricedCollective, ...] | None] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -108,7 +108,7 @@ class Prices:
                 kept.append(column)
         return tuple(kept)
 
-    def work(self, form: Form) -> Vector:
+    def work(self, form: OpForm) -> Vector:
         """Return the seconds of a form on each of those devices."""
         return tuple(form.cut_flops * device[form.segment] + form.whole_flops * device[-1] for device in self.per_flop)
 
@@ -116,45 +116,45 @@ class Prices:
         """Return seconds on each of those devices that no forms of so many FLOPs per segment go below."""
         return tuple(sum(f * s for f, s in zip(flops, device[:-1], strict=True)) for device in self.per_flop)
 
-    def change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Transfer, ...] | None:
+    def change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[PricedCollective, ...] | None:
         """Return what changes a layout; None if nothing does."""
         key = (tensor.name, source, target)
         if key not in self._changes:
             self._changes[key] = self._change(tensor, source, target)
         return self._changes[key]
 
-    def seconds(self, transfers: Sequence[Transfer]) -> float:
+    def seconds(self, transfers: Sequence[PricedCollective]) -> float:
         """Return the seconds of transfers, one after another."""
         return sum(transfer.seconds(self.ratios) for transfer in transfers)
 
-    def gather(self, tensor: Tensor, segment: int, *, is_backward: bool) -> Transfer:
+    def gather(self, tensor: Tensor, segment: int, *, is_backward: bool) -> PricedCollective:
         """Return the gathering of a split tensor, or of its gradient."""
-        return self._transfer(Change.ALL_GATHER, tensor, segment, segment, is_backward)
+        return self._transfer(ChangeKind.ALL_GATHER, tensor, segment, segment, is_backward)
 
-    def _change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[Transfer, ...] | None:
-        found: list[Transfer] = []
+    def _change(self, tensor: Tensor, source: Layout, target: Layout) -> tuple[PricedCollective, ...] | None:
+        found: list[PricedCollective] = []
         steps = list(changes(source, target))
         if not steps and source != target:
             return None
         for layout, both in steps:
             for change, is_backward in zip(both, (False, True), strict=True):
                 if change is not None and (tensor.has_gradient or not is_backward):
-                    other = target.segment if change is Change.SHIFT else layout.segment
+                    other = target.segment if change is ChangeKind.SHIFT else layout.segment
                     found.append(self._transfer(change, tensor, source.segment, other, is_backward))
         return tuple(found)
 
-    def _transfer(self, change: Change, tensor: Tensor, segment: int, other: int, is_backward: bool) -> Transfer:
+    def _transfer(self, change: ChangeKind, tensor: Tensor, segment: int, other: int, is_backward: bool) -> PricedCollective:
         start = (change, tensor.name, is_backward, tensor.bytes)
-        follows = (segment, other) if change is Change.SHIFT else (other,)
-        swell = 2.0 if change is Change.SHIFT else float(self.num_devices)
+        follows = (segment, other) if change is ChangeKind.SHIFT else (other,)
+        swell = 2.0 if change is ChangeKind.SHIFT else float(self.num_devices)
         line: Line = getattr(self.collectives, change.name.lower())
-        if change is Change.ALL_REDUCE:
-            return Transfer(*start, line(tensor.bytes))
-        padded = Transfer(*start, line.fixed_seconds, line.seconds_per_byte * swell * tensor.bytes, follows)
+        if change is ChangeKind.ALL_REDUCE:
+            return PricedCollective(*start, line(tensor.bytes))
+        padded = PricedCollective(*start, line.fixed_seconds, line.seconds_per_byte * swell * tensor.bytes, follows)
         grouped_line: Line | None = getattr(self.collectives, f"grouped_{change.name.lower()}", None)
         if grouped_line is None:
             return padded
-        grouped = Transfer(*start, grouped_line(tensor.bytes), is_grouped=True)
+        grouped = PricedCollective(*start, grouped_line(tensor.bytes), is_grouped=True)
         return grouped if grouped.seconds(self.ratios) < padded.seconds(self.ratios) else padded
 
 

@@ -17,8 +17,8 @@ from functools import cached_property
 from operator import truediv
 from typing import NamedTuple
 
-from hetu_fx.planner.search.hap.forms import Form
-from hetu_fx.planner.search.hap.prices import Ratios, Transfer
+from hetu_fx.planner.search.hap.forms import OpForm
+from hetu_fx.planner.search.hap.prices import Ratios, PricedCollective
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.states import Layout
 from hetu_fx.planner.values.tensor_program import Op
@@ -30,7 +30,7 @@ class LayoutChange(NamedTuple):
     tensor: str
     source: Layout
     target: Layout
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[PricedCollective, ...]
     is_parameter: bool
 
     @property
@@ -39,7 +39,7 @@ class LayoutChange(NamedTuple):
         return bool(self.transfers) and not self.is_parameter
 
 
-class Step(NamedTuple):
+class HapStep(NamedTuple):
     """An op in one of its forms.
 
     Attributes:
@@ -50,10 +50,10 @@ class Step(NamedTuple):
     """
 
     op: Op
-    form: Form
+    form: OpForm
     homes: tuple[tuple[str, Layout], ...] = ()
     changes: tuple[LayoutChange, ...] = ()
-    gathered: tuple[Transfer, ...] = ()
+    gathered: tuple[PricedCollective, ...] = ()
 
     @property
     def ends_stage(self) -> bool:
@@ -61,12 +61,12 @@ class Step(NamedTuple):
         return any(change.ends_stage for change in self.changes)
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[PricedCollective, ...]:
         """Return all its exchanges."""
         return (*(transfer for change in self.changes for transfer in change.transfers), *self.gathered)
 
 
-class Stage(NamedTuple):
+class HapStage(NamedTuple):
     """Work between exchanges: FLOPs cut by each segment's ratios, and FLOPs of every device."""
 
     cut_flops: tuple[float, ...]
@@ -81,20 +81,20 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class HapProgram:
     """Steps in order; `waits_after_each_op` makes each a stage of its own, as HAP's released code counts."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[HapStep, ...]
     num_segments: int = 1
     waits_after_each_op: bool = False
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[HapStage, ...]:
         """Return the stages, in order."""
         return tuple(self._stage(steps) for steps in self._runs())
 
     @cached_property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[PricedCollective, ...]:
         """Return all exchanges, in the order of the ops that they stand before."""
         return tuple(transfer for step in self.steps for transfer in step.transfers)
 
@@ -108,7 +108,7 @@ class Program:
         work = math.fsum(max(self._rounded(steps, speeds, ratios)) for steps in self._runs())
         return work + math.fsum(transfer.seconds(ratios) for transfer in self.transfers)
 
-    def _rounded(self, steps: Sequence[Step], speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
+    def _rounded(self, steps: Sequence[HapStep], speeds: Sequence[float], ratios: Ratios) -> tuple[float, ...]:
         flops = [math.fsum(step.form.whole_flops for step in steps)] * len(speeds)
         for form in (step.form for step in steps if step.form.cut is not None):
             shares = rounded(ratios[form.segment], form.units)
@@ -120,8 +120,8 @@ class Program:
         columns = (stage.seconds(speeds, ratios) for stage in self.stages)
         return tuple(math.fsum(column) for column in zip(*columns, strict=True)) or (0.0,) * len(speeds)
 
-    def _runs(self) -> Iterator[list[Step]]:
-        run: list[Step] = []
+    def _runs(self) -> Iterator[list[HapStep]]:
+        run: list[HapStep] = []
         for step in self.steps:
             if run and (self.waits_after_each_op or step.ends_stage):
                 yield run
@@ -130,8 +130,8 @@ class Program:
         if run:
             yield run
 
-    def _stage(self, steps: Sequence[Step]) -> Stage:
+    def _stage(self, steps: Sequence[HapStep]) -> HapStage:
         cut = [0.0] * self.num_segments
         for step in steps:
             cut[step.form.segment] += step.form.cut_flops
-        return Stage(tuple(cut), math.fsum(step.form.whole_flops for step in steps))
+        return HapStage(tuple(cut), math.fsum(step.form.whole_flops for step in steps))

@@ -28,14 +28,14 @@ from scipy.sparse import coo_array
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.assemble import Bytes
 from hetu_fx.planner.search.hap.prices import Ratios
-from hetu_fx.planner.search.hap.program import Program, Stage
-from hetu_fx.planner.search.hap.states import Change
+from hetu_fx.planner.search.hap.program import HapProgram, HapStage
+from hetu_fx.planner.search.hap.states import ChangeKind
 
 _Row = dict[int, float]
 
 
 @dataclass
-class _Rows:
+class _Inequalities:
     """Rows of A x <= b."""
 
     rows: list[_Row] = field(default_factory=list)
@@ -84,7 +84,7 @@ class _Columns:
 
 
 def best_ratios(
-    program: Program,
+    program: HapProgram,
     speeds: Sequence[float],
     *,
     held: Bytes | None = None,
@@ -98,7 +98,7 @@ def best_ratios(
     stages = Counter(program.stages)
     columns = _Columns(len(speeds), program.num_segments, len(stages))
     scale = _scale(program, speeds)
-    rows = _Rows()
+    rows = _Inequalities()
     _add_stages(rows, columns, list(stages), speeds, scale, drops_constants)
     _add_largest_and_distances(rows, columns)
     if held is not None and memory_bytes:
@@ -117,14 +117,19 @@ def best_ratios(
     return _shares(found.x, columns)
 
 
-def _scale(program: Program, speeds: Sequence[float]) -> float:
+def _scale(program: HapProgram, speeds: Sequence[float]) -> float:
     """Return seconds of the order of the program's: the solver's tolerances are for numbers near 1."""
     even = ((1 / len(speeds),) * len(speeds),) * program.num_segments
     return program.seconds(speeds, even) or 1.0
 
 
 def _add_stages(
-    rows: _Rows, columns: _Columns, stages: Sequence[Stage], speeds: Sequence[float], scale: float, drops: bool
+    rows: _Inequalities,
+    columns: _Columns,
+    stages: Sequence[HapStage],
+    speeds: Sequence[float],
+    scale: float,
+    drops: bool,
 ) -> None:
     for index, stage in enumerate(stages):
         for device, speed in enumerate(speeds):
@@ -133,7 +138,7 @@ def _add_stages(
             rows.add(row | {columns.stage(index): -1.0}, -constant)
 
 
-def _add_largest_and_distances(rows: _Rows, columns: _Columns) -> None:
+def _add_largest_and_distances(rows: _Inequalities, columns: _Columns) -> None:
     devices = range(columns.num_devices)
     for segment in range(columns.num_segments):
         for device in devices:
@@ -147,13 +152,13 @@ def _add_largest_and_distances(rows: _Rows, columns: _Columns) -> None:
                 rows.add(row | {columns.distance(index): -1.0}, 0.0)
 
 
-def _add_memory(rows: _Rows, columns: _Columns, held: Bytes, memory_bytes: Sequence[float]) -> None:
+def _add_memory(rows: _Inequalities, columns: _Columns, held: Bytes, memory_bytes: Sequence[float]) -> None:
     for device, limit in enumerate(memory_bytes):
         row = {columns.ratio(s, device): spread / limit for s, spread in enumerate(held.spread) if spread}
         rows.add(row or {columns.ratio(0, device): 0.0}, 1 - held.copied / limit)
 
 
-def _objective(program: Program, columns: _Columns, counts: Sequence[int], scale: float) -> np.ndarray:
+def _objective(program: HapProgram, columns: _Columns, counts: Sequence[int], scale: float) -> np.ndarray:
     cost = np.zeros(columns.width)
     cost[columns.stage(0) : columns.stage(len(counts))] = counts
     for transfer in program.transfers:
@@ -163,7 +168,7 @@ def _objective(program: Program, columns: _Columns, counts: Sequence[int], scale
             case (one, other):
                 pair = columns.pairs.index((min(one, other), max(one, other)))
                 cost[columns.distance(pair)] += transfer.seconds_per_share / scale
-                if transfer.change is Change.SHIFT:
+                if transfer.change is ChangeKind.SHIFT:
                     cost[columns.apart(pair)] += transfer.fixed_seconds / scale
     return cost
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetu_fx.planner.search.hap.assemble import Bytes
-from hetu_fx.planner.search.hap.prices import Ratios, Transfer
-from hetu_fx.planner.search.hap.program import Program
+from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios
+from hetu_fx.planner.search.hap.program import HapProgram
 from hetu_fx.planner.search.hap.states import Layout
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
@@ -29,7 +29,7 @@ class HapResult:
         is_exact: whether each search proved its program the fastest at its ratios.
     """
 
-    program: Program
+    program: HapProgram
     ratios: Ratios
     seconds: float
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class HapResult:
         return dict(pairs)
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[PricedCollective, ...]:
         """Return the exchanges, in the order of the ops that they stand before."""
         return self.program.transfers
 

@@ -17,10 +17,10 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.assemble import Synthesised, bytes_of, synthesise
 from hetu_fx.planner.search.hap.collectives import Collectives
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.forms import Rules
+from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.memory import Limits
-from hetu_fx.planner.search.hap.prices import Prices, Ratios
-from hetu_fx.planner.search.hap.program import Program
+from hetu_fx.planner.search.hap.prices import RatioPrices, Ratios
+from hetu_fx.planner.search.hap.program import HapProgram
 from hetu_fx.planner.search.hap.ratios import best_ratios
 from hetu_fx.planner.search.hap.result import HapResult
 from hetu_fx.planner.values.tensor_program import Problem
@@ -37,7 +37,7 @@ def search(
     cluster: Cluster,
     *,
     collectives: Collectives | None = None,
-    rules: Rules | None = None,
+    rules: SynthesisRules | None = None,
     ratios: Sequence[Ratios] = (),
     memory_fraction: float = 0.9,
     zero: int = 1,
@@ -60,7 +60,7 @@ def search(
     prices = collectives or Collectives.of_cluster(cluster)
     found = []
     for given in [problem, problem.in_one_segment()][: 1 if problem.num_segments == 1 else 2]:
-        search = _Search(given, cluster, prices, rules or Rules(), memory_fraction, zero)
+        search = _Alternation(given, cluster, prices, rules or SynthesisRules(), memory_fraction, zero)
         starts = [start[: given.num_segments] for start in ratios] or list(search.starts())
         for start in starts:
             search.alternate(start, blocks_once)
@@ -70,19 +70,19 @@ def search(
 
 @dataclass
 class _Pair:
-    program: Program
+    program: HapProgram
     ratios: Ratios
     seconds: float
 
 
 @dataclass
-class _Search:
+class _Alternation:
     """The best pair so far, and how it came about."""
 
     problem: Problem
     cluster: Cluster
     collectives: Collectives
-    rules: Rules
+    rules: SynthesisRules
     memory_fraction: float
     zero: int
     best: _Pair | None = None
@@ -114,7 +114,7 @@ class _Search:
             if any(_are_near(ratios, other) for other in self.tried):
                 return
             self.tried.append(ratios)
-            prices = Prices(self.speeds, self.collectives, ratios)
+            prices = RatioPrices(self.speeds, self.collectives, ratios)
             expansion = Expansion(self.problem, prices, self.rules, limits, self.zero)
             found = synthesise(expansion, blocks_once=blocks_once)
             self.found.append(found)
@@ -126,14 +126,14 @@ class _Search:
                 return
             least = min(before, after)
 
-    def _ratios(self, program: Program, limits: Limits) -> Ratios:
+    def _ratios(self, program: HapProgram, limits: Limits) -> Ratios:
         held = bytes_of(program, self.problem, zero=self.zero)
         room = self.room if limits.bind else ()
         return best_ratios(
             program, self.speeds, held=held, memory_bytes=room, drops_constants=self.rules.drops_constants
         )
 
-    def _seconds(self, program: Program, ratios: Ratios, limits: Limits) -> float:
+    def _seconds(self, program: HapProgram, ratios: Ratios, limits: Limits) -> float:
         """Return the seconds of a pair, infinite if it does not fit; remember the best."""
         held = bytes_of(program, self.problem, zero=self.zero)
         sizes = (held.on_device(index, ratios) for index in range(len(self.speeds)))

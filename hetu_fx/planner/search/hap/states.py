@@ -43,7 +43,7 @@ def split(dim: int, segment: int = 0) -> Layout:
     return Layout(LayoutKind.SPLIT, dim, segment)
 
 
-class Change(StrEnum):
+class ChangeKind(StrEnum):
     """What moves data when a layout changes."""
 
     ALL_GATHER = "all-gather"
@@ -53,19 +53,19 @@ class Change(StrEnum):
     SHIFT = "shift"  # parts of one dim to parts of it by other ratios
 
 
-Both = tuple[Change | None, Change | None]
+Both = tuple[ChangeKind | None, ChangeKind | None]
 """What changes the tensor forward, and its gradient backward; None where nothing moves."""
 
 _CHANGES: dict[tuple[str, str], Both] = {
-    ("copy", "shared"): (None, Change.ALL_REDUCE),
+    ("copy", "shared"): (None, ChangeKind.ALL_REDUCE),
     ("shared", "copy"): (None, None),
-    ("copy", "split"): (None, Change.ALL_GATHER),
+    ("copy", "split"): (None, ChangeKind.ALL_GATHER),
     ("shared", "split"): (None, None),
-    ("split", "copy"): (Change.ALL_GATHER, None),
-    ("split", "shared"): (Change.ALL_GATHER, Change.REDUCE_SCATTER),
-    ("partial", "copy"): (Change.ALL_REDUCE, None),
-    ("partial", "shared"): (Change.ALL_REDUCE, Change.ALL_REDUCE),
-    ("partial", "split"): (Change.REDUCE_SCATTER, Change.ALL_GATHER),
+    ("split", "copy"): (ChangeKind.ALL_GATHER, None),
+    ("split", "shared"): (ChangeKind.ALL_GATHER, ChangeKind.REDUCE_SCATTER),
+    ("partial", "copy"): (ChangeKind.ALL_REDUCE, None),
+    ("partial", "shared"): (ChangeKind.ALL_REDUCE, ChangeKind.ALL_REDUCE),
+    ("partial", "split"): (ChangeKind.REDUCE_SCATTER, ChangeKind.ALL_GATHER),
 }
 
 
@@ -82,9 +82,9 @@ def changes(source: Layout, target: Layout) -> Iterator[tuple[Layout, Both]]:
             yield (source if source.kind is LayoutKind.SPLIT else target), found
         return
     if source.dim != target.dim:
-        yield source, (Change.ALL_TO_ALL, Change.ALL_TO_ALL)
+        yield source, (ChangeKind.ALL_TO_ALL, ChangeKind.ALL_TO_ALL)
     if source.segment != target.segment:
-        yield target._replace(segment=source.segment), (Change.SHIFT, Change.SHIFT)
+        yield target._replace(segment=source.segment), (ChangeKind.SHIFT, ChangeKind.SHIFT)
 
 
 def can_change(source: Layout, target: Layout) -> bool:

@@ -17,8 +17,8 @@ from itertools import count
 from typing import Protocol
 
 from hetu_fx.planner.search.hap.dominance import State
-from hetu_fx.planner.search.hap.expand import Choice, Expansion, Move
-from hetu_fx.planner.search.hap.memory import Held
+from hetu_fx.planner.search.hap.expand import Expansion, OpChoice, OpMove
+from hetu_fx.planner.search.hap.memory import HeldBytes
 from hetu_fx.planner.search.hap.prices import Vector
 from hetu_fx.planner.search.hap.span import Span
 
@@ -45,7 +45,7 @@ class Item(Protocol):
     @property
     def is_exact(self) -> bool: ...
 
-    def moves(self, state: State) -> Iterable[Move]:
+    def moves(self, state: State) -> Iterable[OpMove]:
         """Return what can be done from a state."""
         ...
 
@@ -61,11 +61,11 @@ class Label:
 
     layouts: State
     span: Span
-    held: Held
+    held: HeldBytes
     before: Label | None = None
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[OpChoice, ...] = ()
 
-    def all_choices(self) -> tuple[Choice, ...]:
+    def all_choices(self) -> tuple[OpChoice, ...]:
         """Return the choices from the start."""
         parts, label = [], self
         while label is not None:

@@ -23,7 +23,7 @@ from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_classes import Alike, alike_in
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
 from hetu_fx.planner.search.heteroauto.cost import HeteroStage
-from hetu_fx.planner.search.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
 from hetu_fx.planner.search.heteroauto.result import HeteroResult
 from hetu_fx.planner.search.heteroauto.search import search_below
 from hetu_fx.planner.search.homogeneous import candidates
@@ -72,11 +72,11 @@ def _of_one_source(problem: Problem) -> Problem:
     return replace(problem, profile=profile)
 
 
-def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> Kind:
+def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> ChipKind:
     cluster = replace(problem.cluster, devices=alike.devices)
     own = replace(problem, cluster=cluster)
     seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
-    return Kind(
+    return ChipKind(
         name=alike.name,
         nodes=tuple(Counter(device.node for device in alike.devices).values()),
         memory_bytes=margin * alike.memory_bytes * problem.options.memory_fraction,
@@ -102,10 +102,10 @@ def _largest_block(problem: Problem) -> PartCosts:
     return max(problem.costs.blocks, key=lambda block: block.parameter_bytes + block.activation_bytes)
 
 
-def _edge(part: PartCosts, block: PartCosts, cluster: Cluster) -> Edge:
+def _edge(part: PartCosts, block: PartCosts, cluster: Cluster) -> EndCosts:
     """Return what stands before or after the blocks, in blocks' worth, on the mean device."""
     flops_per_byte = fmean(device.flops_per_byte for device in cluster.devices)
-    return Edge(
+    return EndCosts(
         work=_share(*(one.flops + one.traffic_bytes * flops_per_byte for one in (part, block))),
         parameters=_share(part.parameter_bytes, block.parameter_bytes),
         kept=_share(part.activation_bytes, block.activation_bytes),

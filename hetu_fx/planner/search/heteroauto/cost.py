@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetu_fx.cluster.cluster import Link
-from hetu_fx.planner.search.heteroauto.problem import Edge, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
 
 Numbers = NDArray[np.float64]
@@ -43,7 +43,7 @@ Amount = TypeVar("Amount", float, Numbers)
 class Groups:
     """Tensor parallel groups of one kind and size."""
 
-    kind: Kind
+    kind: ChipKind
     degree: int
 
     def __hash__(self) -> int:
@@ -84,39 +84,39 @@ def step_seconds(problem: HeteroProblem, replicas: int, stages: Sequence[HeteroS
     return problem.bubble * math.fsum(seconds) + largest
 
 
-def edge_of(problem: HeteroProblem, is_first: bool, is_last: bool) -> Edge:
+def edge_of(problem: HeteroProblem, is_first: bool, is_last: bool) -> EndCosts:
     """Return what a stage holds besides layers."""
-    nothing = Edge()
+    nothing = EndCosts()
     return (problem.before if is_first else nothing) + (problem.after if is_last else nothing)
 
 
-def work_seconds(groups: Groups, layers: Amount, edge: Edge, recompute: bool) -> Amount:
+def work_seconds(groups: Groups, layers: Amount, edge: EndCosts, recompute: bool) -> Amount:
     """Return forward and backward of a micro-batch."""
     layer = groups.layer
     again = groups.kind.recomputed_share * layer.forward_seconds if recompute else 0.0
     return (layers + edge.work) * (layer.forward_seconds + layer.backward_seconds + again)
 
 
-def held_bytes(problem: HeteroProblem, replicas: int, stage: HeteroStage, edge: Edge, flying: int) -> float:
+def held_bytes(problem: HeteroProblem, replicas: int, stage: HeteroStage, edge: EndCosts, flying: int) -> float:
     """Return (2) or (3) of a chip."""
     states = state_bytes(problem, replicas, stage.groups, stage.layers, edge)
     return states + activation_bytes(stage.groups.layer, float(stage.layers), edge, float(flying), stage.recompute)
 
 
-def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: int, edge: Edge) -> int:
+def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: int, edge: EndCosts) -> int:
     """Return the bytes of parameters, gradients and optimizer states that a chip holds."""
     parameters = groups.layer.parameter_bytes * (layers + edge.parameters)
     return sum(count for _, count in fixed_bytes(parameters, zero=problem.zero, num_replicas=replicas))
 
 
-def activation_bytes(layer: Layer, layers: Amount, edge: Edge, flying: Amount, recompute: bool) -> Amount:
+def activation_bytes(layer: Layer, layers: Amount, edge: EndCosts, flying: Amount, recompute: bool) -> Amount:
     """Return the bytes that a chip keeps for the backward of so many micro-batches in flight."""
     if recompute:
         return flying * layers * layer.input_bytes + max(1.0, edge.kept) * layer.kept_bytes
     return flying * (layers + edge.kept) * layer.kept_bytes
 
 
-def update_seconds(problem: HeteroProblem, replicas: int, groups: Groups, layers: Amount, edge: Edge) -> Amount:
+def update_seconds(problem: HeteroProblem, replicas: int, groups: Groups, layers: Amount, edge: EndCosts) -> Amount:
     """Return the seconds of gradient sync (and gather of parameters: two turns around the replicas) and update."""
     held = (layers + edge.parameters) * groups.layer.parameter_bytes
     link = groups.kind.across

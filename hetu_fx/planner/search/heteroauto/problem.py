@@ -39,7 +39,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class EndCosts:
     """What stands before all layers, or after them, in layers' worth of seconds, parameters and activations."""
 
     work: float = 0.0
@@ -49,12 +49,12 @@ class Edge:
     def __post_init__(self) -> None:
         check_not_negative(PlanError, "edge", work=self.work, parameters=self.parameters, kept=self.kept)
 
-    def __add__(self, other: Edge) -> Edge:
-        return Edge(self.work + other.work, self.parameters + other.parameters, self.kept + other.kept)
+    def __add__(self, other: EndCosts) -> EndCosts:
+        return EndCosts(self.work + other.work, self.parameters + other.parameters, self.kept + other.kept)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ChipKind:
     """Chips that are alike.
 
     Attributes:
@@ -141,13 +141,13 @@ class HeteroProblem:
         freedom: what a plan may do.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ChipKind, ...]
     num_layers: int
     num_micro_batches: int
     between: Link
     boundary_bytes: float = 0.0
-    before: Edge = Edge()
-    after: Edge = Edge()
+    before: EndCosts = EndCosts()
+    after: EndCosts = EndCosts()
     replicas: tuple[int, ...] = ()
     schedule: Schedule = "1f1b"
     zero: int = 1

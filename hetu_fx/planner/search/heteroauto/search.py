@@ -32,9 +32,9 @@ import numpy as np
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.cost import Groups, HeteroStage, Numbers
-from hetu_fx.planner.search.heteroauto.problem import HeteroProblem, Kind
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem
 from hetu_fx.planner.search.heteroauto.result import HeteroResult
-from hetu_fx.planner.search.heteroauto.sweep import Choice, Step, Sweep
+from hetu_fx.planner.search.heteroauto.sweep import GroupChoice, Sweep, SweepStep
 from hetu_fx.planner.search.heteroauto.tables import Tables
 
 _SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found
@@ -65,15 +65,15 @@ class _Candidate:
 
     seconds: float
     replicas: int
-    choices: tuple[Choice, ...]
+    choices: tuple[GroupChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _BestArrangement:
     """A candidate's best arrangement."""
 
     replicas: int
-    choices: tuple[Choice, ...]
+    choices: tuple[GroupChoice, ...]
     arranged: Arranged
 
 
@@ -88,7 +88,7 @@ class _Upper:
         self._bounds = {count: Bounds(tables, groups) for count, tables in self._tables.items()}
         self.num_arranged = 0
 
-    def coarse(self, below: float) -> _Found | None:
+    def coarse(self, below: float) -> _BestArrangement | None:
         """Return the best plan of less than `below` seconds in which every kind has groups of one size."""
         candidates = sorted(self._candidates(), key=lambda candidate: candidate.seconds)
         for slack in _SLACKS if candidates else ():
@@ -98,7 +98,7 @@ class _Upper:
                 return found
         return None
 
-    def refined(self, best: _Found) -> _Found:
+    def refined(self, best: _BestArrangement) -> _BestArrangement:
         """Return the best plan that splitting kinds, one after the other, leads to."""
         while True:
             splits = [self._candidate(best.replicas, choices) for choices in self._splits(best)]
@@ -107,19 +107,19 @@ class _Upper:
                 return best
             best = found
 
-    def _best(self, candidates: Sequence[_Candidate], below: float) -> _Found | None:
+    def _best(self, candidates: Sequence[_Candidate], below: float) -> _BestArrangement | None:
         """Return the best of candidates, in order of their bounds, that takes less than `below` seconds."""
-        best: _Found | None = None
+        best: _BestArrangement | None = None
         for candidate in candidates:
             if candidate.seconds >= below:
                 break
             self.num_arranged += 1
             arranged = _arrange(self._tables[candidate.replicas], candidate.choices, below)
             if arranged is not None:
-                below, best = arranged.seconds, _Found(candidate.replicas, candidate.choices, arranged)
+                below, best = arranged.seconds, _BestArrangement(candidate.replicas, candidate.choices, arranged)
         return best
 
-    def _candidate(self, replicas: int, choices: tuple[Choice, ...]) -> _Candidate:
+    def _candidate(self, replicas: int, choices: tuple[GroupChoice, ...]) -> _Candidate:
         return _Candidate(self._bounds[replicas].seconds(choices), replicas, choices)
 
     def _candidates(self) -> Iterator[_Candidate]:
@@ -130,7 +130,7 @@ class _Upper:
                 if candidate.seconds < math.inf:
                     yield candidate
 
-    def _chosen(self, replicas: int) -> Iterator[tuple[Choice, ...]]:
+    def _chosen(self, replicas: int) -> Iterator[tuple[GroupChoice, ...]]:
         able = [some for kind in self._problem.kinds if (some := _choices(kind, replicas))]
         if self._problem.freedom.degree_per_kind:
             yield from product(*able)
@@ -138,7 +138,7 @@ class _Upper:
             degrees = sorted({choice.groups.degree for some in able for choice in some})
             yield from (tuple(c for some in able for c in some if c.groups.degree == degree) for degree in degrees)
 
-    def _splits(self, best: _Found) -> Iterator[tuple[Choice, ...]]:
+    def _splits(self, best: _BestArrangement) -> Iterator[tuple[GroupChoice, ...]]:
         """Yield the choices with one kind more that has groups of two sizes."""
         kinds = [choice.groups.kind for choice in best.choices]
         for index, choice in enumerate(best.choices):
@@ -149,19 +149,19 @@ class _Upper:
                         yield from ((*others, *p) for p in _pairs(choice.groups, degree, best.replicas))
 
 
-def _choices(kind: Kind, replicas: int) -> list[Choice]:
+def _choices(kind: ChipKind, replicas: int) -> list[GroupChoice]:
     """Return the sizes of groups of which there is one for each replica."""
     counts = ((degree, kind.num_groups(degree) // replicas) for degree in kind.degrees)
-    return [Choice(Groups(kind, degree), count) for degree, count in counts if count]
+    return [GroupChoice(Groups(kind, degree), count) for degree, count in counts if count]
 
 
-def _pairs(groups: Groups, other: int, replicas: int) -> Iterator[tuple[Choice, Choice]]:
+def _pairs(groups: Groups, other: int, replicas: int) -> Iterator[tuple[GroupChoice, GroupChoice]]:
     """Yield the ways to have groups of two sizes on one kind; powers of two leave no gaps in a node."""
     kind, (small, large) = groups.kind, sorted((groups.degree, other))
     for count in range(1, kind.num_groups(large) // replicas + 1):
         left = (kind.num_groups(small) - count * replicas * (large // small)) // replicas
         if left:
-            yield Choice(Groups(kind, small), left), Choice(Groups(kind, large), count)
+            yield GroupChoice(Groups(kind, small), left), GroupChoice(Groups(kind, large), count)
 
 
 def _nothing_fits(problem: HeteroProblem) -> str:
@@ -180,9 +180,9 @@ class Bounds:
         self._bounds = {one: tables.least_bounds(one) for one in groups}
         values = np.unique(np.concatenate([bounds.ravel() for bounds in self._bounds.values()]))
         self._limits: Numbers = values[np.isfinite(values)]
-        self._most: dict[Choice, Numbers] = {}
+        self._most: dict[GroupChoice, Numbers] = {}
 
-    def seconds(self, choices: Sequence[Choice]) -> float:
+    def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
         left = np.full(len(self._limits), float(self._tables.problem.num_layers))
         seconds = self._limits.copy()
@@ -192,7 +192,7 @@ class Bounds:
             left -= taken
         return float(seconds[left == 0].min(initial=math.inf))
 
-    def _most_layers(self, choice: Choice) -> Numbers:
+    def _most_layers(self, choice: GroupChoice) -> Numbers:
         """Return how many layers the stages of a choice take at most within each limit."""
         if choice not in self._most:
             bounds = np.sort(self._bounds[choice.groups][1 : choice.most_stages + 1].ravel())
@@ -208,7 +208,7 @@ class Arranged:
     stages: tuple[HeteroStage, ...]
 
 
-def _arrange(tables: Tables, choices: Sequence[Choice], below: float) -> Arranged | None:
+def _arrange(tables: Tables, choices: Sequence[GroupChoice], below: float) -> Arranged | None:
     """Return the fastest arrangement of less than `below` seconds, None when there is none."""
     best: Arranged | None = None
     for sizes in _sizes(tables):
@@ -226,7 +226,7 @@ def _sizes(tables: Tables) -> Iterator[list[int]]:
         yield from ([n for n in (size, size + 1) if n <= count] for size in sorted(least))
 
 
-def _descend(tables: Tables, choices: Sequence[Choice], below: float, sizes: list[int]) -> Arranged | None:
+def _descend(tables: Tables, choices: Sequence[GroupChoice], below: float, sizes: list[int]) -> Arranged | None:
     best: Arranged | None = None
     limit = below - tables.problem.num_layers * min(tables.least_share(choice.groups) for choice in choices)
     while _may_hold(tables, choices, limit, sizes):
@@ -242,7 +242,7 @@ def _descend(tables: Tables, choices: Sequence[Choice], below: float, sizes: lis
     return best
 
 
-def _may_hold(tables: Tables, choices: Sequence[Choice], limit: float, sizes: list[int]) -> bool:
+def _may_hold(tables: Tables, choices: Sequence[GroupChoice], limit: float, sizes: list[int]) -> bool:
     """Tell whether all stages together could hold all layers within the limit, wherever they stand."""
     held = 0
     for choice in choices:
@@ -251,5 +251,5 @@ def _may_hold(tables: Tables, choices: Sequence[Choice], limit: float, sizes: li
     return held >= tables.problem.num_layers
 
 
-def _bound(tables: Tables, step: Step) -> float:
+def _bound(tables: Tables, step: SweepStep) -> float:
     return float(tables.costs(step.place).bound[step.row, step.layers])

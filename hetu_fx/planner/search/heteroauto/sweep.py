@@ -19,11 +19,11 @@ from itertools import combinations
 import numpy as np
 
 from hetu_fx.planner.search.heteroauto.cost import Groups, Numbers
-from hetu_fx.planner.search.heteroauto.tables import Place, Tables
+from hetu_fx.planner.search.heteroauto.tables import StageGroups, Tables
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GroupChoice:
     """Groups that may hold stages one after another, up to so many."""
 
     groups: Groups
@@ -35,10 +35,10 @@ Used = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SweepStep:
     """A stage that was added in front: its place, row and layers."""
 
-    place: Place
+    place: StageGroups
     row: int
     layers: int
 
@@ -48,7 +48,7 @@ class _Closing:
     """A first stage, and what it was put in front of: `before` of its own choice, if any, and the used ones."""
 
     share: float
-    step: Step
+    step: SweepStep
     used: Used
     front: int
     before: int
@@ -57,7 +57,7 @@ class _Closing:
 class Sweep:
     """(1) for one limit; `sizes` are the numbers of layers that a stage may have."""
 
-    def __init__(self, tables: Tables, choices: Sequence[Choice], limit: float, sizes: Sequence[int]) -> None:
+    def __init__(self, tables: Tables, choices: Sequence[GroupChoice], limit: float, sizes: Sequence[int]) -> None:
         self._tables, self._choices, self._limit = tables, choices, limit
         self._num_layers = tables.problem.num_layers
         self._most = min(self._num_layers, sum(choice.most_stages for choice in choices))
@@ -65,9 +65,9 @@ class Sweep:
         nothing = self._empty()
         nothing[0, 0] = 0.0
         self._ends: dict[tuple[Used, int | None], Numbers] = {(frozenset(), None): nothing}
-        self._shares: dict[Place, Numbers] = {}
+        self._shares: dict[StageGroups, Numbers] = {}
 
-    def solve(self) -> tuple[float, tuple[Step, ...]] | None:
+    def solve(self) -> tuple[float, tuple[SweepStep, ...]] | None:
         """Return the least sum and its stages, first one first; None when no pipeline is within the limit."""
         best: _Closing | None = None
         indices = range(len(self._choices))
@@ -82,12 +82,12 @@ class Sweep:
         """Put all stages of a choice in front of what is used; yield the pipelines of which one is the first."""
         groups = self._choices[front].groups
         for end, behind in self._behind(used):
-            yield from self._first_stage(end, Place(groups, behind, is_first=True), used, front, 0)
+            yield from self._first_stage(end, StageGroups(groups, behind, is_first=True), used, front, 0)
         total = self._empty()
         for count, end in enumerate(self._segment(used, front), 1):
             total = np.minimum(total, end)
             if count < self._choices[front].most_stages:
-                yield from self._first_stage(end, Place(groups, groups, is_first=True), used, front, count)
+                yield from self._first_stage(end, StageGroups(groups, groups, is_first=True), used, front, count)
         self._ends[used | {front}, front] = total
 
     def _behind(self, used: Used) -> Iterator[tuple[Numbers, Groups | None]]:
@@ -100,15 +100,15 @@ class Sweep:
     def _segment(self, used: Used, front: int) -> Iterator[Numbers]:
         """Yield F with 1, 2, ... stages of a choice in front of what is used, as long as there is any."""
         choice = self._choices[front]
-        parts = [self._extended(end, Place(choice.groups, behind)) for end, behind in self._behind(used)]
+        parts = [self._extended(end, StageGroups(choice.groups, behind)) for end, behind in self._behind(used)]
         result = np.minimum.reduce(parts)
         for _ in range(choice.most_stages):
             if not np.isfinite(result).any():
                 return
             yield result
-            result = self._extended(result, Place(choice.groups, choice.groups))
+            result = self._extended(result, StageGroups(choice.groups, choice.groups))
 
-    def _extended(self, end: Numbers, place: Place) -> Numbers:
+    def _extended(self, end: Numbers, place: StageGroups) -> Numbers:
         """Return (1) with a stage in front of every end."""
         share, result = self._share(place), self._empty()
         rows = np.flatnonzero(np.isfinite(end).any(axis=1))
@@ -122,14 +122,14 @@ class Sweep:
             np.minimum(target, added, out=target)
         return result
 
-    def _first_stage(self, end: Numbers, place: Place, used: Used, front: int, before: int) -> Iterator[_Closing]:
+    def _first_stage(self, end: Numbers, place: StageGroups, used: Used, front: int, before: int) -> Iterator[_Closing]:
         """Yield the best pipeline that a first stage makes of an end, if there is one."""
         sums = end[:-1, ::-1] + self._share(place)[1:]
         row, layers = divmod(int(sums.argmin()), self._num_layers + 1)
         if np.isfinite(sums[row, layers]):
-            yield _Closing(float(sums[row, layers]), Step(place, row + 1, layers), used, front, before)
+            yield _Closing(float(sums[row, layers]), SweepStep(place, row + 1, layers), used, front, before)
 
-    def _traced(self, closing: _Closing) -> Iterator[Step]:
+    def _traced(self, closing: _Closing) -> Iterator[SweepStep]:
         """Yield the stages behind the first."""
         used, front, count = closing.used, closing.front, closing.before
         row, left = closing.step.row - 1, self._num_layers - closing.step.layers
@@ -148,18 +148,20 @@ class Sweep:
     def _stages_of(self, segment: Sequence[Numbers], end: Numbers, row: int, layers: int) -> int:
         return next(count for count, part in enumerate(segment, 1) if part[row, layers] == end[row, layers])
 
-    def _step_to(self, value: float, shorter: Sequence[Numbers], used: Used, front: int, row: int, layers: int) -> Step:
+    def _step_to(
+        self, value: float, shorter: Sequence[Numbers], used: Used, front: int, row: int, layers: int
+    ) -> SweepStep:
         """Return the foremost stage of an end with so many layers whose sum is `value`."""
         groups = self._choices[front].groups
         for end, behind in [(shorter[-1], groups)] if shorter else self._behind(used):
-            place = Place(groups, behind)
+            place = StageGroups(groups, behind)
             sums = end[row - 1, layers::-1] + self._share(place)[row, : layers + 1]
             found = np.flatnonzero(sums == value)
             if found.size:
-                return Step(place, row, int(found[0]))
+                return SweepStep(place, row, int(found[0]))
         raise AssertionError("what was put together was put together from something")
 
-    def _share(self, place: Place) -> Numbers:
+    def _share(self, place: StageGroups) -> Numbers:
         """Return the shares of stages at a place; infinite for those that are not allowed."""
         if place not in self._shares:
             share = self._tables.costs(place).within(self._limit)

@@ -23,7 +23,7 @@ from hetu_fx.planner.search.heteroauto.cost import (
     update_seconds,
     work_seconds,
 )
-from hetu_fx.planner.search.heteroauto.problem import Edge, HeteroProblem
+from hetu_fx.planner.search.heteroauto.problem import EndCosts, HeteroProblem
 from hetu_fx.planner.values.device_memory import in_flight
 
 
@@ -44,7 +44,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StageGroups:
     """Groups that hold a stage, those of the stage behind (None at the end), and if it is the pipeline's first."""
 
     groups: Groups
@@ -61,11 +61,11 @@ class Tables:
         self._layers = np.arange(problem.num_layers + 1, dtype=np.float64)[None, :]
         flying = [in_flight(problem.schedule, 0, row, self._count) for row in range(1, most_stages + 1)]
         self._flying = np.array([0.0, *flying])[:, None]
-        self._costs: dict[Place, Costs] = {}
-        self._work: dict[tuple[Groups, Edge], Numbers] = {}
+        self._costs: dict[StageGroups, Costs] = {}
+        self._work: dict[tuple[Groups, EndCosts], Numbers] = {}
         self._least: dict[Groups, Numbers] = {}
 
-    def costs(self, place: Place) -> Costs:
+    def costs(self, place: StageGroups) -> Costs:
         """Return the costs of stages at a place."""
         if place not in self._costs:
             edge = edge_of(self.problem, place.is_first, place.behind is None)
@@ -76,33 +76,33 @@ class Tables:
     def least_bounds(self, groups: Groups) -> Numbers:
         """Return bounds that no place is below: nothing stands before or after, and nothing is handed over."""
         if groups not in self._least:
-            self._least[groups] = self._priced(groups, Edge(), 0.0).bound
+            self._least[groups] = self._priced(groups, EndCosts(), 0.0).bound
         return self._least[groups]
 
     def least_share(self, groups: Groups) -> float:
         """Return what a layer adds to the bubble's sum at least."""
-        return self.problem.bubble * work_seconds(groups, 1.0, Edge(), recompute=False)
+        return self.problem.bubble * work_seconds(groups, 1.0, EndCosts(), recompute=False)
 
-    def stage(self, place: Place, row: int, layers: int) -> HeteroStage:
+    def stage(self, place: StageGroups, row: int, layers: int) -> HeteroStage:
         """Return the stage of so many layers at a place, which recomputes where it has to."""
         edge, flying = edge_of(self.problem, place.is_first, place.behind is None), int(self._flying[row, 0])
         keeping = HeteroStage(place.groups, layers)
         fits = held_bytes(self.problem, self.replicas, keeping, edge, flying) <= place.groups.kind.memory_bytes
         return HeteroStage(place.groups, layers, recompute=not fits)
 
-    def _priced(self, groups: Groups, edge: Edge, hand_over: float) -> Costs:
+    def _priced(self, groups: Groups, edge: EndCosts, hand_over: float) -> Costs:
         seconds = self._seconds(groups, edge) + hand_over
         ends = update_seconds(self.problem, self.replicas, groups, self._layers, edge)
         bubble = self.problem.bubble
         return Costs(_times(bubble, seconds), _times(self._count - bubble, seconds) + ends)
 
-    def _seconds(self, groups: Groups, edge: Edge) -> Numbers:
+    def _seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
         """Return the seconds of a micro-batch without what is handed over; infinite where memory does not hold it."""
         if (groups, edge) not in self._work:
             self._work[groups, edge] = self._new_seconds(groups, edge)
         return self._work[groups, edge]
 
-    def _new_seconds(self, groups: Groups, edge: Edge) -> Numbers:
+    def _new_seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
         problem, layer = self.problem, groups.layer
         states = [state_bytes(problem, self.replicas, groups, n, edge) for n in range(problem.num_layers + 1)]
         left = groups.kind.memory_bytes - np.array(states, dtype=np.float64)[None, :]

@@ -22,7 +22,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.hydraulis.choose import Choice, packed
+from hetu_fx.planner.search.hydraulis.choose import BatchChoice, packed
 from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT
 from hetu_fx.planner.search.hydraulis.pool import StrategyPool, propose
 from hetu_fx.planner.search.hydraulis.schemes import fitting_schemes, knows_times
@@ -35,14 +35,14 @@ _INTERVALS = 64  # lengths are told apart in so many steps at most
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class LengthVariant:
     """A strategy, and the longest sequence of the batches that it is for."""
 
     longest: int
     strategy: Strategy
 
 
-def variants(problem: Problem) -> tuple[Variant, ...]:
+def variants(problem: Problem) -> tuple[LengthVariant, ...]:
     """Return the strategies of the pool by growing longest sequence; none when no scheme fits."""
     counts, schemes = problem.profile.sequences, fitting_schemes(problem)
     home = _home(schemes, counts, len(problem.cluster.devices))
@@ -53,10 +53,10 @@ def variants(problem: Problem) -> tuple[Variant, ...]:
     return tuple(_ranges(propose(schemes, counts, home, step=step)))
 
 
-def _ranges(pool: StrategyPool) -> Iterator[Variant]:
+def _ranges(pool: StrategyPool) -> Iterator[LengthVariant]:
     """Yield one variant for each run of lengths that have the same strategy."""
     for strategy, run in itertools.groupby(pool.proposed, key=lambda pair: pair[1]):
-        yield Variant(max(length for length, _ in run), strategy)
+        yield LengthVariant(max(length for length, _ in run), strategy)
 
 
 def _home(schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int) -> Strategy | None:
@@ -83,7 +83,7 @@ def typical_batch(counts: Mapping[int, float], longest: int, size: int) -> Seque
     return SequenceBatch((*drawn[:-1], lengths[-1]))
 
 
-def plan_of(variant: Variant, problem: Problem) -> tuple[Plan, Choice]:
+def plan_of(variant: LengthVariant, problem: Problem) -> tuple[Plan, BatchChoice]:
     """Return a variant's plan, and how a typical batch is dispatched and packed under it."""
     counts, schemes = problem.profile.sequences, variant.strategy.pipelines
     done = packed(dispatch(variant.strategy, typical_batch(counts, variant.longest, problem.costs.rows)))
@@ -102,7 +102,7 @@ def plan_of(variant: Variant, problem: Problem) -> tuple[Plan, Choice]:
     return written.with_blocks(problem.costs.num_blocks), done
 
 
-def _shares(done: Choice) -> dict[Scheme, int]:
+def _shares(done: BatchChoice) -> dict[Scheme, int]:
     """Return the percentage of the tokens that a pipeline of each scheme has on average, 1 at least."""
     tokens = [(packing.scheme, sum(packing.lengths)) for packing in done.packings]
     total = sum(count for _, count in tokens)

@@ -28,7 +28,7 @@ class Considered:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchChoice:
     """What is done with a batch: a dispatch, and the packing of each of its pipelines.
 
     `considered` tells of every strategy that could hold the batch, soonest dispatch first.
@@ -72,7 +72,7 @@ class Choice:
         return max(self.packings, key=lambda packing: packing.seconds)
 
 
-def choose(strategies: Iterable[Strategy], batch: SequenceBatch, *, seed: int = 0) -> Choice:
+def choose(strategies: Iterable[Strategy], batch: SequenceBatch, *, seed: int = 0) -> BatchChoice:
     """Return the strategy that does the batch soonest, dispatched and packed; the first of equal ones.
 
     The same for a seed, whatever the order of the batch. Raises `PlanError` when no strategy can hold the
@@ -80,7 +80,7 @@ def choose(strategies: Iterable[Strategy], batch: SequenceBatch, *, seed: int = 
     """
     dispatches = [dispatch(strategy, batch, seed=seed) for strategy in holding(strategies, batch)]
     dispatches.sort(key=lambda one: one.seconds)
-    best: Choice | None = None
+    best: BatchChoice | None = None
     considered = []
     for one in dispatches:
         found = packed(refine(one, seed=seed), seed=seed) if best is None or one.bound_seconds < best.seconds else None
@@ -88,7 +88,7 @@ def choose(strategies: Iterable[Strategy], batch: SequenceBatch, *, seed: int = 
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
     assert best is not None  # `holding` returned one at least, and the first is packed
-    return Choice(best.dispatch, best.packings, tuple(considered))
+    return BatchChoice(best.dispatch, best.packings, tuple(considered))
 
 
 def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strategy, ...]:
@@ -100,14 +100,14 @@ def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strat
     return found
 
 
-def packed(dispatched: Dispatch, *, seed: int = 0) -> Choice:
+def packed(dispatched: Dispatch, *, seed: int = 0) -> BatchChoice:
     """Return a dispatch with the packings of its pipelines, those that could be last packed with care."""
     packings = [pack_quickly(scheme, lengths) for scheme, lengths in _asked(dispatched)]
     careful: set[int] = set()
     while (last := max(range(len(packings)), key=lambda i: packings[i].seconds)) not in careful:
         packings[last] = pack(packings[last].scheme, packings[last].lengths, seed=seed)
         careful.add(last)
-    return Choice(dispatched, tuple(packings))
+    return BatchChoice(dispatched, tuple(packings))
 
 
 def _asked(dispatched: Dispatch) -> list[tuple[Scheme, tuple[int, ...]]]:

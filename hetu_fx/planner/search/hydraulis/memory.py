@@ -45,7 +45,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class HomeLayout:
+class OptimizerStrategy:
     """The optimizer strategy: `replicas` of one scheme, among which optimizer states are spread (ZeRO-1)."""
 
     replicas: int
@@ -65,7 +65,7 @@ class MemoryModel:
     """
 
     shape: ModelShape
-    home: HomeLayout
+    home: OptimizerStrategy
     state_bytes: float
     activation_bytes: Mapping[int, float]
     device_bytes: int

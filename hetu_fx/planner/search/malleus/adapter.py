@@ -21,10 +21,10 @@ from hetu_fx.planner.price.step import pipeline_seconds, stage_costs
 from hetu_fx.planner.search.allocate import Seconds, spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
-from hetu_fx.planner.search.homogeneous import Candidate, best_priced, candidates, finalists
+from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates, finalists
 from hetu_fx.planner.search.malleus.adapted import Adapter
 from hetu_fx.planner.search.malleus.search import search
-from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import MOST_CLASSES, estimated
 from hetu_fx.planner.search.templates import classes_of
@@ -50,7 +50,7 @@ class Shape:
         return f"{self.pipelines} pipelines, groups up to {self.largest_group}, {self.micro_batches} micro-batches"
 
 
-def shapes(problem: Problem, healthy: Sequence[Candidate]) -> Iterator[Shape]:
+def shapes(problem: Problem, healthy: Sequence[TimedArrangement]) -> Iterator[Shape]:
     """Yield the shapes to try: those of the best plans without stragglers, which are given and which Malleus keeps.
 
     In clusters up to `EXHAUSTIVE_DEVICES` devices all shapes are tried.
@@ -83,12 +83,12 @@ def degrees(problem: Problem) -> tuple[int, ...]:
     return tuple(size for size in (1 << i for i in range(most.bit_length())) if size <= most and units % size == 0)
 
 
-def situation(problem: Problem, shape: Shape, *, recompute: bool = False) -> Situation:
+def situation(problem: Problem, shape: Shape, *, recompute: bool = False) -> MalleusSituation:
     """Return what Malleus plans for, all blocks recomputed or none; raises `PlanError` for a shape that cannot be."""
     rows, fraction = math.ceil(problem.costs.rows / shape.micro_batches), problem.options.memory_fraction
     devices = [replace(d, memory_bytes=int(d.memory_bytes * fraction)) for d in problem.cluster.devices]
     seconds = {size: layer_seconds(problem, size, rows) for size in degrees(problem) if size <= shape.largest_group}
-    return Situation(
+    return MalleusSituation(
         cluster=replace(problem.cluster, devices=tuple(devices)),
         num_layers=problem.costs.num_blocks,
         num_micro_batches=shape.micro_batches,
@@ -168,7 +168,7 @@ def _find(problem: Problem) -> Candidates:
     return found | (_adapted(problem, healthy, even) if healthy.cluster != problem.cluster else {})
 
 
-def _adapted(problem: Problem, healthy: Problem, even: Sequence[Candidate]) -> dict[Plan, float]:
+def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement]) -> dict[Plan, float]:
     """Return what the best plans without stragglers become with them."""
     adapter, few = Adapter(problem), len(classes_of(healthy)) <= MOST_CLASSES
     uneven = sorted(estimated(healthy), key=lambda one: one.seconds)[:MOST_ADAPTED] if few else []

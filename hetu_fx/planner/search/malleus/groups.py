@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 MOST_CUTS = 24
 """So many groupings of a node, those of largest capacity, are worth placing."""
@@ -32,7 +32,7 @@ MOST_CUTS = 24
 _BEAM = 96  # cuts kept of each prefix of a node's devices; a node of 8 has at most as many that matter
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """What the search knows of a group: groups of one kind are interchangeable.
 
     `seconds` is y, per layer and micro-batch; `room_bytes` what its devices have for layers together.
@@ -49,7 +49,7 @@ class Group:
 
     devices: tuple[int, ...]
     node: int
-    kind: Kind
+    kind: GroupKind
 
 
 @dataclass(frozen=True)
@@ -65,32 +65,32 @@ class Grouping:
         return math.fsum(1 / group.kind.seconds for group in self.groups)
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[GroupKind, ...]:
         """Return the kinds of the groups, slowest first."""
         return tuple(sorted((group.kind for group in self.groups), reverse=True))
 
 
-def node_groupings(situation: Situation, ranks: Sequence[int]) -> tuple[Grouping, ...]:
+def node_groupings(situation: MalleusSituation, ranks: Sequence[int]) -> tuple[Grouping, ...]:
     """Return the groupings of a node's ranks (fastest first) worth trying, largest capacity first."""
-    found: dict[tuple[Kind, ...], Grouping] = {}
+    found: dict[tuple[GroupKind, ...], Grouping] = {}
     for cut in _best_cuts(situation, ranks):
         grouping = _grouping(situation, ranks, cut)
         found.setdefault(grouping.kinds, grouping)
     return tuple(sorted(found.values(), key=lambda g: (-g.capacity, len(g.groups), g.standby)))
 
 
-def ignoring_stragglers(situation: Situation, ranks: Sequence[int]) -> Grouping:
+def ignoring_stragglers(situation: MalleusSituation, ranks: Sequence[int]) -> Grouping:
     """Return the grouping of a node's ranks (fastest first) into the largest groups, stragglers or not."""
     return _grouping(situation, ranks, _greedy(situation, ranks))
 
 
-def leaving_out_stragglers(situation: Situation, ranks: Sequence[int]) -> Grouping:
+def leaving_out_stragglers(situation: MalleusSituation, ranks: Sequence[int]) -> Grouping:
     """Return the grouping of a node's ranks (fastest first) into the largest groups without a straggler."""
     healthy = [rank for rank in ranks if not situation.straggles(rank)]
     return _grouping(situation, ranks, _greedy(situation, healthy))
 
 
-def _greedy(situation: Situation, ranks: Sequence[int]) -> tuple[int, ...]:
+def _greedy(situation: MalleusSituation, ranks: Sequence[int]) -> tuple[int, ...]:
     """Cut devices into the largest groups that they form."""
     sizes, left = [], len(ranks)
     for degree in situation.degrees:
@@ -111,11 +111,11 @@ class _Cut:
     def key(self) -> tuple[float, int, tuple[int, ...]]:
         return -self.capacity, len(self.sizes), self.sizes
 
-    def extended(self, situation: Situation, size: int, rate: float) -> _Cut:
+    def extended(self, situation: MalleusSituation, size: int, rate: float) -> _Cut:
         capacity = self.capacity + 1 / (situation.layer_seconds[size] * rate)
         return _Cut(capacity, (*self.sizes, size), (*self.rates, rate))
 
-    def allows(self, situation: Situation, size: int, rate: float) -> bool:
+    def allows(self, situation: MalleusSituation, size: int, rate: float) -> bool:
         """Tell whether a next group is no repetition: of a group to merge with, or of an order of equals."""
         pairs = list(zip(self.sizes, self.rates, strict=True))
         if pairs and pairs[-1][1] == rate and pairs[-1][0] < size:
@@ -123,7 +123,7 @@ class _Cut:
         return 2 * size not in situation.layer_seconds or (size, rate) not in pairs
 
 
-def _best_cuts(situation: Situation, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _best_cuts(situation: MalleusSituation, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield the sizes of the best cuts of all devices that need not stand by."""
     beams: list[list[_Cut]] = [[_Cut()], *([] for _ in ranks)]
     complete = []
@@ -139,11 +139,11 @@ def _best_cuts(situation: Situation, ranks: Sequence[int]) -> Iterator[tuple[int
     yield from (cut.sizes for cut in sorted(complete, key=lambda cut: cut.key)[:MOST_CUTS])
 
 
-def _may_stand_by(situation: Situation, ranks: Sequence[int]) -> bool:
+def _may_stand_by(situation: MalleusSituation, ranks: Sequence[int]) -> bool:
     return len(ranks) < situation.degrees[-1] or all(situation.straggles(rank) for rank in ranks)
 
 
-def _grouping(situation: Situation, ranks: Sequence[int], sizes: Sequence[int]) -> Grouping:
+def _grouping(situation: MalleusSituation, ranks: Sequence[int], sizes: Sequence[int]) -> Grouping:
     groups, start = [], 0
     for size in sizes:
         devices = tuple(ranks[start : start + size])
@@ -152,8 +152,8 @@ def _grouping(situation: Situation, ranks: Sequence[int], sizes: Sequence[int]) 
     return Grouping(tuple(groups), tuple(ranks[start:]))
 
 
-def _make_group(situation: Situation, devices: tuple[int, ...]) -> Group:
+def _make_group(situation: MalleusSituation, devices: tuple[int, ...]) -> Group:
     """Return the group of these devices, which stand on one node."""
     seconds = situation.layer_seconds[len(devices)] * max(situation.rates[rank] for rank in devices)
-    kind = Kind(seconds, len(devices), situation.room_bytes(devices))
+    kind = GroupKind(seconds, len(devices), situation.room_bytes(devices))
     return Group(devices, situation.cluster.node_of(devices[0]), kind)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.groups import Kind
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.groups import GroupKind
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
-Kinds = tuple[Kind, ...]
+Kinds = tuple[GroupKind, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Filled:
 class LayerFiller:
     """Fills pipelines with layers; remembers what it has filled."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: MalleusSituation) -> None:
         self._situation = situation
         self._found: dict[Kinds, Filled | None] = {}
 

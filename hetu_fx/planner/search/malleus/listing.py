@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetu_fx.planner.search.malleus.layers import Filled, Kinds, LayerFiller
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 MOST_PIPELINES = 20_000
 """The exact search is left out when more different pipelines can be made of the groups."""
@@ -64,7 +64,7 @@ class Listing:
     filled with layers when the search takes it.
     """
 
-    def __init__(self, situation: Situation, kinds: Kinds, filler: LayerFiller, steps: Budget) -> None:
+    def __init__(self, situation: MalleusSituation, kinds: Kinds, filler: LayerFiller, steps: Budget) -> None:
         self._situation, self._filler, self._steps = situation, filler, steps
         self._totals = Counter(kinds)
         self._kinds = tuple(sorted(self._totals, reverse=True))

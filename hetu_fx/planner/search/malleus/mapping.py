@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from hetu_fx.planner.search.malleus.groups import Group, Kind
+from hetu_fx.planner.search.malleus.groups import Group, GroupKind
 from hetu_fx.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LayerSlice:
     """A device's part of the model: layers [start, stop), slice `position` of `size`; `stage` tells stages apart."""
 
     start: int
@@ -44,7 +44,7 @@ class Holding:
         """Return how many layers' worth it is."""
         return (self.stop - self.start) / self.size
 
-    def shared(self, other: Holding) -> float:
+    def shared(self, other: LayerSlice) -> float:
         """Return how many layers' worth both parts have in common."""
         layers = min(self.stop, other.stop) - max(self.start, other.start)
         below = min((self.position + 1) / self.size, (other.position + 1) / other.size)
@@ -52,20 +52,20 @@ class Holding:
         return max(0, layers) * max(0.0, part)
 
 
-Holdings = Mapping[int, Holding]
+Holdings = Mapping[int, LayerSlice]
 """What each device holds, by rank."""
 
 
-def holdings(plan: Plan | None, num_layers: int) -> dict[int, Holding]:
+def holdings(plan: Plan | None, num_layers: int) -> dict[int, LayerSlice]:
     """Return what each device holds under a plan (nothing without one); slices are taken as even."""
-    result: dict[int, Holding] = {}
+    result: dict[int, LayerSlice] = {}
     stages = itertools.count()
     for pipeline in plan.pipelines if plan is not None else ():
         start = 0
         for stage, count in zip(pipeline.stages, pipeline.blocks(num_layers), strict=True):
             number = next(stages)
             for position, rank in enumerate(stage.devices):
-                result[rank] = Holding(start, start + count, position, len(stage.devices), number)
+                result[rank] = LayerSlice(start, start + count, position, len(stage.devices), number)
             start += count
     return result
 
@@ -91,18 +91,18 @@ def regrouped(ranks: Sequence[int], rates: Mapping[int, float], held: Holdings) 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WantedGroup:
     """A stage that wants a group: its pipeline, the layers [start, stop) and the kind of group."""
 
     pipeline: int
     start: int
     stop: int
-    kind: Kind
+    kind: GroupKind
 
 
 def moved_layers(devices: Sequence[int], start: int, stop: int, held: Holdings) -> float:
     """Return (2) over the devices of a group, in order of their slices."""
-    new = {rank: Holding(start, stop, position, len(devices)) for position, rank in enumerate(devices)}
+    new = {rank: LayerSlice(start, stop, position, len(devices)) for position, rank in enumerate(devices)}
     return math.fsum(part.layers - (part.shared(held[rank]) if rank in held else 0.0) for rank, part in new.items())
 
 
@@ -120,7 +120,7 @@ class Mapped:
     moved_layers: float
 
 
-def map_groups(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> Mapped:
+def map_groups(places: Sequence[WantedGroup], groups: Sequence[Group], held: Holdings) -> Mapped:
     """Return a group of its kind for each place, with few crossings (1) and, among those, little moved (2).
 
     The better of two descents: from places in order of layers filled node by node, and, where something is held, from
@@ -131,7 +131,7 @@ def map_groups(places: Sequence[Place], groups: Sequence[Group], held: Holdings)
     return min(found, key=lambda mapped: (mapped.crossings, mapped.moved_layers))
 
 
-def _least_moved(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> list[Group]:
+def _least_moved(places: Sequence[WantedGroup], groups: Sequence[Group], held: Holdings) -> list[Group]:
     chosen: dict[int, Group] = {}
     for kind in sorted({place.kind for place in places}):
         indices = [i for i, place in enumerate(places) if place.kind == kind]
@@ -142,7 +142,7 @@ def _least_moved(places: Sequence[Place], groups: Sequence[Group], held: Holding
     return [chosen[i] for i in range(len(places))]
 
 
-def _node_by_node(places: Sequence[Place], groups: Sequence[Group], held: Holdings) -> list[Group]:
+def _node_by_node(places: Sequence[WantedGroup], groups: Sequence[Group], held: Holdings) -> list[Group]:
     """Fill places by their first layer with nodes by the layers that they held."""
     starts: dict[int, list[int]] = {}
     for group in groups:
@@ -156,14 +156,14 @@ def _node_by_node(places: Sequence[Place], groups: Sequence[Group], held: Holdin
     return [chosen[i] for i in range(len(places))]
 
 
-def _moved(group: Group, place: Place, held: Holdings) -> float:
+def _moved(group: Group, place: WantedGroup, held: Holdings) -> float:
     return moved_layers(group.devices, place.start, place.stop, held)
 
 
 class _Assignment:
     """Groups in places, with the nodes that hold each layer."""
 
-    def __init__(self, places: Sequence[Place], groups: list[Group], held: Holdings) -> None:
+    def __init__(self, places: Sequence[WantedGroup], groups: list[Group], held: Holdings) -> None:
         self._places, self.groups, self._held = places, groups, held
         self._nodes: list[Counter[int]] = [Counter() for _ in range(max(place.stop for place in places))]
         for place, group in zip(places, groups, strict=True):

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.groups import Kind
+from hetu_fx.planner.search.malleus.groups import GroupKind
 from hetu_fx.planner.search.malleus.layers import Filled, Kinds, LayerFiller
 from hetu_fx.planner.search.malleus.listing import MOST_STEPS, Budget, Listing, most_below
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 MOST_SWAPS = 30_000
 """Exchanges that the descent tries, over a whole search."""
@@ -47,7 +47,7 @@ class Placement:
 class Placer:
     """Finds placements; remembers filled pipelines between calls and says if every search was complete."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: MalleusSituation) -> None:
         self._situation = situation
         self.filler = LayerFiller(situation)
         self._steps = Budget(MOST_STEPS)
@@ -157,7 +157,7 @@ def _merit(placement: Placement | None) -> tuple[float, float]:
 
 def _deal(kinds: Kinds, num_pipelines: int) -> list[Kinds]:
     """Deal groups out, fastest first, each to the pipeline of least capacity."""
-    hands: list[list[Kind]] = [[] for _ in range(num_pipelines)]
+    hands: list[list[GroupKind]] = [[] for _ in range(num_pipelines)]
     capacities = [0.0] * num_pipelines
     for kind in sorted(kinds):
         least = min(range(num_pipelines), key=lambda i: (round(capacities[i], 9), i))
@@ -204,7 +204,7 @@ def _exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
                 yield _replaced(one, mine, theirs), _replaced(other, theirs, mine)
 
 
-def _replaced(kinds: Kinds, gone: Kind | None, new: Kind | None) -> Kinds:
+def _replaced(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
     left = list(kinds)
     if gone is not None:
         left.remove(gone)

@@ -28,17 +28,17 @@ from hetu_fx.planner.search.malleus.groups import (
     node_groupings,
 )
 from hetu_fx.planner.search.malleus.layers import Filled
-from hetu_fx.planner.search.malleus.mapping import Holdings, Mapped, Place, holdings, map_groups, regrouped
+from hetu_fx.planner.search.malleus.mapping import Holdings, Mapped, WantedGroup, holdings, map_groups, regrouped
 from hetu_fx.planner.search.malleus.placement import Placement, Placer
 from hetu_fx.planner.search.malleus.result import MalleusPipeline, MalleusResult, MalleusStage
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 from hetu_fx.plans.plan import Plan
 
 MOST_GROUPINGS = 48
 """So many groupings of all nodes, besides the two that ignore and that leave out stragglers, are placed."""
 
 
-def search(situation: Situation, before: Plan | None = None, below: float = math.inf) -> MalleusResult:
+def search(situation: MalleusSituation, before: Plan | None = None, below: float = math.inf) -> MalleusResult:
     """Return the best assignment found for the situation.
 
     Args:
@@ -64,7 +64,7 @@ def search(situation: Situation, before: Plan | None = None, below: float = math
     return _result(situation, *best, held, least, placer)
 
 
-def _groupings(situation: Situation, nodes: Sequence[Sequence[int]]) -> Iterator[Grouping]:
+def _groupings(situation: MalleusSituation, nodes: Sequence[Sequence[int]]) -> Iterator[Grouping]:
     """Yield groupings of the cluster, largest capacity first, then those that ignore or leave out stragglers."""
     choices = [node_groupings(situation, ranks) for ranks in nodes]
     yield from islice(_by_capacity(choices), MOST_GROUPINGS)
@@ -99,7 +99,7 @@ def _joined(parts: Iterable[Grouping]) -> Grouping:
 
 
 def _result(
-    situation: Situation,
+    situation: MalleusSituation,
     placement: Placement,
     grouping: Grouping,
     held: Holdings,
@@ -123,14 +123,14 @@ def _result(
     )
 
 
-def _places(pipeline: int, filled: Filled) -> Iterator[Place]:
+def _places(pipeline: int, filled: Filled) -> Iterator[WantedGroup]:
     start = 0
     for kind, count in zip(filled.kinds, filled.layers, strict=True):
-        yield Place(pipeline, start, start + count, kind)
+        yield WantedGroup(pipeline, start, start + count, kind)
         start += count
 
 
-def _stages(pipeline: int, places: Sequence[Place], mapped: Mapped) -> tuple[MalleusStage, ...]:
+def _stages(pipeline: int, places: Sequence[WantedGroup], mapped: Mapped) -> tuple[MalleusStage, ...]:
     return tuple(
         MalleusStage(group.devices, place.stop - place.start, group.kind.seconds)
         for place, group in zip(places, mapped.groups, strict=True)
@@ -138,7 +138,7 @@ def _stages(pipeline: int, places: Sequence[Place], mapped: Mapped) -> tuple[Mal
     )
 
 
-def _nothing_fits(situation: Situation) -> str:
+def _nothing_fits(situation: MalleusSituation) -> str:
     need = situation.num_layers * situation.memory.at(0) if situation.memory is not None else 0.0
     return (
         f"no assignment of {situation.num_layers} layers and {situation.num_micro_batches} micro-batches to "

@@ -68,7 +68,7 @@ class LayerMemory:
 
 
 @dataclass(frozen=True)
-class Situation:
+class MalleusSituation:
     """Everything that the search reads; equal situations lead to equal results.
 
     Attributes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hetu_fx.planner.search.hap.assemble import Bytes, assemble, bytes_of
-from hetu_fx.planner.search.hap.expand import Choice, Expansion
-from hetu_fx.planner.search.hap.program import Program
+from hetu_fx.planner.search.hap.expand import Expansion, OpChoice
+from hetu_fx.planner.search.hap.program import HapProgram
 from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, can_change, split
 
 State = dict[str, tuple[Layout, ...]]
 
 
-def programs(expansion: Expansion) -> Iterator[tuple[Program, Bytes]]:
+def programs(expansion: Expansion) -> Iterator[tuple[HapProgram, Bytes]]:
     """Yield all programs, with what they hold."""
     for choices in _choices(expansion, 0, {}):
         program = assemble(expansion, choices)
@@ -30,7 +30,7 @@ def fastest(expansion: Expansion) -> float:
     return min((program.seconds(prices.speeds, prices.ratios) for program in fitting), default=float("inf"))
 
 
-def _choices(expansion: Expansion, index: int, state: State) -> Iterator[list[Choice]]:
+def _choices(expansion: Expansion, index: int, state: State) -> Iterator[list[OpChoice]]:
     if index == len(expansion.problem.ops):
         yield []
         return
@@ -39,7 +39,7 @@ def _choices(expansion: Expansion, index: int, state: State) -> Iterator[list[Ch
         wanted = [(name, layout) for name, layout in zip(op.reads, form.reads, strict=True) if layout is not None]
         for after, homes, changes in _brought(expansion, op.segment, state, wanted):
             made = {name: (layout,) for name, layout in zip(op.makes, form.makes, strict=True)}
-            first = Choice(index, number, homes, changes)
+            first = OpChoice(index, number, homes, changes)
             for rest in _choices(expansion, index + 1, {**after, **made}):
                 yield [first, *rest]
 

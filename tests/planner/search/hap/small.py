@@ -6,9 +6,9 @@ import random
 
 from hetu_fx.planner.search.hap.collectives import Collectives, Line
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.forms import Rules
+from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.memory import Limits
-from hetu_fx.planner.search.hap.prices import Prices, Ratios
+from hetu_fx.planner.search.hap.prices import RatioPrices, Ratios
 from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
 
 LINES = Collectives(
@@ -117,11 +117,11 @@ def expansion(
     speeds: tuple[float, ...] = (3e8, 1e8),
     ratios: Ratios | None = None,
     *,
-    rules: Rules | None = None,
+    rules: SynthesisRules | None = None,
     limits: Limits | None = None,
     collectives: Collectives = LINES,
 ) -> Expansion:
     """Return the moves of a problem on devices of these speeds, in proportion to them unless told."""
     shares = ratios or (tuple(speed / sum(speeds) for speed in speeds),) * problem.num_segments
-    prices = Prices(speeds, collectives, shares)
-    return Expansion(problem, prices, rules or Rules(), limits or Limits(num_devices=len(speeds)))
+    prices = RatioPrices(speeds, collectives, shares)
+    return Expansion(problem, prices, rules or SynthesisRules(), limits or Limits(num_devices=len(speeds)))

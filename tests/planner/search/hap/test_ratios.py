@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.assemble import Bytes, bytes_of, synthesise
-from hetu_fx.planner.search.hap.program import Program
+from hetu_fx.planner.search.hap.program import HapProgram
 from hetu_fx.planner.search.hap.ratios import best_ratios
 from tests.planner.search.hap.small import drawn, expansion, feed_forward
 
 SEEDS = st.integers(0, 10_000)
 
 
-def on_a_grid(program: Program, speeds: tuple[float, ...], steps: int) -> float:
+def on_a_grid(program: HapProgram, speeds: tuple[float, ...], steps: int) -> float:
     """Return the least seconds over all ratios that are multiples of 1 / steps, segments apart."""
     counts = itertools.product(range(steps + 1), repeat=len(speeds) - 1)
     shares = [(*row, steps - sum(row)) for row in counts if sum(row) <= steps]

@@ -8,7 +8,7 @@ from hetu_fx.planner.search.hap.collectives import Collectives
 from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import RELEASED
 from hetu_fx.planner.search.hap.memory import Limits
-from hetu_fx.planner.search.hap.prices import Prices
+from hetu_fx.planner.search.hap.prices import RatioPrices
 from hetu_fx.planner.search.hap.result import HapResult
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.values.tensor_program import Problem
@@ -81,7 +81,7 @@ def test_an_encoder_layer_on_equal_devices_is_cut_evenly() -> None:
 def test_even_shares_of_unequal_devices_cost_what_was_worked_out() -> None:
     problem = encoder()
     speeds = tuple(device.speed for device in TWO_AND_TWO.devices)
-    prices = Prices(speeds, SET_H, ((0.25,) * 4,))
+    prices = RatioPrices(speeds, SET_H, ((0.25,) * 4,))
     expansion = Expansion(problem, prices, RELEASED, Limits(num_devices=4))
     program = synthesise(expansion).program
     assert {step.form.cut for step in program.steps} == {"n"}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.collectives import Collectives, Line
-from hetu_fx.planner.search.hap.forms import Rules
+from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.values.tensor_program import Problem, Tensor
 from tests.planner.search.hap.small import LINES, drawn, feed_forward
@@ -66,7 +66,7 @@ def test_gradients_of_large_parameters_are_made_from_sufficient_factors() -> Non
     never_move = replace(problem, tensors=tuple(_immovable(t) for t in problem.tensors))
     lines = replace(LINES, all_gather=Line(0, 1e-7), grouped_all_gather=None, all_reduce=Line(0, 1e-5))
     cluster = Cluster.on_paper([3e8, 1e8])
-    rules = (Rules(sufficient_factors=allowed, smallest_units=4) for allowed in (True, False))
+    rules = (SynthesisRules(sufficient_factors=allowed, smallest_units=4) for allowed in (True, False))
     with_them, without = (search(never_move, cluster, collectives=lines, rules=given) for given in rules)
     assert with_them.seconds < without.seconds
     assert any(step.gathered for step in with_them.program.steps)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap import synthesis
 from hetu_fx.planner.search.hap.assemble import bytes_of, synthesise
-from hetu_fx.planner.search.hap.forms import Rules
+from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.memory import Limits
 from tests.planner.search.hap.exhaustive import fastest, programs
 from tests.planner.search.hap.small import chain, drawn, expansion, feed_forward
@@ -98,7 +98,7 @@ def test_copies_whose_gradients_are_not_tracked_cost_an_all_reduce_more() -> Non
     end = replace(problem.ops[-1], whole=frozenset("bo"), linear=())  # needs all, so that all devices do it
     problem = replace(problem, ops=(*problem.ops[:-1], end))
     exchanged = []
-    for rules in (Rules(), Rules(tracks_gradients=False)):
+    for rules in (SynthesisRules(), SynthesisRules(tracks_gradients=False)):
         program = synthesise(expansion(problem, SLOW, rules=rules)).program
         exchanged.append([(str(t.change), t.is_backward) for t in program.transfers])
     assert exchanged == [[("all-reduce", False)], [("all-reduce", False), ("all-reduce", True)]]

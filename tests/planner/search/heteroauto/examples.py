@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.search.heteroauto.cost import HeteroStage
-from hetu_fx.planner.search.heteroauto.problem import HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, Layer
 from hetu_fx.plans.schedule import Action, Phase, actions
 
 FREE = Link(1e15)
@@ -31,12 +31,14 @@ def _cut(layer: Layer, degree: int, speed: float) -> Layer:
     )
 
 
-def kind(name: str, nodes: tuple[int, ...], layers: Mapping[int, Layer], memory: float = 1e15, **given: float) -> Kind:
+def kind(
+    name: str, nodes: tuple[int, ...], layers: Mapping[int, Layer], memory: float = 1e15, **given: float
+) -> ChipKind:
     """Return a kind with links that cost nothing."""
-    return Kind(name, nodes, memory, layers, FREE, FREE, **given)
+    return ChipKind(name, nodes, memory, layers, FREE, FREE, **given)
 
 
-def problem(*kinds: Kind, layers: int = 6, micro_batches: int = 8) -> HeteroProblem:
+def problem(*kinds: ChipKind, layers: int = 6, micro_batches: int = 8) -> HeteroProblem:
     """Return a problem in which handing over costs nothing."""
     return HeteroProblem(kinds, layers, micro_batches, FREE)
 

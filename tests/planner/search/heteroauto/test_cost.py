@@ -13,7 +13,7 @@ from hetu_fx.planner.search.heteroauto.cost import (
     transfer_seconds,
     update_seconds,
 )
-from hetu_fx.planner.search.heteroauto.problem import Edge, Freedom
+from hetu_fx.planner.search.heteroauto.problem import EndCosts, Freedom
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
 
 FAST, SLOW = kind("fast", (4,), layers_of(1.0)), kind("slow", (4,), layers_of(2.0))
@@ -36,7 +36,7 @@ def test_a_hidden_bubble_leaves_the_slowest_stage() -> None:
 
 
 def test_what_stands_before_and_after_the_layers_counts_as_so_many_layers() -> None:
-    edged = replace(BOTH, before=Edge(work=0.5), after=Edge(work=1.0))
+    edged = replace(BOTH, before=EndCosts(work=0.5), after=EndCosts(work=1.0))
     assert step_seconds(edged, 1, stages(("fast", 1, 3), ("fast", 1, 3))) == pytest.approx(3 * 3.5 + 3 * 4 + 7 * 3 * 4)
 
 
@@ -71,18 +71,18 @@ def test_a_chip_holds_states_and_what_is_in_flight() -> None:
     small = kind("small", (1,), layers_of(1.0, {1: 1.0}, parameter_bytes=1.0, kept_bytes=3.0, input_bytes=1.0))
     keeping = HeteroStage(Groups(small, 1), 2)
     states = 2 + 2 + 2 * 2
-    assert held_bytes(BOTH, 1, keeping, Edge(), 3) == states + 3 * 2 * 3
-    assert held_bytes(BOTH, 1, replace(keeping, recompute=True), Edge(), 3) == states + 3 * 2 * 1 + 3
-    assert held_bytes(BOTH, 1, keeping, Edge(parameters=1.0, kept=0.5), 3) == 12 + 3 * 2.5 * 3
-    assert held_bytes(BOTH, 3, keeping, Edge(), 3) == 2 + 2 + 2 + 3 * 2 * 3  # zero 1: a third of 3 x 2
+    assert held_bytes(BOTH, 1, keeping, EndCosts(), 3) == states + 3 * 2 * 3
+    assert held_bytes(BOTH, 1, replace(keeping, recompute=True), EndCosts(), 3) == states + 3 * 2 * 1 + 3
+    assert held_bytes(BOTH, 1, keeping, EndCosts(parameters=1.0, kept=0.5), 3) == 12 + 3 * 2.5 * 3
+    assert held_bytes(BOTH, 3, keeping, EndCosts(), 3) == 2 + 2 + 2 + 3 * 2 * 3  # zero 1: a third of 3 x 2
 
 
 def test_gradients_go_around_the_replicas_and_each_updates_its_part() -> None:
     small = kind("small", (4,), layers_of(1.0, {1: 1.0}, parameter_bytes=4.0), update_seconds_per_byte=0.25)
     groups = Groups(replace(small, across=Link(2.0, 0.5)), 1)
     turn = 3 * (0.5 + 8 / 4 / 2)
-    assert update_seconds(BOTH, 4, groups, 2.0, Edge()) == pytest.approx(2 * turn + 8 / 4 * 0.25)
-    assert update_seconds(replace(BOTH, zero=0), 4, groups, 2.0, Edge()) == pytest.approx(2 * turn + 8 * 0.25)
+    assert update_seconds(BOTH, 4, groups, 2.0, EndCosts()) == pytest.approx(2 * turn + 8 / 4 * 0.25)
+    assert update_seconds(replace(BOTH, zero=0), 4, groups, 2.0, EndCosts()) == pytest.approx(2 * turn + 8 * 0.25)
 
 
 def test_the_end_of_the_step_counts_where_the_slowest_stage_is() -> None:

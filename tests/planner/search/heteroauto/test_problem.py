@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.problem import Edge, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem
 
 FOUR = kind("four", (4, 3), layers_of(1.0))
@@ -31,7 +31,7 @@ def test_equal_problems_are_equal_values() -> None:
     [
         (lambda: Layer(0.0, 1.0), "layer has forward_seconds 0.0; give a finite number above 0"),
         (lambda: Layer(1.0, 1.0, kept_bytes=-1.0), "layer has kept_bytes -1.0; give a finite number, 0 or more"),
-        (lambda: Edge(work=-1.0), "edge has work -1.0"),
+        (lambda: EndCosts(work=-1.0), "edge has work -1.0"),
         (lambda: replace(FOUR, nodes=()), "kind 'four' has least of nodes 0"),
         (lambda: replace(FOUR, layers={3: Layer(1.0, 1.0)}), r"layers for groups of \[3\]; give powers of two"),
         (lambda: replace(FOUR, recomputed_share=-0.1), "recomputed_share -0.1"),
@@ -43,7 +43,7 @@ def test_equal_problems_are_equal_values() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_give(
-    wrong: Callable[[], Kind | Layer | Edge | HeteroProblem], message: str
+    wrong: Callable[[], ChipKind | Layer | EndCosts | HeteroProblem], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
         wrong()

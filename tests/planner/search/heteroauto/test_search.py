@@ -10,7 +10,7 @@ from benchmarks.heteroauto_cases import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETE
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.cost import step_seconds
-from hetu_fx.planner.search.heteroauto.problem import Edge, Freedom, HeteroProblem, Kind, Layer
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
 from hetu_fx.planner.search.heteroauto.result import HeteroResult
 from hetu_fx.planner.search.heteroauto.search import search, search_below
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
@@ -31,7 +31,7 @@ def layers(draw: st.DrawFn) -> dict[int, Layer]:
 @st.composite
 def problems(draw: st.DrawFn) -> HeteroProblem:
     kinds = [
-        Kind(
+        ChipKind(
             name,
             draw(st.sampled_from([(2,), (4,), (2, 2)])),
             draw(st.sampled_from([8.0, 14.0, 20.0, 1e9])),
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn) -> HeteroProblem:
         )
         for name in "abc"[: draw(st.integers(1, 3))]
     ]
-    edges = st.builds(Edge, st.sampled_from([0, 1.5]), st.sampled_from([0, 0.5]), st.sampled_from([0, 2]))
+    edges = st.builds(EndCosts, st.sampled_from([0, 1.5]), st.sampled_from([0, 0.5]), st.sampled_from([0, 2]))
     return HeteroProblem(
         tuple(kinds),
         draw(st.integers(1, 5)),

@@ -16,13 +16,13 @@ from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.pack import pack
 from hetu_fx.planner.dispatch.refine import refine
 from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
-from hetu_fx.planner.search.hydraulis.choose import Choice, choose, holding, packed
+from hetu_fx.planner.search.hydraulis.choose import BatchChoice, choose, holding, packed
 from tests.planner.dispatch.examples import BATCH, PACKED_MS
 
 LONG_TAIL = SequenceBatch((*range(400, 2620, 37), 9000, 14000, 25000))
 
 
-def lengths_of(choice: Choice) -> Counter[tuple[tuple[int, ...], ...]]:
+def lengths_of(choice: BatchChoice) -> Counter[tuple[tuple[int, ...], ...]]:
     """Return the lengths in the rows of each pipeline, without their order."""
     lengths = choice.dispatch.batch.lengths
     pipelines = [sorted(tuple(sorted(lengths[i] for i in row)) for row in rows) for rows in choice.micro_batches]
@@ -100,7 +100,7 @@ def test_the_last_pipeline_is_packed_with_care() -> None:
 def test_packings_of_another_dispatch_are_refused() -> None:
     dispatched = dispatch(Strategy((SCHEMES[4, 1],)), SequenceBatch((100, 200)))
     with pytest.raises(PlanError, match="not the pipelines of the dispatch"):
-        Choice(dispatched, (pack(SCHEMES[4, 1], (100,)),))
+        BatchChoice(dispatched, (pack(SCHEMES[4, 1], (100,)),))
 
 
 @pytest.mark.parametrize("path", sorted(Path(module.__file__).parent.glob("hydraulis*.py")), ids=lambda path: path.stem)

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.published_hydraulis import FILLING_TOKENS, MEMORY, SCHEMES, TIMES
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT, HomeLayout, ModelShape, fitting_schemes
+from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT, ModelShape, OptimizerStrategy, fitting_schemes
 
 PUBLISHED = {
     (1, 4): 1920,
@@ -56,7 +56,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     with pytest.raises(PlanError, match="layers 0"):
         ModelShape(0, 1, 1)
     with pytest.raises(PlanError, match="replicas 0"):
-        HomeLayout(0, 1, 1)
+        OptimizerStrategy(0, 1, 1)
     with pytest.raises(PlanError, match=r"\[4\] -1"):
         replace(MEMORY, activation_bytes={4: -1})
     with pytest.raises(PlanError, match="reserve_bytes -1"):

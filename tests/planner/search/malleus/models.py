@@ -1,15 +1,15 @@
 """Small situations that the tests of the Malleus search share; layer seconds are relative."""
 
 from benchmarks.published_malleus import nodes_of
-from hetu_fx.planner.search.malleus.groups import Kind
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.groups import GroupKind
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 
-def kinds(*seconds: float, size: int = 1, room: float = float("inf")) -> tuple[Kind, ...]:
+def kinds(*seconds: float, size: int = 1, room: float = float("inf")) -> tuple[GroupKind, ...]:
     """Return kinds of groups, slowest first."""
-    return tuple(sorted((Kind(y, size, room) for y in seconds), reverse=True))
+    return tuple(sorted((GroupKind(y, size, room) for y in seconds), reverse=True))
 
 
-def ample(layers: int, micro_batches: int, pipelines: int, devices: int = 4) -> Situation:
+def ample(layers: int, micro_batches: int, pipelines: int, devices: int = 4) -> MalleusSituation:
     """Return a situation with ample memory and groups of one device."""
-    return Situation(nodes_of(devices, devices), layers, micro_batches, pipelines, {1: 1.0})
+    return MalleusSituation(nodes_of(devices, devices), layers, micro_batches, pipelines, {1: 1.0})

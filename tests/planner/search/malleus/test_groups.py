@@ -11,14 +11,14 @@ from hetu_fx.planner.search.malleus.groups import (
     leaving_out_stragglers,
     node_groupings,
 )
-from hetu_fx.planner.search.malleus.situation import Situation
+from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 
 def sizes(grouping: Grouping) -> list[int]:
     return [len(group.devices) for group in grouping.groups]
 
 
-def node(situation: Situation) -> list[int]:
+def node(situation: MalleusSituation) -> list[int]:
     return sorted(situation.nodes[0], key=lambda rank: (situation.rates[rank], rank))
 
 
@@ -47,7 +47,7 @@ def test_stragglers_of_one_rate_share_a_group() -> None:
 
 
 def test_devices_too_few_for_the_least_degree_stand_by() -> None:
-    situation = Situation(nodes_of(7, 7), 8, 8, 1, {4: 1.0, 2: 2.0})
+    situation = MalleusSituation(nodes_of(7, 7), 8, 8, 1, {4: 1.0, 2: 2.0})
     (grouping,) = node_groupings(situation, node(situation))
     assert (sizes(grouping), grouping.standby) == ([4, 2], (6,))
 
@@ -59,7 +59,7 @@ def test_stragglers_may_be_ignored_or_left_out() -> None:
     assert (sizes(left), left.standby) == ([4, 2], (0, 1))
 
 
-def all_capacities(ranks: Sequence[int], situation: Situation) -> Iterator[float]:
+def all_capacities(ranks: Sequence[int], situation: MalleusSituation) -> Iterator[float]:
     """Yield the capacity of every way to form groups of some of the devices."""
     if not ranks:
         yield 0.0
@@ -80,6 +80,6 @@ def all_capacities(ranks: Sequence[int], situation: Situation) -> Iterator[float
 def test_no_grouping_has_more_capacity_than_the_first(rates: list[float], loss: float) -> None:
     # where a split of equals gains nothing: else equals would be split, which the search leaves as given
     cluster = nodes_of(8, len(rates)).with_rates(dict(enumerate(rates)))
-    situation = Situation(cluster, 8, 8, 1, {4: 1.0, 2: loss, 1: loss * loss})
+    situation = MalleusSituation(cluster, 8, 8, 1, {4: 1.0, 2: loss, 1: loss * loss})
     best = node_groupings(situation, node(situation))[0]
     assert best.capacity == pytest.approx(max(all_capacities(range(len(rates)), situation)))

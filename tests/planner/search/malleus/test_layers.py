@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hetu_fx.planner.search.malleus.groups import Kind
+from hetu_fx.planner.search.malleus.groups import GroupKind
 from hetu_fx.planner.search.malleus.layers import Filled, Kinds, LayerFiller
-from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from tests.planner.search.malleus.models import ample, kinds
 
 SECONDS = st.floats(1, 9).map(lambda x: round(x, 1))
 
 
-def limits(stages: Kinds, situation: Situation) -> list[int]:
+def limits(stages: Kinds, situation: MalleusSituation) -> list[int]:
     memory, last = situation.memory, len(stages) - 1
     assert memory is not None
     rooms = [kind.room_bytes - memory.edge_bytes * (j in (0, last)) for j, kind in enumerate(stages)]
@@ -34,7 +34,7 @@ def test_without_memory_it_equals_brute_force(seconds: list[float], layers: int)
     assert min(filled.layers) >= 1
 
 
-def least_by_milp(stages: Kinds, situation: Situation) -> float | None:
+def least_by_milp(stages: Kinds, situation: MalleusSituation) -> float | None:
     """Solve the paper's lower level program, stages in the given order, by HiGHS."""
     count = len(stages)
     costs = np.diag([kind.seconds for kind in stages])
@@ -53,7 +53,7 @@ def least_by_milp(stages: Kinds, situation: Situation) -> float | None:
 def test_with_memory_it_is_never_worse_than_the_integer_program(groups: list[tuple[float, int]], layers: int) -> None:
     memory = LayerMemory.linear(2.0, 0.5, edge_bytes=3.0)
     situation = replace(ample(layers, 8, 1), memory=memory)
-    stages = tuple(sorted((Kind(y, size, 25.0 * size) for y, size in groups), reverse=True))
+    stages = tuple(sorted((GroupKind(y, size, 25.0 * size) for y, size in groups), reverse=True))
     best, filled = least_by_milp(stages, situation), LayerFiller(situation).fill(stages)
     if best is not None:
         assert filled is not None
@@ -94,7 +94,7 @@ def test_a_front_stage_holds_fewer_layers_where_memory_is_short() -> None:
 
 def test_a_small_healthy_group_makes_way_where_memory_is_short() -> None:
     # the group of 1 is slowest, but in front, with three stages after it, it could not hold a layer
-    stages = (Kind(2.0, 1, 3.0), Kind(1.0, 2, 40.0), Kind(1.0, 2, 40.0))
+    stages = (GroupKind(2.0, 1, 3.0), GroupKind(1.0, 2, 40.0), GroupKind(1.0, 2, 40.0))
     situation = replace(ample(10, 4, 1), memory=LayerMemory.linear(1.0, 1.5))
     filled = LayerFiller(situation).fill(stages)
     assert filled is not None

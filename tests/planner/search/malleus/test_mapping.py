@@ -3,18 +3,30 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.planner.search.malleus.groups import Group, Kind
-from hetu_fx.planner.search.malleus.mapping import Holding, Place, holdings, map_groups, moved_layers, regrouped
+from hetu_fx.planner.search.malleus.groups import Group, GroupKind
+from hetu_fx.planner.search.malleus.mapping import (
+    LayerSlice,
+    WantedGroup,
+    holdings,
+    map_groups,
+    moved_layers,
+    regrouped,
+)
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
-KIND = Kind(1.0, 2, 0.0)
+KIND = GroupKind(1.0, 2, 0.0)
 TWO_BY_TWO = Plan(
     (
         Pipeline((Stage((0, 1), blocks=4), Stage((2, 3), blocks=4))),
         Pipeline((Stage((4, 5), blocks=4), Stage((6, 7), blocks=4))),
     )
 )
-PLACES = [Place(0, 0, 4, KIND), Place(0, 4, 8, KIND), Place(1, 0, 4, KIND), Place(1, 4, 8, KIND)]
+PLACES = [
+    WantedGroup(0, 0, 4, KIND),
+    WantedGroup(0, 4, 8, KIND),
+    WantedGroup(1, 0, 4, KIND),
+    WantedGroup(1, 4, 8, KIND),
+]
 
 
 def pairs(nodes: str) -> list[Group]:
@@ -24,13 +36,13 @@ def pairs(nodes: str) -> list[Group]:
 
 def test_a_plan_says_what_each_device_holds() -> None:
     held = holdings(TWO_BY_TWO, 8)
-    assert held[3] == Holding(4, 8, position=1, size=2, stage=1)
-    assert held[4] == Holding(0, 4, position=0, size=2, stage=2)
+    assert held[3] == LayerSlice(4, 8, position=1, size=2, stage=1)
+    assert held[4] == LayerSlice(0, 4, position=0, size=2, stage=2)
     assert holdings(None, 8) == {}
 
 
 def test_what_a_device_held_need_not_move() -> None:
-    held = {0: Holding(0, 8, 0, 2)}
+    held = {0: LayerSlice(0, 8, 0, 2)}
     assert moved_layers((0,), 0, 8, held) == 4.0  # it had half of each layer
     assert moved_layers((0, 1), 4, 12, held) == 2.0 + 4.0
     assert moved_layers((1, 0), 0, 4, held) == 2.0 + 2.0  # the other halves
@@ -57,9 +69,9 @@ def test_crossings_come_before_what_is_moved() -> None:
 
 
 def test_a_group_stands_only_where_its_kind_is_wanted() -> None:
-    slow = Kind(3.0, 2, 0.0)
+    slow = GroupKind(3.0, 2, 0.0)
     groups = [*pairs("00"), Group((4, 5), 0, slow)]
-    mapped = map_groups([Place(0, 0, 2, slow), Place(0, 2, 8, KIND)], groups, {})
+    mapped = map_groups([WantedGroup(0, 0, 2, slow), WantedGroup(0, 2, 8, KIND)], groups, {})
     assert [group.kind for group in mapped.groups] == [slow, KIND]
 
 

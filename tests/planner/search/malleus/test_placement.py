@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus import placement
-from hetu_fx.planner.search.malleus.groups import Kind
+from hetu_fx.planner.search.malleus.groups import GroupKind
 from hetu_fx.planner.search.malleus.layers import LayerFiller
 from hetu_fx.planner.search.malleus.placement import Placer
-from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from tests.planner.search.malleus.models import ample, kinds
 
 SECONDS = st.floats(1, 9).map(lambda x: round(x, 1))
 
 
-def partitions(groups: Sequence[Kind], number: int) -> Iterator[list[list[Kind]]]:
+def partitions(groups: Sequence[GroupKind], number: int) -> Iterator[list[list[GroupKind]]]:
     """Yield every way to put groups into `number` pipelines."""
     if not groups:
         yield [[] for _ in range(number)]
@@ -27,7 +27,7 @@ def partitions(groups: Sequence[Kind], number: int) -> Iterator[list[list[Kind]]
             yield [[*p, groups[0]] if i == j else p for j, p in enumerate(rest)]
 
 
-def brute_force(groups: Sequence[Kind], situation: Situation) -> float:
+def brute_force(groups: Sequence[GroupKind], situation: MalleusSituation) -> float:
     filler, best = LayerFiller(situation), math.inf
     for bins in partitions(groups, situation.num_pipelines):
         filled = [filler.fill(tuple(sorted(one, reverse=True))) for one in bins]

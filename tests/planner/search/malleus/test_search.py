@@ -13,7 +13,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.malleus.result import MalleusResult
 from hetu_fx.planner.search.malleus.search import search
-from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 
 
 def shape(result: MalleusResult) -> list[tuple[list[float], list[int], int]]:
@@ -61,7 +61,7 @@ def test_memory_that_binds_gives_the_objective_of_the_released_planner() -> None
 
 def test_a_lost_device_gives_the_recorded_plan() -> None:
     cluster = nodes_of(8, 32).without([31])
-    result = search(Situation(cluster, 60, 64, 2, {4: 1.0, 2: 2.0, 1: 4.0}))
+    result = search(MalleusSituation(cluster, 60, 64, 2, {4: 1.0, 2: 2.0, 1: 4.0}))
     assert result.objective == 496
     assert sorted(m for *_, m in shape(result)) == [31, 33]
     assert sorted(s.layers for s in result.pipelines[-1].stages) == [4, 8, 16, 16, 16]
@@ -159,9 +159,9 @@ def test_the_reason_names_what_bounds_the_step() -> None:
 RATES = st.dictionaries(st.integers(0, 7), st.floats(1.1, 12).map(lambda x: round(x, 1)), max_size=4)
 
 
-def small(rates: Mapping[int, float], pipelines: int = 2) -> Situation:
+def small(rates: Mapping[int, float], pipelines: int = 2) -> MalleusSituation:
     cluster = nodes_of(4, 8).with_rates(rates)
-    return Situation(cluster, 12, 24, pipelines, {4: 1.0, 2: 1.9, 1: 3.7})
+    return MalleusSituation(cluster, 12, 24, pipelines, {4: 1.0, 2: 1.9, 1: 3.7})
 
 
 @settings(max_examples=50)

@@ -6,9 +6,9 @@ import pytest
 from benchmarks.published_malleus import LLAMA_70B, nodes_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.malleus.situation import LayerMemory, Situation
+from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 
-SMALL = Situation(nodes_of(4, 8), 8, 16, 2, {4: 1.0, 2: 1.9})
+SMALL = MalleusSituation(nodes_of(4, 8), 8, 16, 2, {4: 1.0, 2: 1.9})
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,15 @@ width 8192, 103 billion parameters, one sequence of 4096 tokens as micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Link
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
+from hetu_fx.planner.search.heteroauto.result import HeteroResult
+from hetu_fx.planner.search.heteroauto.search import search
 
 LAYERS, WIDTH, INNER, KEY_WIDTH, TOKENS, VOCABULARY = 96, 8192, 36864, 1024, 4096, 92544
 LAYER_PARAMETERS = 2 * WIDTH * (WIDTH + KEY_WIDTH) + 3 * WIDTH * INNER
@@ -99,3 +104,30 @@ def ablations(problem: HeteroProblem) -> dict[str, HeteroProblem]:
 
 def _with_kinds(problem: HeteroProblem, **changes: float) -> HeteroProblem:
     return replace(problem, kinds=tuple(replace(kind, **changes) for kind in problem.kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUp:
+    """The best plan of all chips, and the best of each kind alone with the same batch; None where that does not fit."""
+
+    together: HeteroResult
+    alone: Mapping[str, HeteroResult | None]
+
+    @property
+    def ratio(self) -> float:
+        """Return tokens per second together over the sum of those alone; above 1 it is superlinear."""
+        parts = math.fsum(1 / result.seconds for result in self.alone.values() if result is not None)
+        return 1 / self.together.seconds / parts if parts else math.inf
+
+
+def speed_up(problem: HeteroProblem) -> SpeedUp:
+    """Plan for all kinds together and for each alone, which chooses its own number of replicas."""
+    parts = {kind.name: replace(problem, kinds=(kind,), replicas=()) for kind in problem.kinds}
+    return SpeedUp(search(problem), {name: _found(part) for name, part in parts.items()})
+
+
+def _found(problem: HeteroProblem) -> HeteroResult | None:
+    try:
+        return search(problem)
+    except PlanError:
+        return None  # too large for this kind alone

@@ -15,13 +15,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.heteroauto_cases import ablations, four_kinds, superlinear
+from benchmarks.heteroauto_cases import ablations, four_kinds, speed_up, superlinear
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, Freedom, HeteroProblem, Layer
 from hetu_fx.planner.search.heteroauto.search import search
-from hetu_fx.planner.search.heteroauto.speed_up import speed_up
 from tests.planner.search.heteroauto.exhaustive import Exhaustive
 
 SECONDS_BAR = 60.0

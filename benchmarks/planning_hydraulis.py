@@ -23,9 +23,8 @@ import numpy as np
 from benchmarks.published_hydraulis import LARGE, POOL, SCHEMES
 from benchmarks.report import Bar, Row, finish, parser
 from hetu_fx.planner.dispatch.dispatch import dispatch
-from hetu_fx.planner.dispatch.refine import refine
 from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
-from hetu_fx.planner.search.hydraulis.choose import choose, holding, packed
+from hetu_fx.planner.search.hydraulis.choose import choose, holding, packed, refine
 from hetu_fx.planner.search.hydraulis.pool import propose
 
 SECONDS_BAR = 1.0

@@ -1,31 +1,111 @@
-"""The searches that there are. A new one is a file beside these and a line here."""
+"""The searches that there are: a new one is a file in `search` and a line here. `auto` asks those that suit.
+
+The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches. Where
+devices differ (in kind, rate or memory) those for unlike devices are asked too; where the sequences of a batch differ
+and one search plans by length, its plans are the answer. The one cost says whose plan is best.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.auto import (
-    SearchRule,
-    always,
-    auto,
-    both,
-    devices_differ,
-    either,
-    kinds_differ,
-    some_straggle,
-    up_to,
-    without_blocks,
-)
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.adapter import HAP
 from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
-from hetu_fx.planner.search.problem import Search
+from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import CLASSES
+from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.prediction import Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRule:
+    """A search, and what it is asked for."""
+
+    search: Search
+    suits: Callable[[Problem], bool]
+
+    def asks(self, problem: Problem) -> bool:
+        """Tell whether the search is asked: it suits and lacks nothing."""
+        return self.suits(problem) and not self.search.lacks(problem)
+
+
+def always(problem: Problem) -> bool:
+    """Suit any problem."""
+    return True
+
+
+def devices_differ(problem: Problem) -> bool:
+    """Tell whether there are devices of unlike kind, speed or memory."""
+    return len(classes_of(problem)) > 1
+
+
+def kinds_differ(problem: Problem) -> bool:
+    """Tell whether there are devices of several kinds."""
+    return len({device.kind for device in problem.cluster.devices}) > 1
+
+
+def without_blocks(most: int) -> Callable[[Problem], bool]:
+    """Return what suits programs without repeated blocks on up to so many devices, of which some are unlike."""
+    return lambda problem: not problem.costs.num_blocks and up_to(most)(problem) and devices_differ(problem)
+
+
+def _lengths_differ(problem: Problem) -> bool:
+    """Tell whether batches have sequences of several lengths."""
+    return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
+
+
+def up_to(most: int) -> Callable[[Problem], bool]:
+    """Return what suits clusters of up to so many devices."""
+    return lambda problem: len(problem.cluster.devices) <= most
+
+
+def some_straggle(problem: Problem) -> bool:
+    """Tell whether devices are slower than they should be."""
+    return any(device.rate > 1.0 for device in problem.cluster.devices)
+
+
+def either(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
+    """Return what suits problems that suit one of these."""
+    return lambda problem: any(suits(problem) for suits in rules)
+
+
+def both(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
+    """Return what suits problems that suit all of these."""
+    return lambda problem: all(suits(problem) for suits in rules)
+
+
+def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
+    """Return the search that asks all of these that are asked, or, where lengths differ, the one that plans by them."""
+    lengths = SearchRule(by_length, _lengths_differ)
+
+    def find(problem: Problem) -> Candidates:
+        if lengths.asks(problem):
+            return by_length.find(problem)
+        found: dict[Plan, float] = {}
+        for rule in rules:
+            found |= rule.search.find(problem) if rule.asks(problem) else {}
+        return found
+
+    def predict(plan: Plan, problem: Problem) -> Prediction:
+        asked = by_length if lengths.asks(problem) else rules[0].search
+        return asked.predict(plan, problem)
+
+    return Search(
+        name="auto",
+        applies="always, and unless another is named: asks those that suit what differs in devices and sequences",
+        lacks=lambda problem: "",
+        find=find,
+        predict=predict,
+    )
+
 
 _SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
 _LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from hetu_fx.comm_ops.wire.consensus import StepFacts
-from hetu_fx.planner.dispatch.planned import Planned
+from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent

@@ -13,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
-from hetu_fx.planner.dispatch.assignment import EligibleVariant, Request
-from hetu_fx.planner.dispatch.planned import Assignments, Planned
+from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, Planned, Request
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 
 _KEPT = 64  # plans that were made and not taken yet

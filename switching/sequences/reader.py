@@ -13,9 +13,7 @@ from torch import Tensor
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.dispatch.assignment import EligibleVariant
-from hetu_fx.planner.dispatch.candidates import candidate_of, device_seconds
-from hetu_fx.planner.dispatch.planned import Assignments
+from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, candidate_of, device_seconds
 from hetu_fx.planner.dispatch.policies import SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan

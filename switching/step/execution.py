@@ -14,7 +14,7 @@ from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.planned import Planned
+from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.step.loss import Guess

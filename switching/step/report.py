@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetu_fx.planner.dispatch.planned import Planned
+from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.switching.step.execution import Work
 from hetu_fx.switching.step.timer import ComputeTimer
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
-from hetu_fx.planner.dispatch.planned import Planned
+from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run_log import Batch, Entry, State, Variant, entries
 from hetu_fx.report.sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer

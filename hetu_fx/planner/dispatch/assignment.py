@@ -6,18 +6,26 @@ Seconds are those of Hydraulis' cost model with attention paid for whole rows: a
 
 for the devices' kernels work on all pairs of tokens of a row and drop those of different sequences. A pipeline of p
 stages takes sum_j T_j + (p - 1) max_j T_j for its micro-batches.
+
+The same model, fitted to the costs of a plan's stages, makes a plan a variant that may run a batch, and tells what
+each device has to compute for an assignment, so that its rate can be told.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.strategy import Scheme
-from hetu_fx.plans.plan import Plan
+from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
+from hetu_fx.planner.price.step import end_seconds, ends_of, places_of, stage_costs
+from hetu_fx.planner.values.lengths import costs_at
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Pipeline, Plan
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -130,3 +138,75 @@ def pipeline_seconds(scheme: Scheme, micro_batches: Sequence[PackedMicroBatch]) 
     """Return what a pipeline takes for its micro-batches."""
     times = [len(micro.rows) * scheme.times.seconds(micro.width) + scheme.times.c for micro in micro_batches]
     return math.fsum(times) + (scheme.stages - 1) * max(times, default=0.0)
+
+
+def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> EligibleVariant:
+    """Return a plan as what may run a batch.
+
+    Args:
+        name: of the variant.
+        plan: the plan.
+        by_length: what a row costs, at three lengths at least.
+        cluster: the devices.
+
+    What a step takes besides the batch is gradient sync, gather and optimizer, as the cost model has them.
+
+    A pipeline's micro-batch holds its `max_length`, or the plan's; what has neither holds any number of tokens.
+    """
+    some = next(iter(by_length.values()))
+    written = plan.with_blocks(some.num_blocks)
+    schemes = tuple(
+        Scheme(len(pipeline.stages[0].devices), len(pipeline.stages), times_of(pipeline, by_length, cluster), held)
+        for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
+    )
+    ends = ends_of(written, places_of(written, some, cluster), cluster)
+    return EligibleVariant(name, plan, schemes, end_seconds(ends))
+
+
+def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
+    """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs."""
+    stages = {length: stage_costs(pipeline, costs, cluster) for length, costs in by_length.items()}
+    fit = fit_times([(length, max(s.seconds.per_row for s in found)) for length, found in stages.items()]).fit
+    fixed = max(stage.seconds.fixed for found in stages.values() for stage in found)
+    return replace(fit, c=fit.c + fixed)
+
+
+def device_seconds(
+    assignment: Assignment, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster
+) -> dict[int, float]:
+    """Return the compute seconds, by rank, that an assignment is expected to take on healthy devices.
+
+    Args:
+        assignment: which micro-batch of which pipeline has which sequences.
+        plan: that it is for.
+        by_length: what a row costs, at three lengths at least.
+        cluster: the devices.
+    """
+    written = plan.with_blocks(next(iter(by_length.values())).num_blocks)
+    seconds: dict[int, float] = defaultdict(float)
+    for pipeline, micro_batches in zip(written.pipelines, assignment.pipelines, strict=True):
+        for micro in micro_batches:
+            for stage in stage_costs(pipeline, costs_at(by_length, micro.width), cluster):
+                for device, line in zip(stage.stage.devices, stage.compute, strict=True):
+                    seconds[device] += line(len(micro.rows))
+    return dict(seconds)
+
+
+Assignments = tuple[Assignment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan for a batch.
+
+    Attributes:
+        assignments: the parts that run one after another.
+        seconds: what they are expected to take together.
+        planning_seconds: what making the plan took, wherever that was.
+        waited_seconds: how long the step waited for it.
+    """
+
+    assignments: Assignments
+    seconds: float
+    planning_seconds: float
+    waited_seconds: float

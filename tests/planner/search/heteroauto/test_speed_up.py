@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.heteroauto_cases import ablations, superlinear
+from benchmarks.heteroauto_cases import ablations, speed_up, superlinear
 from hetu_fx.planner.search.heteroauto.problem import HeteroProblem
-from hetu_fx.planner.search.heteroauto.speed_up import speed_up
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem
 
 MIXED = superlinear()

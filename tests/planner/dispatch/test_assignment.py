@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
-from hetu_fx.planner.dispatch.candidates import device_seconds
+from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch, device_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
 

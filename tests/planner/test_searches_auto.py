@@ -4,11 +4,11 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.search.auto import SearchRule, always, auto, both, devices_differ, either, some_straggle, up_to
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.searches import SearchRule, always, auto, both, devices_differ, either, some_straggle, up_to
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile

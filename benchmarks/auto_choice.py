@@ -21,8 +21,8 @@ from scipy.stats import kendalltau
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 
-from benchmarks.drawn_plans import Draw, kind_of
-from benchmarks.fleet import (
+from benchmarks.cases.drawn_plans import Draw, kind_of
+from benchmarks.kit.fleet import (
     in_fleet,
     measured_cluster,
     measured_seconds,
@@ -32,8 +32,8 @@ from benchmarks.fleet import (
     worker_parser,
     write_result,
 )
-from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, Row, finish
+from benchmarks.kit.models import Size, batch, llama, num_parameters
+from benchmarks.kit.report import Bar, Row, finish
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import transformers as hf
 
-from benchmarks import report
-from benchmarks.coverage_cells import LIMITS, PLANS, SIZES, exactly, in_dtype
-from benchmarks.coverage_ranks import Record, run_plans
-from benchmarks.families import FAMILIES, Family
+from benchmarks.families.cells import LIMITS, PLANS, SIZES, exactly, in_dtype
+from benchmarks.families.families import FAMILIES, Family
+from benchmarks.kit import report
+from benchmarks.workers.coverage import Record, run_plans
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.steps import UnknownOpWarning
 from hetu_fx.graph.capture import capture

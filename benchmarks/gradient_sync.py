@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contest import Step, barrier, run_rounds
-from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from benchmarks.reshard_ranks import link_bytes
+from benchmarks.kit.contest import Step, barrier, run_rounds
+from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.workers.reshard import link_bytes
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering

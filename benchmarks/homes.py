@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.contest import adamw, slowest, timed, train_step
-from benchmarks.fleet import in_fleet, run_workers, say, set_speeds, worker_parser, write_result
-from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, finish, median_ratio
+from benchmarks.kit.contest import adamw, slowest, timed, train_step
+from benchmarks.kit.fleet import in_fleet, run_workers, say, set_speeds, worker_parser, write_result
+from benchmarks.kit.models import Size, batch, llama, num_parameters
+from benchmarks.kit.report import Bar, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.emulate.emulate import EmulateSpec

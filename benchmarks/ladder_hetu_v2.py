@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.planning_cases import Case, cases
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.cases.planning import Case, cases
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.make_plan import NEGLIGIBLE, make_plan
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.problem import Problem

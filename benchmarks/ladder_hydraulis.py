@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.published_hydraulis import POOL, SCHEMES
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.cases.published_hydraulis import POOL, SCHEMES
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch
 from hetu_fx.planner.search.hydraulis.choose import choose
 

@@ -3,7 +3,7 @@
 Published (SIGMOD 2025, abstract): 2.63 to 5.28 times on average over systems that do not adapt, up to 6.73 times, for
 models of 32B, 70B and 110B on 32 and 64 A800. The situations behind those figures are not known here, so each of the
 published rates (2.57, 5.63, 12.53) is given to one device, to one device of each of three nodes, and to a whole node.
-Models, clusters, layer seconds and memory are the published ones (`published_malleus`). What does not adapt keeps equal
+Models, clusters, layer seconds and memory are the published ones (`cases.published_malleus`). What does not adapt keeps equal
 stages on equal groups, so that the slowest device sets the pace; what restarts leaves out every node with a straggler,
 and has as many micro-batches to do with the others.
 """
@@ -14,8 +14,8 @@ import statistics
 import sys
 from collections.abc import Iterator
 
-from benchmarks.published_malleus import DEVICES_PER_NODE, LLAMA_32B, LLAMA_70B, LLAMA_110B, Published
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.cases.published_malleus import DEVICES_PER_NODE, LLAMA_32B, LLAMA_70B, LLAMA_110B, Published
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.search.malleus.search import search
 
 MODELS = {"32B, 32 A800": LLAMA_32B, "70B, 64 A800": LLAMA_70B, "110B, 64 A800": LLAMA_110B}

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.contest import train_step
-from benchmarks.fleet import in_fleet, run_workers, say, worker_parser, write_result
-from benchmarks.models import Size, batch, gpt2, llama
-from benchmarks.report import Bar, Row, finish
+from benchmarks.kit.contest import train_step
+from benchmarks.kit.fleet import in_fleet, run_workers, say, worker_parser, write_result
+from benchmarks.kit.models import Size, batch, gpt2, llama
+from benchmarks.kit.report import Bar, Row, finish
 from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.price.placement import device_bytes

@@ -25,14 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet import in_fleet, measured_cluster, run_workers, worker_parser, write_result
-from benchmarks.mixed_length_ablation import ablate, ablation_rows
-from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
-from benchmarks.mixed_length_ddp import Grouped, kept_over_limit
-from benchmarks.mixed_length_plans import BOUNDS, DYNAMIC, HOMOGENEOUS, LONGEST, STATIC
-from benchmarks.mixed_length_rounds import Columns, Rounds, Train, details, gain, predicted_gain, speed
-from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, finish
+from benchmarks.kit.fleet import in_fleet, measured_cluster, run_workers, worker_parser, write_result
+from benchmarks.kit.models import Size, batch, llama, num_parameters
+from benchmarks.kit.report import Bar, finish
+from benchmarks.lengths.ablation import ablate, ablation_rows
+from benchmarks.lengths.contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
+from benchmarks.lengths.ddp import Grouped, kept_over_limit
+from benchmarks.lengths.plans import BOUNDS, DYNAMIC, HOMOGENEOUS, LONGEST, STATIC
+from benchmarks.lengths.rounds import Columns, Rounds, Train, details, gain, predicted_gain, speed
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable

@@ -20,8 +20,8 @@ import numpy  # noqa: F401
 import pytest
 import torch  # noqa: F401
 
-from benchmarks.mutant import ROOT, VARIABLE, Mutant, install, read_mutants
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.kit.report import Bar, Row, finish, parser
+from benchmarks.mutants.mutant import ROOT, VARIABLE, Mutant, install, read_mutants
 
 SECONDS = 300
 QUICK = 6  # every so many mutants in a quick run
@@ -76,7 +76,7 @@ def copied(folder: Path) -> Path:
     copy = folder / "copy"
     hidden = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=hidden)
-    (copy / "sitecustomize.py").write_text("from benchmarks.mutant import install\ninstall()\n")
+    (copy / "sitecustomize.py").write_text("from benchmarks.mutants.mutant import install\ninstall()\n")
     return copy
 
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contest import Step, adamw, run_rounds, train_step
-from benchmarks.models import Size, batch, llama
-from benchmarks.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.contest import Step, adamw, run_rounds, train_step
+from benchmarks.kit.models import Size, batch, llama
+from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
 from hetu_fx.emulate.emulate import EmulateSpec, Output, run
 from hetu_fx.errors import HetuFxError
 

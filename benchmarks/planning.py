@@ -1,6 +1,6 @@
 """Seconds that planning takes, and how good its plans are, for 8 to 4,096 devices.
 
-`auto` is asked about the clusters of `planning_cases`: the 14 published ones of H20 and H800 (Hetu v2), Malleus'
+`auto` is asked about the clusters of `cases.planning`: the 14 published ones of H20 and H800 (Hetu v2), Malleus'
 situations, and clusters of one, two and four kinds. Its plan is compared with the best homogeneous plan, with the
 published plan where there is one, and, for three devices, with the best of all plans; all are priced by the planner's
 own cost model. Seconds are those of the processor, which depend less on what else runs. Questions of up to
@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from benchmarks.exhaustive_plans import all_plans
-from benchmarks.planning_cases import Case, cases, llama
-from benchmarks.report import Bar, Row, finish, parser, table
+from benchmarks.cases.exhaustive_plans import all_plans
+from benchmarks.cases.planning import Case, cases, llama
+from benchmarks.kit.report import Bar, Row, finish, parser, table
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import predict

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import batch, gpt2
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.kit.models import batch, gpt2
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph

@@ -1,6 +1,6 @@
 """Seconds that the HeteroAuto search takes, if it equals an exhaustive one, and when a mixed cluster is superlinear.
 
-The model is of the 100B class, on synthetic chips (`heteroauto_cases`). First, up to 1,024 chips of four kinds, and of
+The model is of the 100B class, on synthetic chips (`cases.heteroauto`). First, up to 1,024 chips of four kinds, and of
 kinds with less memory; seconds are those of the processor, which depend less on what else runs. Then small problems
 of up to 3 kinds and 32 chips beside every pipeline that there is. Then the speed-up ratio of 64 fast chips of little
 memory beside 64 slow ones of much, over the sum of both alone, with one thing at a time switched off: the cause is
@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.heteroauto_cases import ablations, four_kinds, speed_up, superlinear
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.cases.heteroauto import ablations, four_kinds, speed_up, superlinear
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, Freedom, HeteroProblem, Layer

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.published_hydraulis import LARGE, POOL, SCHEMES
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.cases.published_hydraulis import LARGE, POOL, SCHEMES
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
 from hetu_fx.planner.search.hydraulis.choose import choose, holding, packed, refine

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.published_malleus import DEVICES_PER_NODE, LLAMA_70B
-from benchmarks.report import Bar, Row, finish, parser
+from benchmarks.cases.published_malleus import DEVICES_PER_NODE, LLAMA_70B
+from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
 

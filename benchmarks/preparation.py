@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.models import batch, gpt2
-from benchmarks.report import Bar, finish, parser
+from benchmarks.kit.models import batch, gpt2
+from benchmarks.kit.report import Bar, finish, parser
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.deduce import deduce_program

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from benchmarks.reshard_cases import ACROSS, ITEMSIZE, Case, one_node
-from benchmarks.reshard_ranks import DTENSOR, FLAT, GATHERED, LEVELS, PADDED, RESOLVED, work
+from benchmarks.cases.reshard import ACROSS, ITEMSIZE, Case, one_node
+from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.workers.reshard import DTENSOR, FLAT, GATHERED, LEVELS, PADDED, RESOLVED, work
 from hetu_fx.emulate.emulate import EmulateSpec, run
 
 LINK_BITS_PER_SECOND = 100e6

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetu_fx
-from benchmarks.contest import Step, barrier, run_rounds
-from benchmarks.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.kit.contest import Step, barrier, run_rounds
+from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.emulate.emulate import EmulateSpec, run

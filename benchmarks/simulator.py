@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scipy.stats import kendalltau
 
-from benchmarks.fleet import (
+from benchmarks.kit.fleet import (
     OwnSpeeds,
     in_fleet,
     measured_seconds,
@@ -29,8 +29,8 @@ from benchmarks.fleet import (
     worker_parser,
     write_result,
 )
-from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, Row, finish
+from benchmarks.kit.models import Size, batch, llama, num_parameters
+from benchmarks.kit.report import Bar, Row, finish
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable

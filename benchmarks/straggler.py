@@ -23,11 +23,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.contest import Step, adamw, run_rounds, train_step
-from benchmarks.fleet import Alone, in_fleet, run_workers, say, set_speeds, worker_parser, write_result
-from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, Row, finish
-from benchmarks.throttle import ThrottleClock
+from benchmarks.kit.contest import Step, adamw, run_rounds, train_step
+from benchmarks.kit.fleet import Alone, in_fleet, run_workers, say, set_speeds, worker_parser, write_result
+from benchmarks.kit.models import Size, batch, llama, num_parameters
+from benchmarks.kit.report import Bar, Row, finish
+from benchmarks.kit.throttle import ThrottleClock
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.switching.adapt.health import HealthTracker

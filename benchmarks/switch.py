@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.report import Bar, Row, finish, median_ratio, parser
-from benchmarks.switch_ranks import BESIDE, FULL, HOME, LONG, QUICK, RESULT, SHORT, STEP, VARIANT, WORLD, work
+from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
+from benchmarks.workers.switch import BESIDE, FULL, HOME, LONG, QUICK, RESULT, SHORT, STEP, VARIANT, WORLD, work
 
 SPEEDUP_BAR, BYTES_BAR, STEP_BAR = 10.0, 1.0, 1.05
 Switch = Mapping[str, Any]

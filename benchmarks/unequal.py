@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contest import Step, adamw, run_rounds, timed, train_step
-from benchmarks.fleet import in_fleet, run_workers, say, worker_parser, write_result
-from benchmarks.models import Size, batch, llama, num_parameters
-from benchmarks.report import Bar, Row, finish, median_ratio
+from benchmarks.kit.contest import Step, adamw, run_rounds, timed, train_step
+from benchmarks.kit.fleet import in_fleet, run_workers, say, worker_parser, write_result
+from benchmarks.kit.models import Size, batch, llama, num_parameters
+from benchmarks.kit.report import Bar, Row, finish, median_ratio
 from hetu_fx.emulate.emulate import EmulateSpec
 from hetu_fx.switching.adapt.health import HealthTracker
 

@@ -34,9 +34,10 @@ def lines_per_file() -> dict[str, int]:
 
 
 def files_per_folder() -> Counter[str]:
-    """Count the modules in every folder of product and tests."""
-    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")]
-    return Counter(str(path.parent) for path in (*(path.relative_to(ROOT) for path in MODULES.values()), *tests))
+    """Count the modules in every folder of product, tests and benchmarks (of these, those that can be run)."""
+    benchmarks = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.stem != "__init__"]
+    files = (*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *benchmarks)
+    return Counter(str(path.parent.relative_to(ROOT)) for path in files)
 
 
 def with_one_importer() -> dict[str, str]:

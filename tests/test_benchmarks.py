@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "report.py"
+FILE = Path(__file__).parents[1] / "benchmarks" / "kit" / "report.py"
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.coverage import YES, _is_green, _known_rows, _note, _options
-from benchmarks.coverage_cells import PLANS, InFloat64, worst_difference
-from benchmarks.coverage_ranks import _worst
-from benchmarks.families import FAMILIES
+from benchmarks.families.cells import PLANS, InFloat64, worst_difference
+from benchmarks.families.families import FAMILIES
+from benchmarks.workers.coverage import _worst
 
 GOOD = {"differences": {"loss": 1e-12, "gradient": 1e-11}}
 ROW = dict.fromkeys(("family", "kind", "captured", "rules", *PLANS, "reason"), "")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.cases.published_malleus import LLAMA_32B
 from benchmarks.ladder_hydraulis import LONGEST, SCHEMES, batch, homogeneous_seconds, packed_rows
 from benchmarks.ladder_malleus import measure, situations
-from benchmarks.published_malleus import LLAMA_32B
 from hetu_fx.planner.dispatch.strategy import SequenceBatch
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.mixed_length_ablation import BASE, MODES, arms
-from benchmarks.mixed_length_contest import sample_of
-from benchmarks.mixed_length_rounds import details, gain, predicted_gain, speed
+from benchmarks.lengths.ablation import BASE, MODES, arms
+from benchmarks.lengths.contest import sample_of
+from benchmarks.lengths.rounds import details, gain, predicted_gain, speed
 
 
 def columns(seconds: list[float], **others: list[float]) -> dict[str, list[Any]]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.mutant import ROOT, VARIABLE, read_mutants
+from benchmarks.mutants.mutant import ROOT, VARIABLE, read_mutants
 from benchmarks.mutations import FAST, FEWEST, ON_PROCESSES
 
 MUTANTS = read_mutants()
@@ -25,7 +25,7 @@ def test_there_are_enough_and_their_tests_exist():
 
 def test_a_process_imports_the_mutant_that_its_environment_names(tmp_path):
     code = (
-        "from benchmarks.mutant import install; install()\n"
+        "from benchmarks.mutants.mutant import install; install()\n"
         "from hetu_fx.comm_ops.plans.split_plan import _round_robin\n"
         "print(_round_robin([(0,), (1, 2)]))"
     )

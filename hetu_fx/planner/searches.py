@@ -47,12 +47,12 @@ def devices_differ(problem: Problem) -> bool:
     return len(classes_of(problem)) > 1
 
 
-def kinds_differ(problem: Problem) -> bool:
+def _kinds_differ(problem: Problem) -> bool:
     """Tell whether there are devices of several kinds."""
     return len({device.kind for device in problem.cluster.devices}) > 1
 
 
-def without_blocks(most: int) -> Callable[[Problem], bool]:
+def _without_blocks(most: int) -> Callable[[Problem], bool]:
     """Return what suits programs without repeated blocks on up to so many devices, of which some are unlike."""
     return lambda problem: not problem.costs.num_blocks and up_to(most)(problem) and devices_differ(problem)
 
@@ -117,8 +117,8 @@ AUTO = auto(
         SearchRule(CLASSES, always),
         SearchRule(CONTIGUOUS, up_to(_SMALL)),
         SearchRule(MALLEUS, both(devices_differ, either(some_straggle, up_to(_LARGE)))),
-        SearchRule(HETEROAUTO, both(kinds_differ, up_to(_LARGE))),
-        SearchRule(HAP, without_blocks(_SMALL)),
+        SearchRule(HETEROAUTO, both(_kinds_differ, up_to(_LARGE))),
+        SearchRule(HAP, _without_blocks(_SMALL)),
     ),
 )
 

@@ -1,6 +1,6 @@
 import random
 
-from benchmarks.drawn_plans import KINDS, Draw, kind_of
+from benchmarks.cases.drawn_plans import KINDS, Draw, kind_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import Space

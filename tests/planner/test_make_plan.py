@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.exhaustive_plans import all_plans
+from benchmarks.cases.exhaustive_plans import all_plans
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan

@@ -1,6 +1,6 @@
 """The cases that planning is measured on are questions that can be asked."""
 
-from benchmarks.planning_cases import cases
+from benchmarks.cases.planning import cases
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import pipeline_rows

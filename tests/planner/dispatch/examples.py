@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from benchmarks.published_hydraulis import SCHEMES
+from benchmarks.cases.published_hydraulis import SCHEMES
 from hetu_fx.planner.dispatch.strategy import SequenceBatch
 
 BATCH = SequenceBatch((12000,) * 6 + (6000,) * 10 + (3000,) * 20)

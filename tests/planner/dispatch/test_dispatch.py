@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.published_hydraulis import POOL, SCHEMES, strategy
+from benchmarks.cases.published_hydraulis import POOL, SCHEMES, strategy
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch, unpacked_seconds
 from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy

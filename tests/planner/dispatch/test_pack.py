@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from benchmarks.published_hydraulis import SCHEMES
+from benchmarks.cases.published_hydraulis import SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.pack import EXACT_SEQUENCES, Packing, pack, pack_quickly
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit

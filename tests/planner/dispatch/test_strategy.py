@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.published_hydraulis import SCHEMES, TIMES, strategy
+from benchmarks.cases.published_hydraulis import SCHEMES, TIMES, strategy
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, TimeFit, check_each_once, fit_times
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.heteroauto_cases import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETERS, four_kinds
+from benchmarks.cases.heteroauto import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETERS, four_kinds
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.cost import step_seconds

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.heteroauto_cases import ablations, speed_up, superlinear
+from benchmarks.cases.heteroauto import ablations, speed_up, superlinear
 from hetu_fx.planner.search.heteroauto.problem import HeteroProblem
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem
 

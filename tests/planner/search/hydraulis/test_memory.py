@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published_hydraulis import FILLING_TOKENS, MEMORY, SCHEMES, TIMES
+from benchmarks.cases.published_hydraulis import FILLING_TOKENS, MEMORY, SCHEMES, TIMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT, ModelShape, OptimizerStrategy, fitting_schemes
 

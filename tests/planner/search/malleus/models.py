@@ -1,6 +1,6 @@
 """Small situations that the tests of the Malleus search share; layer seconds are relative."""
 
-from benchmarks.published_malleus import nodes_of
+from benchmarks.cases.published_malleus import nodes_of
 from hetu_fx.planner.search.malleus.groups import GroupKind
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published_malleus import LLAMA_32B, LLAMA_70B, Published, nodes_of
+from benchmarks.cases.published_malleus import LLAMA_32B, LLAMA_70B, Published, nodes_of
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans

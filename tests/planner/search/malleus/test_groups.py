@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.published_malleus import LLAMA_32B, LLAMA_70B, nodes_of
+from benchmarks.cases.published_malleus import LLAMA_32B, LLAMA_70B, nodes_of
 from hetu_fx.planner.search.malleus.groups import (
     Grouping,
     ignoring_stragglers,

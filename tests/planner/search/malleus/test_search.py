@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.published_malleus import LLAMA_32B, LLAMA_70B, LLAMA_70B_4K, LLAMA_110B, Published, nodes_of
+from benchmarks.cases.published_malleus import LLAMA_32B, LLAMA_70B, LLAMA_70B_4K, LLAMA_110B, Published, nodes_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.malleus.search import MalleusResult, search

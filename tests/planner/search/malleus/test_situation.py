@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published_malleus import LLAMA_70B, nodes_of
+from benchmarks.cases.published_malleus import LLAMA_70B, nodes_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation

@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.contest import adamw, barrier, slowest, timed, train_step
-from benchmarks.report import parser
+from benchmarks.kit.contest import adamw, barrier, slowest, timed, train_step
+from benchmarks.kit.report import parser
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable

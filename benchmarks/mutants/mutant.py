@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VARIABLE = "HETU_FX_MUTANT"  # names the mistake that a process is started with
 _HEADING = "== on processes =="
 
@@ -38,7 +38,7 @@ class Mutant:
 
 def read_mutants() -> Mapping[str, Mutant]:
     """Read the mistakes by name: blocks of four lines, those under the heading for real processes."""
-    before, _, after = (ROOT / "benchmarks" / "mutants.txt").read_text().partition(_HEADING)
+    before, _, after = (ROOT / "benchmarks" / "mutants" / "mutants.txt").read_text().partition(_HEADING)
     found = {}
     for text, on_processes in ((before, False), (after, True)):
         for block in text.split("\n\n"):

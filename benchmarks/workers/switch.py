@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import checkpoint
 
 import hetu_fx
-from benchmarks.contest import Step, adamw, barrier, slowest, timed, train_step
-from benchmarks.fleet import say
-from benchmarks.models import Size, batch, llama, num_parameters
+from benchmarks.kit.contest import Step, adamw, barrier, slowest, timed, train_step
+from benchmarks.kit.fleet import say
+from benchmarks.kit.models import Size, batch, llama, num_parameters
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove
 from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

@@ -22,8 +22,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from benchmarks.coverage_cells import WORLD, Subject
-from benchmarks.families import Family
+from benchmarks.families.cells import WORLD, Subject
+from benchmarks.families.families import Family
 from hetu_fx.errors import HetuFxError
 from hetu_fx.graph.graph import Graph
 from hetu_fx.program import captures

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from benchmarks.mixed_length_contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
-from benchmarks.mixed_length_rounds import Columns, Rounds, details, gain, predicted_gain, speed
-from benchmarks.report import Row
+from benchmarks.kit.report import Row
+from benchmarks.lengths.contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
+from benchmarks.lengths.rounds import Columns, Rounds, details, gain, predicted_gain, speed
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.dispatch.assignment import Batching
 from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, SequencePolicy, Soonest

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.contest import slowest, timed
-from benchmarks.fleet import say
-from benchmarks.mixed_length_contest import Texts, Took
-from benchmarks.report import median_ratio
+from benchmarks.kit.contest import slowest, timed
+from benchmarks.kit.fleet import say
+from benchmarks.kit.report import median_ratio
+from benchmarks.lengths.contest import Texts, Took
 
 Train = Callable[[], Took]
 Columns = Mapping[str, list[Any]]

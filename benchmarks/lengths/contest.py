@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import hetu_fx
-from benchmarks.contest import adamw
-from benchmarks.mixed_length_plans import plans_of
-from benchmarks.models import Size, llama
+from benchmarks.kit.contest import adamw
+from benchmarks.kit.models import Size, llama
+from benchmarks.lengths.plans import plans_of
 from hetu_fx.batches.nested import nested_batch
 from hetu_fx.batches.sampler import Pieces, TokenBudgetSampler
 from hetu_fx.cluster.cluster import Cluster

@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from benchmarks import family_batches as batches
-from benchmarks.family_configs import FIXED_LENGTH, IN_FLOAT32, KINDS, WHOLE_BATCH
-from benchmarks.family_nets import NETS
+from benchmarks.families import batches
+from benchmarks.families.configs import FIXED_LENGTH, IN_FLOAT32, KINDS, WHOLE_BATCH
+from benchmarks.families.nets import NETS
 
 AUTO: Mapping[str, tuple[Any, batches.MakeBatch]] = {
     "causal": (hf.AutoModelForCausalLM, batches.causal),

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contest import adamw
-from benchmarks.mixed_length_contest import Scale, Texts, Took
-from benchmarks.models import llama
+from benchmarks.kit.contest import adamw
+from benchmarks.kit.models import llama
+from benchmarks.lengths.contest import Scale, Texts, Took
 from hetu_fx.batches.packing import IGNORED, Filling, filled
 
 

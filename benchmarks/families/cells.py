@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import hetu_fx
-from benchmarks.families import Family
-from benchmarks.family_batches import Batch
+from benchmarks.families.batches import Batch
+from benchmarks.families.families import Family
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 WORLD = 3

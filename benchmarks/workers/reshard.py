@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from benchmarks.contest import Step, barrier, run_rounds
-from benchmarks.reshard_cases import ACROSS, Case, one_node
+from benchmarks.cases.reshard import ACROSS, Case, one_node
+from benchmarks.kit.contest import Step, barrier, run_rounds
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.resolve.resolution import OpCall

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.family_batches import CLASSES, FRAMES, IMAGE, MELS, VOCABULARY
+from benchmarks.families.batches import CLASSES, FRAMES, IMAGE, MELS, VOCABULARY
 
 Options = dict[str, Any]
 

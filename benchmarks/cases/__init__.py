@@ -1,0 +1,1 @@
+"""Questions that planning and resharding are measured on, and answers that others have published."""

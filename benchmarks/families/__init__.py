@@ -1,0 +1,1 @@
+"""The model families of `python -m benchmarks.coverage`: configurations, nets, batches, and how each is tried."""

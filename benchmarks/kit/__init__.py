@@ -1,0 +1,1 @@
+"""What benchmarks have in common: bars and reports, rounds of contestants, emulated ranks, models."""

@@ -1,0 +1,1 @@
+"""What runs on every rank of a benchmark, in a process of its own."""

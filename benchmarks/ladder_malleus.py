@@ -3,9 +3,9 @@
 Published (SIGMOD 2025, abstract): 2.63 to 5.28 times on average over systems that do not adapt, up to 6.73 times, for
 models of 32B, 70B and 110B on 32 and 64 A800. The situations behind those figures are not known here, so each of the
 published rates (2.57, 5.63, 12.53) is given to one device, to one device of each of three nodes, and to a whole node.
-Models, clusters, layer seconds and memory are the published ones (`cases.published_malleus`). What does not adapt keeps equal
-stages on equal groups, so that the slowest device sets the pace; what restarts leaves out every node with a straggler,
-and has as many micro-batches to do with the others.
+Models, clusters, layer seconds and memory are the published ones (`cases.published_malleus`). What does not adapt keeps
+equal stages on equal groups, so that the slowest device sets the pace; what restarts leaves out every node with a
+straggler, and has as many micro-batches to do with the others.
 """
 
 from __future__ import annotations

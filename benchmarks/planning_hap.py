@@ -24,7 +24,7 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.search.hap.from_graph import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
-from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 
 FAST, SLOW = 2e13, 1e13
 LINK = Link(1e10, 1e-5)
@@ -94,7 +94,7 @@ def least_loss(rows: list[Row]) -> float:
     return min(float(str(row["plan ms"])) / float(str(row["step ms"])) for row in rows)
 
 
-def models(quick: bool) -> Iterator[tuple[str, Problem]]:
+def models(quick: bool) -> Iterator[tuple[str, TensorProgram]]:
     """Yield the models with a batch of a size at which no way to share is plainly best."""
     image = {"x": torch.randn(8, 3, 32, 32)}
     sequence = {"x": torch.randn(8, 64, 512)}
@@ -115,7 +115,7 @@ def graph_of(make: Callable[[], nn.Module], example: dict[str, Tensor], *, own_l
     return capture(model, example) if own_loss else capture(model, example, loss_fn=lambda out, **batch: out)
 
 
-def measure(name: str, problem: Problem, quick: bool) -> Iterator[Row]:
+def measure(name: str, problem: TensorProgram, quick: bool) -> Iterator[Row]:
     """Search for clusters of several sizes."""
     for count in (2, 8) if quick else (2, 8, 64):
         speeds = [FAST] * (count // 2) + [SLOW] * (count // 2)

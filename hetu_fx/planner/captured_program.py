@@ -13,7 +13,7 @@ from hetu_fx.planner.search.problem import Split
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs, example_size
 from hetu_fx.program.program import Program
@@ -77,7 +77,7 @@ class PlannedProgram:
     _known: dict[Split, ProgramCosts] = field(default_factory=dict)
 
     @cached_property
-    def hap(self) -> Problem:
+    def hap(self) -> TensorProgram:
         """Return the program as HAP plans for it, with the rows of `costs`."""
         return problem_of(self.program.graph, rows=self.costs.rows)
 

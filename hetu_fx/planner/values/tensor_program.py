@@ -112,7 +112,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TensorProgram:
     """A program: tensors, ops in an order in which they can run, what is wanted of it.
 
     Attributes:
@@ -159,7 +159,7 @@ class Problem:
         """Return how many ratio vectors the program has."""
         return 1 + max((op.segment for op in self.ops), default=0)
 
-    def in_one_segment(self) -> Problem:
+    def in_one_segment(self) -> TensorProgram:
         """Return the same program with one ratio vector for all of it."""
         return replace(self, ops=tuple(replace(op, segment=0) for op in self.ops))
 
@@ -180,7 +180,7 @@ def _check_names(what: str, names: list[str]) -> None:
         raise PlanError(f"{what}s {twice} stand twice in a program; give each a name of its own")
 
 
-def _check_order(problem: Problem) -> None:
+def _check_order(problem: TensorProgram) -> None:
     known = {tensor.name for tensor in problem.tensors if tensor.kind != "value"}
     for op in problem.ops:
         missing = [name for name in op.reads if name not in known]
@@ -195,7 +195,7 @@ def _check_order(problem: Problem) -> None:
         raise PlanError(f"outputs {missing} are made by no op")
 
 
-def _check_dims(problem: Problem, op: Op) -> None:
+def _check_dims(problem: TensorProgram, op: Op) -> None:
     sizes: dict[str, int] = {}
     for name, factors in zip((*op.reads, *op.makes), (*op.operands, *op.results), strict=True):
         shape = problem.by_name[name].shape
@@ -208,7 +208,7 @@ def _check_dims(problem: Problem, op: Op) -> None:
             )
 
 
-def _check_blocks(problem: Problem) -> None:
+def _check_blocks(problem: TensorProgram) -> None:
     stops = [0, *(stop for _, stop in problem.blocks)]
     pairs = zip(problem.blocks, stops, strict=False)
     if any(start < before or stop <= start for (start, stop), before in pairs) or stops[-1] > len(problem.ops):

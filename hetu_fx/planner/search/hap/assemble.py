@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.expand import OpChoice, Expansion
+from hetu_fx.planner.search.hap.expand import Expansion, OpChoice
 from hetu_fx.planner.search.hap.items import items_of
 from hetu_fx.planner.search.hap.memory import HeldBytes, held, held_after
 from hetu_fx.planner.search.hap.prices import Ratios
-from hetu_fx.planner.search.hap.program import LayoutChange, HapProgram, HapStep
+from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Layout, LayoutKind
 from hetu_fx.planner.search.hap.synthesis import Label, best_first
-from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Bytes:
         return self.copied + math.fsum(s * shares[index] for s, shares in zip(self.spread, ratios, strict=True))
 
 
-def bytes_of(program: HapProgram, problem: Problem, *, zero: int = 1) -> Bytes:
+def bytes_of(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> Bytes:
     """Return what the tensors of a program take."""
     entries = [entry for step in program.steps for entry in _held(step, problem, zero)]
     spread = [0.0] * program.num_segments
@@ -82,7 +82,7 @@ def bytes_of(program: HapProgram, problem: Problem, *, zero: int = 1) -> Bytes:
     return Bytes(math.fsum(one.copied for _, one in entries), tuple(spread))
 
 
-def _held(step: HapStep, problem: Problem, zero: int) -> Iterator[tuple[int, HeldBytes]]:
+def _held(step: HapStep, problem: TensorProgram, zero: int) -> Iterator[tuple[int, HeldBytes]]:
     pairs: list[tuple[str, Layout]] = [*step.homes, *zip(step.op.makes, step.form.makes, strict=True)]
     for name, layout in pairs:
         yield _segment(layout, step), held(problem.by_name[name], layout, zero=zero)

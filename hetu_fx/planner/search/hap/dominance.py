@@ -15,7 +15,7 @@ from hetu_fx.planner.search.hap.memory import HeldBytes, Limits, held_after
 from hetu_fx.planner.search.hap.prices import RatioPrices
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import Layout
-from hetu_fx.planner.values.tensor_program import Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 Layouts = tuple[Layout, ...]
 """The layouts in which a tensor is at hand: that in which it was made first."""
@@ -42,11 +42,13 @@ class Reached(Protocol):
 class Dominance:
     """Compares states of a problem at given prices."""
 
-    problem: Problem
+    problem: TensorProgram
     prices: RatioPrices
     rules: SynthesisRules
     limits: Limits
-    _distances: dict[tuple[str, Layouts, Layouts], tuple[float, HeldBytes] | None] = field(default_factory=dict, repr=False)
+    _distances: dict[tuple[str, Layouts, Layouts], tuple[float, HeldBytes] | None] = field(
+        default_factory=dict, repr=False
+    )
 
     def serves(self, one: Reached, other: Reached) -> bool:
         """Tell whether all that can follow the other can follow the one, no later and with no more bytes.

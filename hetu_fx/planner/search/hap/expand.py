@@ -15,10 +15,10 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.dominance import Dominance, Layouts, State
 from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
 from hetu_fx.planner.search.hap.memory import HeldBytes, Limits, held, held_after
-from hetu_fx.planner.search.hap.prices import RatioPrices, PricedCollective, Vector
+from hetu_fx.planner.search.hap.prices import PricedCollective, RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, split
-from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 
 class OpChoice(NamedTuple):
@@ -55,7 +55,7 @@ class _Way:
 class Expansion:
     """The moves of a problem at given prices."""
 
-    problem: Problem
+    problem: TensorProgram
     prices: RatioPrices
     rules: SynthesisRules
     limits: Limits

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetu_fx.planner.search.hap.states import COPY, PARTIAL, SHARED, Layout, split
-from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class OpForm(NamedTuple):
         return f"cut on {self.cut}" + (", from sufficient factors" if self.gathered else "")
 
 
-def forms_of(op: Op, problem: Problem, rules: SynthesisRules, num_devices: int) -> tuple[OpForm, ...]:
+def forms_of(op: Op, problem: TensorProgram, rules: SynthesisRules, num_devices: int) -> tuple[OpForm, ...]:
     """Return the forms of an op, in a fixed order without repeats."""
     forms = _Forms(op, problem, rules, num_devices)
     return tuple(dict.fromkeys((*forms.whole(), *forms.on_summands(), *forms.cut())))
@@ -101,7 +101,7 @@ def _gradient_bearing(tensor: Tensor, layout: Layout, rules: SynthesisRules) -> 
 @dataclass(frozen=True, slots=True)
 class _Forms:
     op: Op
-    problem: Problem
+    problem: TensorProgram
     rules: SynthesisRules
     num_devices: int
 

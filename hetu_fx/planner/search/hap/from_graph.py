@@ -26,10 +26,10 @@ from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import example_rows, is_view
 from hetu_fx.planner.count.flops import FlopCounter
-from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 
 
-def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool = False) -> Problem:
+def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool = False) -> TensorProgram:
     """Return the HAP problem of a training step of a captured model.
 
     Args:
@@ -48,7 +48,7 @@ def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool 
     outputs = tuple(dict.fromkeys(reader.source_of(node)[0] for node in reader.outputs()))
     if not reader.ops:
         raise PlanError("no value of the graph depends on a parameter; there is nothing to spread over devices")
-    return Problem(tuple(reader.tensors.values()), tuple(reader.ops), outputs, tuple(reader.blocks()))
+    return TensorProgram(tuple(reader.tensors.values()), tuple(reader.ops), outputs, tuple(reader.blocks()))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from hetu_fx.planner.search.hap.memory import HeldBytes
 from hetu_fx.planner.search.hap.prices import Vector
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.synthesis import Item, Label, best_first
-from hetu_fx.planner.values.tensor_program import Op, Problem
+from hetu_fx.planner.values.tensor_program import Op, TensorProgram
 
 MOST_ENTRIES = 8
 """A block is searched from so many states, those that took least."""
@@ -34,7 +34,7 @@ def items_of(expansion: Expansion, *, blocks_once: bool = True) -> list[Item]:
     return [*items, *ops[at:]]
 
 
-def _with_layouts(state: State, problem: Problem, touched: Sequence[tuple[str, Layouts]], index: int) -> State:
+def _with_layouts(state: State, problem: TensorProgram, touched: Sequence[tuple[str, Layouts]], index: int) -> State:
     """Return the state after an op has touched tensors, without what nothing after op `index` reads."""
     after = dict(state) | dict(touched)
     return tuple(sorted((name, have) for name, have in after.items() if problem.last_use.get(name, -1) > index))
@@ -142,7 +142,7 @@ def _repeated(expansion: Expansion, ops: Sequence[Item]) -> Iterator[tuple[int, 
             yield start, stop, BlockItem(kinds[description], names, start)
 
 
-def _description(problem: Problem, start: int, stop: int) -> tuple[tuple[str, ...], Hashable]:
+def _description(problem: TensorProgram, start: int, stop: int) -> tuple[tuple[str, ...], Hashable]:
     """Return the tensors that ops touch, in order of appearance, and what makes equal blocks equal."""
     ops = problem.ops[start:stop]
     names = tuple(dict.fromkeys(name for op in ops for name in (*op.reads, *op.makes)))
@@ -160,7 +160,7 @@ def _description(problem: Problem, start: int, stop: int) -> tuple[tuple[str, ..
     return names, (tensors, tuple(_op_description(op, numbers) for op in ops))
 
 
-def _is_known_before(problem: Problem, name: str, start: int) -> bool:
+def _is_known_before(problem: TensorProgram, name: str, start: int) -> bool:
     return problem.first_use.get(name, start) < start
 
 

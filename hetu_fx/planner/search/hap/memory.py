@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind
 from hetu_fx.planner.values.device_memory import fixed_bytes
-from hetu_fx.planner.values.tensor_program import Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 
 class HeldBytes(NamedTuple):
@@ -61,7 +61,7 @@ class Limits:
     num_devices: int = 1
 
     @classmethod
-    def of(cls, memory_bytes: Sequence[float], problem: Problem) -> Limits:
+    def of(cls, memory_bytes: Sequence[float], problem: TensorProgram) -> Limits:
         """Return the limits of these devices, or none if even copies of everything fit."""
         worst = sum(2 * sum(held(tensor, COPY)) for tensor in problem.tensors)  # and as much once more for changes
         if worst <= min(memory_bytes, default=math.inf):

@@ -143,7 +143,9 @@ class RatioPrices:
                     found.append(self._transfer(change, tensor, source.segment, other, is_backward))
         return tuple(found)
 
-    def _transfer(self, change: ChangeKind, tensor: Tensor, segment: int, other: int, is_backward: bool) -> PricedCollective:
+    def _transfer(
+        self, change: ChangeKind, tensor: Tensor, segment: int, other: int, is_backward: bool
+    ) -> PricedCollective:
         start = (change, tensor.name, is_backward, tensor.bytes)
         follows = (segment, other) if change is ChangeKind.SHIFT else (other,)
         swell = 2.0 if change is ChangeKind.SHIFT else float(self.num_devices)

@@ -18,7 +18,7 @@ from operator import truediv
 from typing import NamedTuple
 
 from hetu_fx.planner.search.hap.forms import OpForm
-from hetu_fx.planner.search.hap.prices import Ratios, PricedCollective
+from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.states import Layout
 from hetu_fx.planner.values.tensor_program import Op

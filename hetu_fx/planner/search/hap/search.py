@@ -23,7 +23,7 @@ from hetu_fx.planner.search.hap.prices import RatioPrices, Ratios
 from hetu_fx.planner.search.hap.program import HapProgram
 from hetu_fx.planner.search.hap.ratios import best_ratios
 from hetu_fx.planner.search.hap.result import HapResult
-from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 
 MOST_ROUNDS = 8
 """So often at most program and ratios are found anew from one start."""
@@ -33,7 +33,7 @@ NEGLIGIBLE = 1e-6
 
 
 def search(
-    problem: Problem,
+    problem: TensorProgram,
     cluster: Cluster,
     *,
     collectives: Collectives | None = None,
@@ -79,7 +79,7 @@ class _Pair:
 class _Alternation:
     """The best pair so far, and how it came about."""
 
-    problem: Problem
+    problem: TensorProgram
     cluster: Cluster
     collectives: Collectives
     rules: SynthesisRules

@@ -19,7 +19,7 @@ from hetu_fx.planner.search.hap.collectives import Collectives
 from hetu_fx.planner.search.hap.result import HapResult
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 
@@ -49,14 +49,19 @@ class Translation:
 
 
 def translate(
-    problem: Problem, result: HapResult, cluster: Cluster, *, collectives: Collectives | None = None, zero: int = 1
+    problem: TensorProgram,
+    result: HapResult,
+    cluster: Cluster,
+    *,
+    collectives: Collectives | None = None,
+    zero: int = 1,
 ) -> Translation:
     """Return the plan that comes nearest to a HAP program: the first of `translations`."""
     return translations(problem, result, cluster, collectives=collectives, zero=zero)[0]
 
 
 def translations(
-    problem: Problem,
+    problem: TensorProgram,
     result: HapResult,
     cluster: Cluster,
     *,
@@ -95,7 +100,7 @@ def _translation(ask: _Ask, plan: Plan, nearest: HapResult, seconds: float) -> T
 class _Ask:
     """The program to translate, and the ways to say something like it."""
 
-    problem: Problem
+    problem: TensorProgram
     result: HapResult
     cluster: Cluster
     collectives: Collectives | None
@@ -145,7 +150,7 @@ class _Ask:
         plan = Plan((Pipeline((stage,)),), zero=self.zero, split=asked, sequence_parallel=bool(carried))
         return plan, found, _seconds(found, shares)
 
-    def _search(self, problem: Problem) -> HapResult:
+    def _search(self, problem: TensorProgram) -> HapResult:
         return search(
             problem,
             self.cluster,
@@ -160,7 +165,7 @@ def _seconds(found: HapResult, shares: tuple[int, ...]) -> float:
     return found.program.seconds(found.speeds, (ratios,) * len(found.ratios))
 
 
-def _confined(problem: Problem, allowed: dict[str, FactorSet], forced: FactorSet | None = None) -> Problem:
+def _confined(problem: TensorProgram, allowed: dict[str, FactorSet], forced: FactorSet | None = None) -> TensorProgram:
     """Return the problem with no op cut on anything else; one that can be cut on a forced factor is."""
     ops = []
     for op in problem.ops:
@@ -171,17 +176,17 @@ def _confined(problem: Problem, allowed: dict[str, FactorSet], forced: FactorSet
     return replace(problem, ops=tuple(ops))
 
 
-def _row_factors(op: Op, problem: Problem) -> FactorSet:
+def _row_factors(op: Op, problem: TensorProgram) -> FactorSet:
     """Return the factors of an op that are rows of the batch."""
     return frozenset(factors[tensor.row_dim] for tensor, factors in _places(op, problem) if tensor.row_dim is not None)
 
 
-def _of_parameters(problem: Problem) -> FactorSet:
+def _of_parameters(problem: TensorProgram) -> FactorSet:
     places = (place for op in problem.ops for place in _places(op, problem))
     return frozenset(name for tensor, factors in places if tensor.kind == "parameter" for name in factors)
 
 
-def _split_factors(problem: Problem, result: HapResult) -> FactorSet:
+def _split_factors(problem: TensorProgram, result: HapResult) -> FactorSet:
     """Return the factors of parameters that the program cuts, without those that rival more work in some op."""
     of_parameters = _of_parameters(problem)
     flops: dict[str, float] = {}
@@ -195,13 +200,13 @@ def _split_factors(problem: Problem, result: HapResult) -> FactorSet:
     return frozenset(chosen)
 
 
-def _carried_factors(problem: Problem) -> FactorSet:
+def _carried_factors(problem: TensorProgram) -> FactorSet:
     """Return the factors that no parameter has and that are no rows: sequences."""
     rows = {factor for op in problem.ops for factor in _row_factors(op, problem)}
     return frozenset(factor for op in problem.ops for factor in op.factors) - rows - _of_parameters(problem)
 
 
-def _asked_for(problem: Problem, split: FactorSet) -> Iterator[tuple[str, int]]:
+def _asked_for(problem: TensorProgram, split: FactorSet) -> Iterator[tuple[str, int]]:
     """Yield (parameter, its dim in the model) for each factor that stands alone in some dim of a parameter."""
     told: set[str] = set()
     for op in problem.ops:
@@ -213,16 +218,16 @@ def _asked_for(problem: Problem, split: FactorSet) -> Iterator[tuple[str, int]]:
                     yield tensor.name, dim
 
 
-def _are_rivals(one: str, other: str, problem: Problem) -> bool:
+def _are_rivals(one: str, other: str, problem: TensorProgram) -> bool:
     return any({one, other} <= set(op.factors) - op.whole for op in problem.ops)
 
 
-def _places(op: Op, problem: Problem) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
+def _places(op: Op, problem: TensorProgram) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
     pairs = zip((*op.reads, *op.makes), (*op.operands, *op.results), strict=True)
     return ((problem.by_name[name], factors) for name, factors in pairs)
 
 
-def _why(plan: Plan, problem: Problem, result: HapResult, loss: float) -> str:
+def _why(plan: Plan, problem: TensorProgram, result: HapResult, loss: float) -> str:
     said = "data parallel" if len(plan.pipelines) > 1 else "tensor parallel"
     if plan.sequence_parallel:
         said += " with the sequence"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.hap.collectives import Collectives
-from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 V100, P100 = 3_858_755_112_937, 2_149_250_936_815
 FAST, SLOW = 5_712_013_967_207, 3_009_904_927_648
@@ -77,12 +77,12 @@ class Builder:
         dims = self.dims[x]
         return self.op(name, [x], dims, 10 * self.size(dims), whole=dims[-1])
 
-    def loss(self, x: str) -> Problem:
+    def loss(self, x: str) -> TensorProgram:
         out = self.op("loss", [x], "", self.size(self.dims[x]), linear=(frozenset({0}),), movable=False)
-        return Problem(tuple(self.tensors), tuple(self.ops), (out,))
+        return TensorProgram(tuple(self.tensors), tuple(self.ops), (out,))
 
 
-def mlp(layers: int, batch: int = 128, length: int = 128, width: int = 768) -> Problem:
+def mlp(layers: int, batch: int = 128, length: int = 128, width: int = 768) -> TensorProgram:
     """Return `layers` times a linear layer and a sigmoid, then a sum."""
     letters = "efghijkl"
     made = Builder({"b": batch, "s": length, **dict.fromkeys(letters, width)})
@@ -92,7 +92,7 @@ def mlp(layers: int, batch: int = 128, length: int = 128, width: int = 768) -> P
     return made.loss(x)
 
 
-def encoder(batch: int = 128, length: int = 128, width: int = 768, inner: int = 3072) -> Problem:
+def encoder(batch: int = 128, length: int = 128, width: int = 768, inner: int = 3072) -> TensorProgram:
     """Return a post-norm encoder layer with dropout and its loss; attention wants the length first."""
     made = Builder({"l": length, "n": batch, "e": width, "o": width, "f": inner, "h": width})
     x = made.tensor("x", "nle", "input")

@@ -9,7 +9,7 @@ from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.memory import Limits
 from hetu_fx.planner.search.hap.prices import RatioPrices, Ratios
-from hetu_fx.planner.values.tensor_program import Op, Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 LINES = Collectives(
     all_gather=Line(1e-3, 1.1e-5),
@@ -33,7 +33,7 @@ def linear(name: str, x: str, w: str, out: str, dims: str = "b k, o k -> b o", *
     return Op(name, (x, w), (out,), factors(*left.split(",")), factors(right), flops, linear=each, segment=segment)
 
 
-def feed_forward(rows: int = 64, width: int = 32, inner: int = 128, layers: int = 1) -> Problem:
+def feed_forward(rows: int = 64, width: int = 32, inner: int = 128, layers: int = 1) -> TensorProgram:
     """Return layers of two products with something in between, and a loss; each layer a block."""
     tensors = [Tensor("x0", (rows, width), "input")]
     ops: list[Op] = []
@@ -57,10 +57,10 @@ def feed_forward(rows: int = 64, width: int = 32, inner: int = 128, layers: int 
     tensors.append(Tensor("loss", ()))
     both = (frozenset({0}),)
     ops.append(Op("sum", (last,), ("loss",), factors("b o"), factors(""), rows * width * 1.0, linear=both))
-    return Problem(tuple(tensors), tuple(ops), ("loss",), tuple(blocks))
+    return TensorProgram(tuple(tensors), tuple(ops), ("loss",), tuple(blocks))
 
 
-def drawn(seed: int, num_ops: int) -> Problem:
+def drawn(seed: int, num_ops: int) -> TensorProgram:
     """Return a random problem of products, sums and pointwise ops over matrices, values used up to twice."""
     chance = random.Random(seed)
     tensors = [Tensor("x", (24, 16), "input", element_bytes=chance.choice([1.0, 4.0]))]
@@ -94,10 +94,10 @@ def drawn(seed: int, num_ops: int) -> Problem:
         tensors.append(Tensor(out, (24, 16), element_bytes=chance.choice([1.0, 8.0])))
         values.append(out)
     read = {name for op in ops for name in op.reads}
-    return Problem(tuple(tensors), tuple(ops), tuple(v for v in values[1:] if v not in read))
+    return TensorProgram(tuple(tensors), tuple(ops), tuple(v for v in values[1:] if v not in read))
 
 
-def chain(seed: int) -> Problem:
+def chain(seed: int) -> TensorProgram:
     """Return six ops after one another: a product among five that take each element, or each row, alone."""
     chance = random.Random(seed)
     product = chance.randrange(6)
@@ -109,11 +109,11 @@ def chain(seed: int) -> Problem:
         one, whole = factors("b o"), frozenset(chance.choice(["b", "o", "o"]))
         alone = Op(f"op{i}", (before,), (f"v{i}",), one, one, flops, whole=whole, copyable=bool(chance.randrange(2)))
         ops.append(linear(f"op{i}", before, "w", f"v{i}", flops=flops) if i == product else alone)
-    return Problem(tuple(tensors), tuple(ops), ("v5",))
+    return TensorProgram(tuple(tensors), tuple(ops), ("v5",))
 
 
 def expansion(
-    problem: Problem,
+    problem: TensorProgram,
     speeds: tuple[float, ...] = (3e8, 1e8),
     ratios: Ratios | None = None,
     *,

@@ -11,13 +11,13 @@ from hetu_fx.planner.search.hap.memory import Limits
 from hetu_fx.planner.search.hap.prices import RatioPrices
 from hetu_fx.planner.search.hap.result import HapResult
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 from tests.planner.search.hap.released import FOUR_EQUAL, P100, SET_H, SET_L, TWO_AND_TWO, V100, encoder, mlp
 
 PROPORTIONAL = (0.321134, 0.321134, 0.178866, 0.178866)
 
 
-def found(problem: Problem, cluster: Cluster = TWO_AND_TWO, collectives: Collectives = SET_H) -> HapResult:
+def found(problem: TensorProgram, cluster: Cluster = TWO_AND_TWO, collectives: Collectives = SET_H) -> HapResult:
     return search(problem, cluster, collectives=collectives, rules=RELEASED)
 
 

@@ -9,13 +9,13 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.collectives import Collectives, Line
 from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.values.tensor_program import Problem, Tensor
+from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 from tests.planner.search.hap.small import LINES, drawn, feed_forward
 
 UNEQUAL = Cluster.on_paper([3e5, 1e5])
 
 
-def in_segments(problem: Problem) -> Problem:
+def in_segments(problem: TensorProgram) -> TensorProgram:
     """Return the problem with its later half in a segment of its own."""
     half = len(problem.ops) // 2
     ops = tuple(replace(op, segment=int(i >= half)) for i, op in enumerate(problem.ops))

@@ -6,13 +6,13 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.hap.rounding import rounded
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
-from hetu_fx.planner.values.tensor_program import Problem
+from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.search.hap.released import P100, V100
 from tests.planner.search.hap.small import LINES, feed_forward
 
 
-def named(rows: int, width: int, inner: int, layers: int) -> Problem:
+def named(rows: int, width: int, inner: int, layers: int) -> TensorProgram:
     """Return feed-forward layers whose factors have one name throughout, and whose rows are known as such."""
     problem = feed_forward(rows, width, inner, layers)
     ops = []
@@ -26,7 +26,7 @@ def named(rows: int, width: int, inner: int, layers: int) -> Problem:
         operands, results = (tuple(tuple(names[f] for f in dims) for dims in of) for of in (op.operands, op.results))
         ops.append(replace(op, operands=operands, results=results))
     tensors = (replace(t, row_dim=0 if t.kind != "parameter" and t.shape else None) for t in problem.tensors)
-    return Problem(tuple(tensors), tuple(ops), problem.outputs, problem.blocks)
+    return TensorProgram(tuple(tensors), tuple(ops), problem.outputs, problem.blocks)
 
 
 @pytest.mark.parametrize(

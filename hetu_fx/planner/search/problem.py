@@ -9,10 +9,10 @@ from typing import Protocol
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.recompute import fitted
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.values import tensor_program as hap
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 
@@ -28,7 +28,7 @@ class Captured(Protocol):
     """What only the captured graph of a program tells."""
 
     @property
-    def hap(self) -> hap.Problem:
+    def hap(self) -> TensorProgram:
         """Return the program as HAP plans for it, with the rows of the problem's costs."""
         ...
 

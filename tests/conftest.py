@@ -33,6 +33,25 @@ SECONDS_IN_ALL = 420
 Outcome = dict[str, list[str | None]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let golden texts be written anew: `pytest --update-goldens`."""
+    parser.addoption("--update-goldens", action="store_true", help="write golden texts anew instead of comparing")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Give a function that holds a text against goldens/NAME.txt beside the test's file, or writes it there."""
+
+    def hold(name: str, text: str) -> None:
+        path = request.path.parent / "goldens" / f"{name}.txt"
+        if request.config.getoption("--update-goldens"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.read_text() == text, f"{path.name} differs; if it should, run pytest --update-goldens"
+
+    return hold
+
+
 @pytest.fixture(scope="session")
 def gloo_checks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Outcome]:
     """Give a function that runs the checks of a file on `world` processes, and remembers what came out."""

@@ -1,42 +1,97 @@
-"""The visible list of graph passes, in the order in which they run on a captured graph.
-
-What a graph pass is, and how a list of them runs.
-"""
+"""All graph passes in one list, in the order in which they run, and the one function that runs them."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from hetu_fx.graph.graph import Graph
+from hetu_fx.transforms.layouts.analysed_graph import Analyse
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.deduce import Deduce
+from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.choose_forms import ChooseForms
+from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.rewrites.batch_norm import BatchStatistics
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import GlobalMean
+from hetu_fx.transforms.show import show_stage
+from hetu_fx.transforms.specialize.specialize import Specialize
 
-GRAPH_PASSES: tuple[GraphPass, ...] = (GlobalMean(), BatchStatistics(), Randomness())
+Given = TypeVar("Given", contravariant=True)
+Made = TypeVar("Made", covariant=True)
+In = TypeVar("In")
+Out = TypeVar("Out")
 
+
+class Pass(Protocol[Given, Made]):
+    """A frozen value that makes the next stage of a graph from one; its fields are its options.
+
+    Its docstring says what it does, what it requires, what it ensures, and shows it. What it is given stays as it was;
+    only the graph of one device is changed in place, which nobody else has.
+    """
+
+    name: ClassVar[str]
+    """The pass's one name: in logs, in dumps, on the command line, in tests."""
+
+    def __call__(self, graph: Given, /) -> Made:
+        """Return the next stage."""
+
+
+REWRITES: tuple[Pass[Graph, Graph], ...] = (
+    GlobalMean(),
+    BatchStatistics(),  # after means: both divide by global counts, which are numbered in this order
+    Randomness(),
+)
+"""Passes that need nothing but a captured graph."""
+
+PASSES: tuple[type[Pass[Any, Any]], ...] = (
+    *map(type, REWRITES),
+    Analyse,  # Graph -> AnalysedGraph
+    Annotate,  # -> AnnotatedGraph: here a plan comes in
+    Deduce,  # -> DeducedGraph: the last that is equal on all ranks
+    Specialize,  # -> DeviceGraph
+    ChooseForms,  # before recomputation, which moves communication about
+    Recompute,
+    Checkpoint,  # -> GraphModule, which is run as it is or compiled
+)
+"""All passes, in their order: each takes what the one before it makes."""
+
+DUMP_VARIABLE = "HETU_FX_DUMP_PASSES"
+"""Names the folder into which every pass writes what it made, as text."""
 
 _log = logging.getLogger("hetu_fx.passes")
 
 
-class GraphPass(Protocol):
-    """A frozen value that makes a new graph from a graph and leaves its input untouched."""
+def run_pass(graph_pass: Pass[In, Out], graph: In) -> Out:
+    """Run one pass; it is timed and logged at debug level, its result checked, and dumped where that is asked for."""
+    start = perf_counter()
+    made = graph_pass(graph)
+    if isinstance(made, Graph):
+        made.graph.lint()
+    _log.debug("%02d %s: %.1f ms", _number(graph_pass), graph_pass.name, 1e3 * (perf_counter() - start))
+    if folder := os.environ.get(DUMP_VARIABLE):
+        _dump(Path(folder), graph_pass.name, made)
+    return made
 
-    @property
-    def name(self) -> str:
-        """Return the pass's one name: in logs, on the command line, in test files."""
 
-    def __call__(self, graph: Graph) -> Graph:
-        """Return the new graph."""
-
-
-def run_passes(graph: Graph, passes: Sequence[GraphPass]) -> Graph:
-    """Run the passes in order; each result is linted, timed and logged at debug level."""
-    for number, graph_pass in enumerate(passes):
-        start = perf_counter()
-        graph = graph_pass(graph)
-        graph.graph.lint()
-        _log.debug("%02d %s: %.1f ms", number, graph_pass.name, 1e3 * (perf_counter() - start))
+def run_rewrites(graph: Graph, passes: Sequence[Pass[Graph, Graph]] = REWRITES) -> Graph:
+    """Run passes from graph to graph, one after another."""
+    for graph_pass in passes:
+        graph = run_pass(graph_pass, graph)
     return graph
+
+
+def _number(graph_pass: Pass[Any, Any]) -> int:
+    return [known.name for known in PASSES].index(graph_pass.name)
+
+
+def _dump(folder: Path, name: str, made: object) -> None:
+    """Write the text of what a pass made; files are numbered as they come, in a folder for each rank."""
+    own = folder / f"rank{os.environ.get('RANK', '0')}"
+    own.mkdir(parents=True, exist_ok=True)
+    (own / f"{len(list(own.iterdir())):03d}_{name}.txt").write_text(f"{show_stage(made)}\n")

@@ -82,10 +82,10 @@ def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run `hetu-fx passes`: the graph passes in their order, as their docstrings tell them."""
-    from hetu_fx.transforms.passes import GRAPH_PASSES
+    """Run `hetu-fx passes`: all graph passes in their order, as their docstrings tell them."""
+    from hetu_fx.transforms.passes import PASSES
 
-    for graph_pass in GRAPH_PASSES:
+    for graph_pass in PASSES:
         print(f"{graph_pass.name}\n{textwrap.indent(inspect.getdoc(graph_pass) or '', '    ')}\n")
     return 0
 
@@ -123,7 +123,7 @@ COMMANDS = {
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", add_launch, call_launch),
     "log": Command("say what the log of a run holds: variants, times, changes", add_log, call_log),
-    "passes": Command("list the graph passes in their order", _add_nothing, _call_passes),
+    "passes": Command("list all graph passes in their order", _add_nothing, _call_passes),
     "env": Command("show versions, backends and what this machine can emulate", _add_nothing, _call_env),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,24 +19,32 @@ SHORT_DTYPES = {
 }  # fmt: skip
 
 
-def show(graph: Graph) -> str:
-    """Return the graph as text, one line per leaf, op and output, with a heading for each block."""
-    return "\n".join(_lines(graph))
+Remark = Callable[[fx.Node], str]
 
 
-def _lines(graph: Graph) -> Iterator[str]:
+def show(graph: Graph, remark: Remark | None = None) -> str:
+    """Return the graph as text, one line per leaf, op and output, with a heading for each block.
+
+    `remark` says what stands behind leaves and ops, instead of the source line; nothing stands where it says nothing.
+    """
+    return "\n".join(_lines(graph, remark or meta.source_line))
+
+
+def _lines(graph: Graph, remark: Remark) -> Iterator[str]:
     mode = "training" if graph.training else "evaluation"
     batch = "static batch" if graph.batch_symbol is None else "dynamic batch"
     yield f"graph in {mode}, {batch}, {graph.num_blocks} blocks"
     for leaf in graph.leaves:
-        yield f"  {_leaf_text(leaf, graph)}"
+        said = "" if remark is meta.source_line else remark(leaf.node)
+        yield f"  {_leaf_text(leaf, graph)}{said and f'  # {said}'}"
     block = None
     for node in graph.graph.nodes:
         if node.op == "call_function":
             if graph.block_of(node) != block:
                 block = graph.block_of(node)
                 yield f"  -- block {block}" if block is not None else "  --"
-            yield f"  {node.name}: {_node_value(node, graph)} = {_call_text(node)}  # {meta.source_line(node)}"
+            said = remark(node)
+            yield f"  {node.name}: {_node_value(node, graph)} = {call_text(node)}{said and f'  # {said}'}"
     for output, node in zip(graph.outputs, graph.output_values, strict=True):
         yield f"  return {output.kind} {output.name} = {node.name}"
     for note in graph.notes:
@@ -67,7 +75,7 @@ def _size_text(size: Any, graph: Graph) -> str:
     return text if graph.batch_symbol is None else text.replace(str(graph.batch_symbol), "batch")
 
 
-def _call_text(node: fx.Node) -> str:
+def call_text(node: fx.Node) -> str:
     """Return the call of an op node as text, e.g. linear(x, weight)."""
     arguments = [_argument_text(argument) for argument in node.args]
     arguments += [f"{key}={_argument_text(argument)}" for key, argument in node.kwargs.items()]

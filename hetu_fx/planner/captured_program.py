@@ -100,7 +100,7 @@ class PlannedProgram:
 
     def _counted(self, split: Split) -> ProgramCosts:
         program = self.program
-        cut = tensor_cut(program.graph, program.factors, program.flow, split)
+        cut = tensor_cut(program.analysed, split)
         if cut.classes == program.tensor_cut.classes:
             return self.costs
         has_memory, summed = self.costs.memory is not None, program.summed_over_rows

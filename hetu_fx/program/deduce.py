@@ -9,6 +9,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.flops import travelling_work
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of
+from hetu_fx.transforms.passes import run_pass
 
 
 def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -18,5 +19,4 @@ def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:
     """Put a plan on a program and deduce every value's state; without `deduce`, for typical links."""
-    annotated = Annotate(plan, wants_values)(program.graph, program.factors, program.flow)
-    return (deduce or Deduce())(annotated)
+    return run_pass(deduce or Deduce(), run_pass(Annotate(plan, wants_values), program.analysed))

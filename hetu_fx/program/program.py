@@ -9,16 +9,16 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
-from hetu_fx.transforms.layouts.flow import Flow, flow_of, reached_from
+from hetu_fx.transforms.layouts.flow import Flow, reached_from
 from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
 from hetu_fx.transforms.layouts.work_shares import FactorCut
-from hetu_fx.transforms.passes import GRAPH_PASSES, run_passes
+from hetu_fx.transforms.passes import run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
 
 
@@ -27,14 +27,25 @@ class Program:
     """One captured graph, ready for any plan.
 
     Attributes:
-        graph: the graph after the graph passes.
-        factors: its factor classes.
-        flow: what its values depend on.
+        analysed: the graph after the rewrites, its factor classes, and what its values depend on.
     """
 
-    graph: Graph
-    factors: FactorMap
-    flow: Flow
+    analysed: AnalysedGraph
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph after the rewrites."""
+        return self.analysed.graph
+
+    @property
+    def factors(self) -> FactorMap:
+        """Return its factor classes."""
+        return self.analysed.factors
+
+    @property
+    def flow(self) -> Flow:
+        """Return what its values depend on."""
+        return self.analysed.flow
 
     @cached_property
     def inputs(self) -> tuple[Leaf, ...]:
@@ -117,13 +128,12 @@ class Program:
     @cached_property
     def tensor_cut(self) -> FactorCut:
         """Return what a tensor-parallel group would cut in this program."""
-        return tensor_cut(self.graph, self.factors, self.flow)
+        return tensor_cut(self.analysed)
 
 
 def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
-    """Run the graph passes over a captured graph and analyse the result; parameters in `frozen` are not trained."""
-    passed = run_passes(graph, GRAPH_PASSES)
-    return Program(passed, analyse(passed), flow_of(passed, frozen))
+    """Rewrite a captured graph and analyse the result; parameters in `frozen` are not trained."""
+    return Program(run_pass(Analyse(frozen), run_rewrites(graph)))
 
 
 def _has_rows(leaf: Leaf, graph: Graph) -> bool:

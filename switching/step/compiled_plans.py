@@ -32,8 +32,11 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.serialize import read
 from hetu_fx.transforms.layouts.states import Summed
-from hetu_fx.transforms.lowering.lower import ChooseForms, lower
+from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.choose_forms import ChooseForms
+from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -166,9 +169,10 @@ class GraphCompute(Compute):
 
     def _make(self, program: Program, key: StageKey, sizes: tuple[tuple[float, ...], tuple[float, ...]]) -> StagePlan:
         deduced = self._deduce(program, key, sizes)
-        device = Specialize(self.table.rank)(deduced)
+        device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
-            device = Recompute(deduced.annotated)(ChooseForms(Lowering(self.table.topology))(device))
+            device = run_pass(ChooseForms(Lowering(self.table.topology)), device)
+            device = run_pass(Recompute(deduced.annotated), device)
         return StagePlan(
             deduced=deduced,
             device=device,
@@ -196,7 +200,7 @@ class GraphCompute(Compute):
     def _engine(self, device: DeviceGraph) -> Engine:
         inward = channels(device.handovers_in, self.table, self.device)
         outward = channels(device.handovers_out, self.table, self.device)
-        return Engine(device, lower(device, self.backend), inward, outward)
+        return Engine(device, lower(run_pass(Checkpoint(), device), self.backend), inward, outward)
 
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)

@@ -12,7 +12,7 @@ import pytest
 
 from hetu_fx.cli.main import COMMANDS, main
 from hetu_fx.plans.plan import Plan
-from hetu_fx.transforms.passes import GRAPH_PASSES
+from hetu_fx.transforms.passes import PASSES
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_a_plan_file_is_shown_and_compared(capsys: pytest.CaptureFixture[str], t
 def test_passes_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["passes"]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if line and not line.startswith(" ")]
-    assert shown == [graph_pass.name for graph_pass in GRAPH_PASSES]
+    assert shown == [graph_pass.name for graph_pass in PASSES]
 
 
 def test_a_broken_plan_file_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

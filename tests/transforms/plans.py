@@ -51,7 +51,7 @@ def pipeline(*stages: Sequence[int], ratios: Sequence[int] = (), rows: int = 1, 
 
 def deduced(program: Program, plan: Plan, *, wants_values: bool = False) -> DeducedGraph:
     """Put a plan on a program and deduce all states."""
-    return Deduce()(Annotate(plan, wants_values)(program.graph, program.factors, program.flow))
+    return Deduce()(Annotate(plan, wants_values)(program.analysed))
 
 
 def device_graph(program: Program, plan: Plan, rank: int, *, wants_values: bool = False) -> DeviceGraph:

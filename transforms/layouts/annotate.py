@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
+from typing import ClassVar
 
 from torch import fx
 
@@ -20,6 +21,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout
 from hetu_fx.transforms.layouts.cut_stages import cut_stages
 from hetu_fx.transforms.layouts.flops import product_flops
@@ -203,15 +205,20 @@ def _largest_remainder(total: int, ratios: tuple[int, ...]) -> tuple[int, ...]:
 class Annotate:
     """Put a plan on a graph: stages, devices, and the parts of the split classes.
 
-    Requires: a captured graph after the graph passes.
+    Requires: an analysed graph. The plan's devices, blocks and splits are ones that the graph has.
     Ensures: every op that batch and parameters both reach has a stage in each pipeline; every stage knows its parts.
+        The classes that tensor parallel groups split are those that spread most work for least communication.
+
+        %up = linear(%x, %w_up)         ->      %up: stage 0.0     on devices [0, 1], each a part of the dim of %w_up
+        %loss = mean(%y)                        %loss: stage 0.1   on device [2]
     """
 
     plan: Plan
     wants_values: bool = True
-    name: str = "annotate"
+    name: ClassVar[str] = "annotate"
 
-    def __call__(self, graph: Graph, factors: FactorMap, flow: Flow) -> AnnotatedGraph:
+    def __call__(self, analysed: AnalysedGraph) -> AnnotatedGraph:
+        graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
         wanted = tensor_classes(graph, factors, flow, _asked_for(self.plan, factors)) if self._is_split else frozenset()
         classes = self._classes(graph, factors, wanted)
         sequence = self._sequence(graph, factors, flow, classes, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 from torch import fx
 
@@ -27,19 +28,22 @@ from hetu_fx.transforms.layouts.states import Summed
 
 @dataclass(frozen=True, eq=False)
 class Deduce:
-    """Deduce the state of every value on all axes.
+    """Deduce how every value lies on all axes: rows over replicas, and what is shared inside stages.
 
-    Requires: an annotated graph.
+    Requires: an annotated graph. All ranks give the same options.
     Ensures: every op has a decision on each axis, every value a state; sums over the batch stay open to the end. The
-    axes inside stages have the layouts that cost least by `topology`, for tensors of `num_bytes` bytes, in the order of
-    the graph's nodes (left out: typical links, and the sizes of the example batch). What context parallel stages pass
-    round is chosen by `work` besides (`travelling_work` of the graph). All ranks must give the same.
+        axes inside stages have the layouts that cost least by `topology`, for tensors of `num_bytes` bytes, in the
+        order of the graph's nodes (left out: typical links, and the sizes of the example batch). What context parallel
+        stages pass round is chosen by `work` besides (`travelling_work` of the graph).
+
+        %up = linear(%x, %w_up)         ->      %up: split on the dim of %w_up
+        %down = linear(%up, %w_down)            %down: summed, so that its readers need a reshard
     """
 
     topology: Topology | None = None
     num_bytes: Sequence[float] | None = None
     work: Sequence[float] | None = None
-    name: str = "deduce"
+    name: ClassVar[str] = "deduce"
 
     def __call__(self, annotated: AnnotatedGraph) -> DeducedGraph:
         graph, factors, flow = annotated.graph, annotated.factors, annotated.flow

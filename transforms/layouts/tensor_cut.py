@@ -6,26 +6,26 @@ from dataclasses import replace
 
 from torch import fx
 
-from hetu_fx.deduction.factors.factors import FactorMap
-from hetu_fx.graph.graph import Graph
 from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.annotated_graph import TENSOR, AnnotatedGraph, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduce import prices_of
-from hetu_fx.transforms.layouts.flow import Flow, is_item, whole_of
+from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, sequence_cut
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.layouts.work_shares import FactorCut
 
 
-def tensor_cut(graph: Graph, factors: FactorMap, flow: Flow, split: tuple[tuple[str, int], ...] = ()) -> FactorCut:
+def tensor_cut(analysed: AnalysedGraph, split: tuple[tuple[str, int], ...] = ()) -> FactorCut:
     """Return what a group cuts, which values and cotangents it sums, and what it does in parts of a sequence.
 
     `split` is what it cuts first, as `Plan.split`. Raises `PlanError` where a parameter has no such dim.
     """
     plan = replace(Plan.tensor_parallel((0, 1)), split=split)
-    annotated = Annotate(plan, wants_values=False)(graph, factors, flow)
+    graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
+    annotated = Annotate(plan, wants_values=False)(analysed)
     classes, outside = annotated.classes, read_outside(annotated)
     axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated, TENSOR), outside=outside)
     needs = [need for decision in axis.decisions.values() for need in decision.needs]

@@ -1,19 +1,9 @@
 """Choose what a device computes again in backward, instead of keeping it from forward.
 
-Requires: a device graph.
-Ensures: the ops of the blocks that the rank's stage recomputes stand in runs, one after another in the graph. What
-enters a run is kept, what it makes for itself alone is not (Chen et al., Training Deep Nets with Sublinear Memory Cost,
-section 4).
-
 An op that sends is in no run: its result is kept. Sent again, it would take the time of the links once more, and all
 ranks would have to come back to it in the same order. Nor is one that draws from torch's generator, which would draw
 other numbers. A block is cut into as few runs as these allow: in each is what has waited for equally many of them. They
 keep their order, so that ranks meet whichever of them recompute.
-
-    %v = aten.linear(%x, %w_v)                         %v = aten.linear(%x, %w_v)                  } a run
-    %whole_v = hetu.all_gather(%v, ...)          ->    %a = aten.softmax(aten.linear(%x, %w_a))    }
-    %a = aten.softmax(aten.linear(%x, %w_a))           %whole_v = hetu.all_gather(%v, ...)
-    %y = aten.matmul(%a, %whole_v)                     %y = aten.matmul(%a, %whole_v)              } the next run
 """
 
 from __future__ import annotations
@@ -21,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import ClassVar
 
 from torch import fx
 
@@ -36,10 +27,21 @@ Run = tuple[fx.Node, ...]
 
 @dataclass(frozen=True)
 class Recompute:
-    """Find the runs of a device graph; orders the graph in place."""
+    """Find what a device computes again in backward; orders the graph in place.
+
+    Requires: a device graph.
+    Ensures: the ops of the blocks that the rank's stage recomputes stand in runs, one after another in the graph. What
+        enters a run is kept, what it makes for itself alone is not (Chen et al., Training Deep Nets with Sublinear
+        Memory Cost, section 4).
+
+        %v = aten.linear(%x, %w_v)                         %v = aten.linear(%x, %w_v)                  } a run
+        %whole_v = hetu.all_gather(%v, ...)          ->    %a = aten.softmax(aten.linear(%x, %w_a))    }
+        %a = aten.softmax(aten.linear(%x, %w_a))           %whole_v = hetu.all_gather(%v, ...)
+        %y = aten.matmul(%a, %whole_v)                     %y = aten.matmul(%a, %whole_v)              } the next run
+    """
 
     annotated: AnnotatedGraph
-    name: str = "recompute"
+    name: ClassVar[str] = "recompute"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
         wanted = recomputed_blocks(self.annotated, device.layout.key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -37,7 +37,7 @@ class BatchStatistics:
                                                  %y = mul(%deviation, rsqrt(add(%variance, eps))) * w + b
     """
 
-    name: str = "batch_statistics"
+    name: ClassVar[str] = "batch_statistics"
 
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:

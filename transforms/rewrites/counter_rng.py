@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -38,7 +38,7 @@ class Randomness:
         %y = dropout(%x, 0.1, True)     ->     %y = hetu.dropout(%x, 0.1, %random_state, 0, 0, 1, [])
     """
 
-    name: str = "randomness"
+    name: ClassVar[str] = "randomness"
 
     def __call__(self, graph: Graph) -> Graph:
         rewrite = _Rewrite(graph.clone())

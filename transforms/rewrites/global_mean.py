@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -62,7 +62,7 @@ class GlobalMean:
                                                     return (%loss, %valid)   # %valid = sum(%y != -100)
     """
 
-    name: str = "global_mean"
+    name: ClassVar[str] = "global_mean"
 
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:

@@ -1,13 +1,4 @@
-"""Turn a deduced graph into the graph of one device.
-
-Requires: a deduced graph.
-Ensures: the device's graph holds only its stage's ops, with local sizes, and a hetu:: node wherever a value's state
-differs from what its reader needs; sums over the stage's devices are made where the summands appear.
-
-    %linear = aten.linear(%x, %w)                 %linear = aten.linear(%x, %w_part)
-    %add = aten.add(%residual, %linear)     ->    %all_reduce = hetu.all_reduce(%linear, [0, 1], 'duplicate')
-                                                  %add = aten.add(%residual, %all_reduce)
-"""
+"""Turn a deduced graph into the graph of one device."""
 
 from __future__ import annotations
 
@@ -15,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -40,10 +31,19 @@ from hetu_fx.transforms.specialize.reshard import Moves
 
 @dataclass(frozen=True)
 class Specialize:
-    """Make the graph of one rank, or None if the plan leaves the rank out."""
+    """Make the graph of one rank, or None if the plan leaves the rank out.
+
+    Requires: a deduced graph.
+    Ensures: the device's graph holds only its stage's ops, with local sizes, and a hetu:: node wherever a value's state
+        differs from what its reader needs; sums over the stage's devices are made where the summands appear.
+
+        %linear = linear(%x, %w)            %linear = linear(%x, %w_part)
+        %add = add(%residual, %linear)  ->  %all_reduce = hetu.all_reduce(%linear, [0, 1], 'duplicate')
+                                            %add = add(%residual, %all_reduce)
+    """
 
     rank: int
-    name: str = "specialize"
+    name: ClassVar[str] = "specialize"
 
     def __call__(self, deduced: DeducedGraph) -> DeviceGraph | None:
         layout = next((at for at in deduced.annotated.layouts if self.rank in at.devices), None)

@@ -24,6 +24,7 @@ from hetu_fx.program.deduce import deduce_program
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, evaluate
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
@@ -127,7 +128,7 @@ def shard_of(program: Program, block: int, degree: int) -> Shard:
     assert device is not None, "the plan has the rank"
     _leave_communication_out(device.graph)
     table = GroupTable.dry(device.rank, _STAGES * degree)
-    return Shard(program, deduced, device, table, lower(device, None))
+    return Shard(program, deduced, device, table, lower(Checkpoint()(device), None))
 
 
 def _leave_communication_out(graph: fx.Graph) -> None:

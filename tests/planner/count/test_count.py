@@ -19,7 +19,7 @@ from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.program.program import make_program
 from hetu_fx.program.sizes import bind
-from hetu_fx.transforms.layouts.flow import flow_of
+from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
 from hetu_fx.transforms.layouts.work_shares import FactorCut
 from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
@@ -57,7 +57,7 @@ def stack() -> Graph:
 
 def cut_inner(graph: Graph) -> FactorCut:
     """Cut what a group of devices would: the inner width of each block, 6."""
-    return tensor_cut(graph, analyse(graph), flow_of(graph))
+    return tensor_cut(Analyse()(graph))
 
 
 def test_costs_of_a_block_are_those_worked_out_by_hand() -> None:
@@ -88,7 +88,7 @@ def test_a_cut_divides_products_parameters_and_inner_values() -> None:
 
 def test_a_group_that_shares_the_sequence_holds_part_of_norms_and_residuals() -> None:
     _, graph = captured("llama")
-    costs = program_costs(graph, cut=tensor_cut(graph, analyse(graph), flow_of(graph)))
+    costs = program_costs(graph, cut=tensor_cut(Analyse()(graph)))
     block = costs.blocks[0]
     assert (block.num_reductions, block.num_returns) == (2, 2)
     assert costs.has_sequence
@@ -99,7 +99,7 @@ def test_a_group_that_shares_the_sequence_holds_part_of_norms_and_residuals() ->
 
 def test_sums_of_the_backward_are_those_that_run_not_as_many_as_the_forward_has() -> None:
     _, graph = captured("mixtral")
-    block = program_costs(graph, cut=tensor_cut(graph, analyse(graph), flow_of(graph))).blocks[1]
+    block = program_costs(graph, cut=tensor_cut(Analyse()(graph))).blocks[1]
     assert (block.num_reductions, block.num_returns) == (2, 2)
 
 

@@ -32,7 +32,7 @@ class WithLoss(nn.Module):
 
 
 def annotated(program: Program, plan: Plan) -> AnnotatedGraph:
-    return Annotate(plan)(program.graph, program.factors, program.flow)
+    return Annotate(plan)(program.analysed)
 
 
 def places(program: Program, classes: frozenset[FactorClass]) -> set[tuple[str, int]]:

@@ -48,7 +48,7 @@ def parameters_by_stage(program: Program, blocks: tuple[int, ...]) -> list[set[s
 
 
 def stages_of(program: Program, *stages: tuple[int, ...]) -> list[StageNodes]:
-    annotated = Annotate(Plan((pipeline(*stages),)))(program.graph, program.factors, program.flow)
+    annotated = Annotate(Plan((pipeline(*stages),)))(program.analysed)
     return [stage_nodes(annotated, layout) for layout in annotated.layouts]
 
 

@@ -170,7 +170,7 @@ def test_attention_with_dropout_or_a_trained_mask_gathers(options: dict[str, Any
 
 def is_ring(program: Program, plan: Plan, topology: Cluster | None) -> bool:
     """Tell how attention runs under a plan on given devices and links."""
-    annotated = Annotate(plan, False)(program.graph, program.factors, program.flow)
+    annotated = Annotate(plan, False)(program.analysed)
     device = Specialize(0)(Deduce(topology)(annotated))
     assert device is not None
     return any(line.startswith("ring_attention") for line in talk(device))

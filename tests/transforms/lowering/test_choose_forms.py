@@ -7,7 +7,7 @@ from torch import fx
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.transforms.lowering.lower import ChooseForms
+from hetu_fx.transforms.lowering.choose_forms import ChooseForms
 
 TWO_NODES = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), intra=Link(1e9), inter=Link(1e7))
 

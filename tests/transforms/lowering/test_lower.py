@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.transforms.plans import device_graph, program_of
@@ -50,7 +51,7 @@ def gradient(function: Callable[..., Any], weight: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", Recorder()], ids=["eager", "aot_eager", "compiler"])
 def test_gradients_are_those_of_the_model_for_any_number_of_rows(device: DeviceGraph, backend: Backend) -> None:
-    weight, function = torch.randn(5, 6), lower(device, backend)
+    weight, function = torch.randn(5, 6), lower(Checkpoint()(device), backend)
     for rows in (4, 7):
         x = torch.randn(rows, 6)
         expected = (1 - torch.tanh(x @ weight.t()) ** 2).t() @ x
@@ -59,7 +60,7 @@ def test_gradients_are_those_of_the_model_for_any_number_of_rows(device: DeviceG
 
 def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device: DeviceGraph) -> None:
     recorder = Recorder()
-    function = lower(device, recorder)
+    function = lower(Checkpoint()(device), recorder)
     for rows in (4, 7, 5):
         gradient(function, torch.randn(5, 6), torch.randn(rows, 6))
     assert len(recorder.graphs) == 2
@@ -67,4 +68,4 @@ def test_a_compiler_gets_the_forward_and_the_backward_once_for_all_sizes(device:
 
 def test_an_unknown_compiler_is_refused_with_what_there_is(device: DeviceGraph) -> None:
     with pytest.raises(EnvironmentProblem, match=r"compile='fast' is not known; use None, 'aot_eager', 'inductor'"):
-        lower(device, "fast")
+        lower(Checkpoint()(device), "fast")

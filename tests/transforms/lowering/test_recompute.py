@@ -17,6 +17,7 @@ from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.meta import module_stack
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program
+from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import recomputed_blocks
 from hetu_fx.transforms.lowering.traffic import communications, sends, traffic_by_block
@@ -163,7 +164,7 @@ def trained(
     device = device_graph(program, plan, 0)
     values = [given(0, slot) for slot in device.slots]
     leaves = [v.detach().clone().requires_grad_(v.requires_grad) for v in values]
-    function = lower(device, backend)
+    function = lower(Checkpoint()(device), backend)
     with kept or nullcontext():
         (loss,) = function(*leaves)
     loss.backward()

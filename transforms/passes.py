@@ -14,7 +14,7 @@ from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
-from hetu_fx.transforms.lowering.choose_forms import ChooseForms
+from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.rewrites.batch_norm import BatchStatistics
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
@@ -55,7 +55,7 @@ PASSES: tuple[type[Pass[Any, Any]], ...] = (
     Annotate,  # -> AnnotatedGraph: here a plan comes in
     Deduce,  # -> DeducedGraph: the last that is equal on all ranks
     Specialize,  # -> DeviceGraph
-    ChooseForms,  # before recomputation, which moves communication about
+    ChooseAlgorithms,  # before recomputation, which moves communication about
     Recompute,
     Checkpoint,  # -> GraphModule, which is run as it is or compiled
 )

@@ -33,7 +33,7 @@ from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.serialize import read
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
-from hetu_fx.transforms.lowering.choose_forms import ChooseForms
+from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.passes import run_pass
@@ -171,7 +171,7 @@ class GraphCompute(Compute):
         deduced = self._deduce(program, key, sizes)
         device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
-            device = run_pass(ChooseForms(Lowering(self.table.topology)), device)
+            device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
             device = run_pass(Recompute(deduced.annotated), device)
         return StagePlan(
             deduced=deduced,

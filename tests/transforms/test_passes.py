@@ -22,7 +22,7 @@ from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
-from hetu_fx.transforms.lowering.choose_forms import ChooseForms
+from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
 from hetu_fx.transforms.rewrites.batch_norm import BatchStatistics
@@ -94,7 +94,7 @@ def chain() -> Iterator[tuple[Pass[Any, Any], Any]]:
         lambda: Annotate(PLAN),
         lambda: Deduce(),
         lambda: Specialize(1),
-        lambda: ChooseForms(Lowering(LINKS)),
+        lambda: ChooseAlgorithms(Lowering(LINKS)),
         lambda: Recompute(made[2]),
         lambda: Checkpoint(),
     ):

@@ -7,7 +7,7 @@ from torch import fx
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.transforms.lowering.choose_forms import ChooseForms
+from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 
 TWO_NODES = Cluster.on_paper([1e9] * 4, nodes=("a", "a", "b", "b"), intra=Link(1e9), inter=Link(1e7))
 
@@ -22,7 +22,7 @@ def graph_of(ranks):
 
 def args_after(ranks, lowering):
     graph = graph_of(ranks)
-    ChooseForms(lowering)(SimpleNamespace(graph=graph))
+    ChooseAlgorithms(lowering)(SimpleNamespace(graph=graph))
     graph.lint()
     return [node.args[1:] for node in graph.nodes if node.op == "call_function"]
 

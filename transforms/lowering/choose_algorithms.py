@@ -1,4 +1,4 @@
-"""Choose the form of every communication op of a device graph, by the links between its ranks."""
+"""Choose the algorithm of every communication op of a device graph, by the links between its ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 
 @dataclass(frozen=True)
-class ChooseForms:
-    """Let every communication op say in which form it runs, by a lowering; changes the graph in place.
+class ChooseAlgorithms:
+    """Let every communication op say by which algorithm it runs; changes the graph in place.
 
     Requires: a device graph.
-    Ensures: ops of ranks on several nodes carry their form where another than the flat one is cheaper; without links,
+    Ensures: ops of ranks on several nodes carry their algorithm where another than the flat one is cheaper; without links,
         or on one node, the graph is as it was.
 
         %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate')
@@ -23,11 +23,11 @@ class ChooseForms:
     """
 
     lowering: Lowering
-    name: ClassVar[str] = "choose_forms"
+    name: ClassVar[str] = "choose_algorithms"
 
     def __call__(self, device: DeviceGraph) -> DeviceGraph:
         for node in communications(device):
             call = comm_call(node)
-            form: Any = self.lowering.with_algorithm(call).args[len(call.args) :]
-            node.args = (*node.args, *form)
+            algorithm: Any = self.lowering.with_algorithm(call).args[len(call.args) :]
+            node.args = (*node.args, *algorithm)
         return device

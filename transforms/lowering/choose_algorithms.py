@@ -15,8 +15,8 @@ class ChooseAlgorithms:
     """Let every communication op say by which algorithm it runs; changes the graph in place.
 
     Requires: a device graph.
-    Ensures: ops of ranks on several nodes carry their algorithm where another than the flat one is cheaper; without links,
-        or on one node, the graph is as it was.
+    Ensures: ops of ranks on several nodes carry their algorithm where another than the flat one is cheaper; without
+        links, or on one node, the graph is as it was.
 
         %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate')
             ->  %all_reduce = hetu.all_reduce(%linear, [0, 1, 2, 3], 'duplicate', 'nodes 0,0,1,1 from 65536')

@@ -1,4 +1,4 @@
-"""Device graphs say in which form their communication runs."""
+"""Device graphs say by which algorithm their communication runs."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def args_after(ranks, lowering):
     return [node.args[1:] for node in graph.nodes if node.op == "call_function"]
 
 
-def test_ops_over_several_nodes_carry_their_form():
+def test_ops_over_several_nodes_carry_their_algorithm():
     assert args_after([0, 1, 2, 3], Lowering(TWO_NODES)) == [
         ([0, 1, 2, 3], "duplicate", "nodes 0,0,1,1 from 0"), ()
     ]  # fmt: skip

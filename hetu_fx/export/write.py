@@ -40,8 +40,6 @@ from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
 
-_TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
-
 
 def export_runtime(runtime: Runtime, folder: Path) -> None:
     """Export all variants of the training program; collective. The folder must not exist, or be an export.
@@ -170,8 +168,7 @@ def _exported(
     except Exception as error:
         raise ExportError(f"the graph of rank {rank} cannot be exported: {error}") from error
     for node in exported.graph.nodes:
-        for key in _TRACES:  # they carry paths of the author's machine
-            node.meta.pop(key, None)
+        meta.forget_traces(node)
     exported.example_inputs = None  # they are as large as the weights, which the file leaves out
     return exported
 

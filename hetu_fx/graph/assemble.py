@@ -18,7 +18,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.clean import clean
-from hetu_fx.graph.containers import Opaque, Slot, Tree, walk, without_opaque
+from hetu_fx.graph.containers import Opaque, TensorSlot, Tree, walk, without_opaque
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
@@ -105,7 +105,7 @@ class Assembly:
         return tuple(merged.values())
 
     def _outputs(self, flat: fx.Graph) -> tuple[OutputLeaf, ...]:
-        slots = [leaf for leaf in walk(self.output_tree) if isinstance(leaf, Slot)]
+        slots = [leaf for leaf in walk(self.output_tree) if isinstance(leaf, TensorSlot)]
         names = [slot.name or "output" for slot in slots]
         output = flat.output_node()
         values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
@@ -218,4 +218,4 @@ def _output_leaf(name: str, is_loss: bool) -> OutputLeaf:
 
 def _named_root(tree: Tree, outputs: tuple[OutputLeaf, ...]) -> Tree:
     """Give the slot of a bare tensor output the name of its output."""
-    return Slot(outputs[0].name) if tree == Slot("") else tree
+    return TensorSlot(outputs[0].name) if tree == TensorSlot("") else tree

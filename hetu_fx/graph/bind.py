@@ -1,4 +1,4 @@
-"""Match a batch and a model with the leaves of a graph, and run the graph on one device."""
+"""Match a batch with the inputs of a graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.containers import Constant, Opaque, Tree, flatten, walk
-from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.graph.containers import Constant, Tree, flatten, walk
+from hetu_fx.graph.graph import Graph, LeafKind
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 
@@ -40,43 +40,3 @@ def _check_constants(captured: Tree, given: Tree) -> None:
                 f"batch entry {name!r} is {now.get(name)!r}, but {before.get(name)!r} is baked into the "
                 "captured graph; pass it as a tensor, or capture the model again"
             )
-
-
-def _opaque_inputs(graph: Graph) -> tuple[str, ...]:
-    """Return the names of baked-in inputs whose values are not compared."""
-    return tuple(leaf.name for leaf in walk(graph.input_tree) if isinstance(leaf, Opaque))
-
-
-def leaf_values(
-    graph: Graph, model: torch.nn.Module, batch: Batch, extra: Mapping[str, torch.Tensor] | None = None
-) -> list[torch.Tensor]:
-    """Return a value for every leaf of the graph, in order.
-
-    Args:
-        model: holds the parameters and buffers.
-        batch: a batch like the captured one.
-        extra: values of leaves that passes added (counts, random state), by name.
-    """
-    inputs = input_tensors(graph, batch)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def value(leaf: Leaf) -> torch.Tensor:
-        match leaf.kind:
-            case LeafKind.INPUT:
-                return inputs[leaf.name]
-            case LeafKind.PARAMETER | LeafKind.BUFFER:
-                return state[leaf.name]
-            case LeafKind.CONSTANT:
-                return graph.constants[leaf.name]
-            case LeafKind.COUNT | LeafKind.RANDOM_STATE:
-                return (extra or {})[leaf.name]
-
-    return [value(leaf) for leaf in graph.leaves]
-
-
-def run_on_one_device(
-    graph: Graph, model: torch.nn.Module, batch: Batch, extra: Mapping[str, torch.Tensor] | None = None
-) -> dict[tuple[OutputKind, str], torch.Tensor]:
-    """Run the graph as it is; return every output by (kind, name). Buffers of the model are not changed."""
-    results = graph.module()(*leaf_values(graph, model, batch, extra))
-    return {(leaf.kind, leaf.name): value for leaf, value in zip(graph.outputs, results, strict=True)}

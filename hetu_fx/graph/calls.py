@@ -1,14 +1,20 @@
-"""Read the call that an op node makes: what it calls, and its arguments by the names of the op's schema."""
+"""Read the call that an op node makes: its op, its arguments by name, what it writes to, whose storage it shares."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from hetu_fx.base.torch_private import OpOverload, schema
+from hetu_fx.graph import meta
+
+aten = torch.ops.aten
+
+NEW_STORAGE = frozenset({aten.lift_fresh_copy.default, aten.clone.default, aten._to_copy.default})
 
 
 def callee(node: fx.Node) -> Callable[..., Any]:
@@ -59,6 +65,41 @@ def draws(node: fx.Node) -> bool:
         return False
     given = arguments(node)
     return bool(given.get("dropout_p", given.get("p", True))) and given.get("train") is not False
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments that an op writes to, by its schema."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return []
+    return [
+        given
+        for index, argument in enumerate(schema(node.target).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for given in _as_nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+    ]
+
+
+def _as_nodes(argument: Any) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        yield from (item for item in argument if isinstance(item, fx.Node))
+
+
+def viewed_argument(node: fx.Node) -> fx.Node | None:
+    """Return the argument whose storage the node's value shares, if any."""
+    if node.op != "call_function":
+        return None
+    written = written_arguments(node)
+    if written:
+        return written[0]
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and viewed_argument(source) is None:
+        return None  # a result of an op that returns several new tensors
+    if node.target in NEW_STORAGE:  # their example values share the storage, the op does not
+        return None
+    storages = meta.storages(node)
+    return next((arg for arg in node.all_input_nodes if storages & meta.storages(arg)), None)
 
 
 Size = int | fx.Node

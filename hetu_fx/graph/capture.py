@@ -53,7 +53,7 @@ def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, tr
         exported=exported,
         example=example,
         input_tree=input_tree,
-        output_tree=program.found.tree(),
+        output_tree=program.output.tree(),
         has_loss_fn=loss_fn is not None,
     )
     return assembly.graph(training, notes)
@@ -95,15 +95,15 @@ def _no_backward_is_lost() -> Iterator[None]:
         yield
 
 
-class _Found:
+class _OutputStructure:
     """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
-    output_tree: Tree | None = None
+    found: Tree | None = None
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
-        assert self.output_tree is not None, "the model was traced"
-        return self.output_tree
+        assert self.found is not None, "the model was traced"
+        return self.found
 
 
 class _Program(nn.Module):
@@ -117,7 +117,7 @@ class _Program(nn.Module):
         # Not as a submodule: what a loss module holds is a constant of the program, no state of the model.
         self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
         self.autocasts = _ambient_autocasts()
-        self.found = _Found()
+        self.output = _OutputStructure()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
@@ -129,7 +129,7 @@ class _Program(nn.Module):
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             output = self.model(*args, **kwargs)
             tree, values = flatten(output)
-            self.found.output_tree = tree
+            self.output.found = tree
             if self.loss_fn is None:
                 return tuple(values.values())
             return (*values.values(), self.loss_fn(output, *args, **kwargs))

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph, drop_dead_nodes
+from hetu_fx.graph.calls import operand
+from hetu_fx.graph.graph import drop_dead_nodes
 
 aten = torch.ops.aten
 
@@ -56,14 +57,8 @@ def _drop_layout_arguments(node: fx.Node) -> None:
     node.kwargs = {key: item for key, item in node.kwargs.items() if key not in ("pin_memory", "layout")}
 
 
-def _source(node: fx.Node) -> fx.Node:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
-
-
 def _simplify_cast(node: fx.Node) -> fx.Node | None:
-    source = _source(node)
+    source = operand(node)
     if meta.dtype(source) == meta.dtype(node):
         return source
     if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
@@ -75,14 +70,14 @@ def _simplify_cast(node: fx.Node) -> fx.Node | None:
 
 
 def _simplify_copy(node: fx.Node) -> fx.Node | None:
-    return None if node.kwargs else _source(node)
+    return None if node.kwargs else operand(node)
 
 
 def _simplify_view(node: fx.Node) -> fx.Node | None:
     """Drop a view that changes nothing. Any other becomes a reshape: on a part of its operand another kernel may have
     run, which lays its result out in another way, and nothing here depends on sharing memory."""
-    if meta.same_shape(node, _source(node)):
-        return _source(node)
+    if meta.same_shape(node, operand(node)):
+        return operand(node)
     if node.target is aten.view.default:
         node.target = aten.reshape.default
     return None
@@ -90,7 +85,7 @@ def _simplify_view(node: fx.Node) -> fx.Node | None:
 
 def _simplify_squeeze(node: fx.Node) -> fx.Node | None:
     """Name the dims that were dropped, so that rows cut to one keep their dim."""
-    source = _source(node)
+    source = operand(node)
     dropped = [dim for dim, size in enumerate(meta.shape(source)) if isinstance(size, int) and size == 1]
     if meta.same_shape(node, source):
         return source
@@ -116,21 +111,21 @@ def _simplify_slice(node: fx.Node) -> fx.Node | None:
     given = list(node.args) + SLICE_DEFAULTS[len(node.args) :]
     start, end, step = given[2:]
     whole = start in (0, None) and end in (None, sys.maxsize) and step == 1
-    return _source(node) if whole else None
+    return operand(node) if whole else None
 
 
 def _simplify_dropout(node: fx.Node) -> fx.Node | None:
-    return None if node.args[2] and node.args[1] != 0 else _source(node)
+    return None if node.args[2] and node.args[1] != 0 else operand(node)
 
 
 def _simplify_detach(node: fx.Node) -> fx.Node | None:
     dtype = meta.dtype(node)
-    return None if dtype.is_floating_point or dtype.is_complex else _source(node)
+    return None if dtype.is_floating_point or dtype.is_complex else operand(node)
 
 
 def _simplify_add(node: fx.Node) -> fx.Node | None:
     adds_nothing = type(node.args[1]) is int and node.args[1] == 0
-    return _source(node) if adds_nothing and meta.dtype(node) == meta.dtype(_source(node)) else None
+    return operand(node) if adds_nothing and meta.dtype(node) == meta.dtype(operand(node)) else None
 
 
 def _simplify_cat(node: fx.Node) -> fx.Node | None:
@@ -151,9 +146,9 @@ def _simplify_item(node: fx.Node) -> fx.Node | None:
     source, index = node.args
     if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
         return None
-    operand = source.args[0][index]  # type: ignore[index]
-    assert isinstance(operand, fx.Node)
-    return operand if meta.same_shape(node, operand) else None
+    taken = source.args[0][index]  # type: ignore[index]
+    assert isinstance(taken, fx.Node)
+    return taken if meta.same_shape(node, taken) else None
 
 
 RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
@@ -169,16 +164,3 @@ RULES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.cat.default: _simplify_cat,
     operator.getitem: _simplify_item,
 }
-
-
-def _device_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the ops that name a device (factories such as arange)."""
-    return [node for node in graph.nodes if node.kwargs.get("device") is not None]
-
-
-def on_device(graph: Graph, device: torch.device | str) -> Graph:
-    """Return the graph with every device argument replaced, and constants moved, for a rank on `device`."""
-    fresh = graph.clone()
-    for node in _device_nodes(fresh.graph):
-        node.update_kwarg("device", torch.device(device))
-    return fresh.evolve(constants={name: tensor.to(device) for name, tensor in graph.constants.items()})

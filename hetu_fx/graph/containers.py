@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Stands for the tensor of this name."""
 
     name: str
@@ -47,7 +47,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
+class Entries:
     """Stands for a mapping, or a dataclass instance (`keys` are then its fields)."""
 
     type: type
@@ -55,7 +55,7 @@ class Fields:
     children: tuple[Tree, ...]
 
 
-Tree = Slot | Constant | Opaque | Items | Fields
+Tree = TensorSlot | Constant | Opaque | Items | Entries
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -70,7 +70,7 @@ def _flatten(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]
     name = ".".join(path)
     if isinstance(value, torch.Tensor):
         tensors[name] = value
-        return Slot(name)
+        return TensorSlot(name)
     if isinstance(value, PLAIN_TYPES):
         return Constant(name, value)
     if isinstance(value, Mapping):
@@ -90,21 +90,21 @@ def _flatten_fields(
     items: tuple[Any, ...],
     path: tuple[str, ...],
     tensors: dict[str, torch.Tensor],
-) -> Fields:
+) -> Entries:
     children = (_flatten(item, (*path, str(key)), tensors) for key, item in zip(keys, items, strict=True))
-    return Fields(type(value), keys, tuple(children))
+    return Entries(type(value), keys, tuple(children))
 
 
 def unflatten(tree: Tree, values: Mapping[str, Any]) -> Any:
     """Build the structure again with `values` in its slots; a slot without a value becomes None."""
     match tree:
-        case Slot(name):
+        case TensorSlot(name):
             return values.get(name)
         case Constant(_, value) | Opaque(_, value):
             return value
         case Items(kind, children):
             return _build_items(kind, [unflatten(child, values) for child in children])
-        case Fields(kind, keys, children):
+        case Entries(kind, keys, children):
             return _build_fields(kind, dict(zip(keys, (unflatten(c, values) for c in children), strict=True)))
 
 
@@ -122,23 +122,23 @@ def _build_fields(kind: type, items: dict[Any, Any]) -> Any:
     return kind(items)
 
 
-def walk(tree: Tree) -> Iterator[Slot | Constant | Opaque]:
+def walk(tree: Tree) -> Iterator[TensorSlot | Constant | Opaque]:
     """List the leaves of a tree in order."""
     match tree:
-        case Items(_, children) | Fields(_, _, children):
+        case Items(_, children) | Entries(_, _, children):
             for child in children:
                 yield from walk(child)
         case leaf:
             yield leaf
 
 
-def map_leaves(tree: Tree, change: Callable[[Slot | Constant | Opaque], Tree]) -> Tree:
+def map_leaves(tree: Tree, change: Callable[[TensorSlot | Constant | Opaque], Tree]) -> Tree:
     """Return the tree with every leaf replaced by what `change` makes of it."""
     match tree:
         case Items(kind, children):
             return Items(kind, tuple(map_leaves(child, change) for child in children))
-        case Fields(kind, keys, children):
-            return Fields(kind, keys, tuple(map_leaves(child, change) for child in children))
+        case Entries(kind, keys, children):
+            return Entries(kind, keys, tuple(map_leaves(child, change) for child in children))
         case leaf:
             return change(leaf)
 

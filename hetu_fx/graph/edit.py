@@ -1,10 +1,7 @@
-"""Small steps that passes are made of: insert an op, add a leaf, add an output.
+"""Small steps that passes are made of: insert an op, add a leaf or an output, find what a value is made of.
 
-The fx graph is changed in place, so work on a clone; leaves and outputs come back in a new `Graph`.
-
-What the values of nodes are made of: a walk against the direction of data.
-
-Find a call that must give the same example value as another: the blocks of a model repeat what they do.
+The fx graph is changed in place, so work on a clone; leaves and outputs come back in a new `Graph`. An op that is
+inserted takes its example value from a call like it where there is one: the blocks of a model repeat what they do.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ IMAGE_DIMS = 4
 class Example:
     """Inputs to trace with.
 
-    Fields:
+    Attributes:
         tensors: zeros of the example's sizes, by input name.
         batch_inputs: names of the inputs whose dim 0 is the batch.
         others: names of the other inputs that have dims.

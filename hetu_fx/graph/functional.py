@@ -16,7 +16,7 @@ from torch import fx
 from hetu_fx.base.torch_private import overload_name, schema
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.aliases import viewed_argument, written_arguments
+from hetu_fx.graph.calls import viewed_argument, written_arguments
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.regions import gradient_carriers
 
@@ -30,6 +30,7 @@ SAME_VALUE = frozenset({
     aten.alias.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
     aten.to.other, aten.type_as.default, aten.lift_fresh.default, aten.dropout.default,
 })  # fmt: skip
+NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default})
 OWN_INVERSE = frozenset({aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.mT.default})
 SCATTERS = {
     aten.slice.Tensor: aten.slice_scatter.default,
@@ -55,22 +56,18 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
     Raises:
         CaptureError: for a write that cannot be followed (out= arguments, writes through unusual views).
     """
-    hidden = (_is_training_batch_norm, _is_tracking_instance_norm)
-    if not any(written_arguments(node) or any(check(node) for check in hidden) for node in graph.nodes):
+    if not any(written_arguments(node) or _updates_statistics(node) for node in graph.nodes):
         return {}
     return _Functionalizer(graph, gradient_carriers(graph, differentiable)).run()
 
 
-def _is_training_batch_norm(node: fx.Node) -> bool:
-    return node.target is aten.batch_norm.default and bool(node.args[5]) and node.args[3] is not None
-
-
-def _is_tracking_instance_norm(node: fx.Node) -> bool:
-    return node.target is aten.instance_norm.default and bool(node.args[5]) and node.args[3] is not None
+def _updates_statistics(node: fx.Node) -> bool:
+    """Tell whether a norm writes to its running statistics, of which its schema says nothing."""
+    return node.target in NORMS and bool(node.args[5]) and node.args[3] is not None
 
 
 class _Functionalizer:
-    """Walks the graph once; `_cached` holds each original node's latest value and the version it is of."""
+    """Walks the graph once; `cached` holds each original node's latest value and the version it is of."""
 
     def __init__(self, graph: fx.Graph, carriers: Collection[fx.Node]) -> None:
         self.graph = graph
@@ -90,10 +87,8 @@ class _Functionalizer:
             written = written_arguments(node)
             if written:
                 self._rewrite_write(node, written)
-            elif _is_training_batch_norm(node):
-                self._rewrite_batch_norm(node)
-            elif _is_tracking_instance_norm(node):
-                raise self._refusal("instance_norm with running statistics, which it changes in place")
+            elif _updates_statistics(node):
+                self._rewrite_norm(node)
             elif node in self.parents and self._version(node):
                 self.cached.pop(node, None)  # a view of something written before: taken where it is read
             else:
@@ -221,7 +216,9 @@ class _Functionalizer:
             return self._insert(aten.fill.Tensor, (like, source))
         return self._insert(aten.expand.default, (source, self._sizes(like)))
 
-    def _rewrite_batch_norm(self, node: fx.Node) -> None:
+    def _rewrite_norm(self, node: fx.Node) -> None:
+        if node.target is aten.instance_norm.default:
+            raise self._refusal("instance_norm with running statistics, which it changes in place")
         args = fx.node.map_arg(node.args, self._read)
         x, weight, bias, mean, variance, training, momentum, epsilon, _ = args
         result = self._insert(

@@ -70,7 +70,7 @@ class OutputLeaf:
 class Graph:
     """A captured single-device program.
 
-    Fields:
+    Attributes:
         graph: flat functional ATen fx graph; placeholders, ops, one output node.
         leaves: what the placeholders are, in their order.
         outputs: what the output node's flat arguments are, in their order.

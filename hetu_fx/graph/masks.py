@@ -2,27 +2,20 @@
 
 Models under export write out masks that their eager code never makes: all true, or causal. Without the mask torch
 has faster kernels, which skip what is masked and read grouped heads without repeating them.
-
-Tensors whose elements follow from their position alone.
-
-Export writes masks out as arithmetic on index ranges. Reading that arithmetic back as what it means needs no value of
-any batch, and holds for every size.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.affine import Affine, AtMostZero, Positional, mapped
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.graph import drop_dead_nodes
-from hetu_fx.graph.position_call import Call, Known
-from hetu_fx.graph.position_readers import READERS
+from hetu_fx.graph.position_readers import positional_values
+from hetu_fx.graph.positions import Affine, AtMostZero, Known
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -101,23 +94,3 @@ def _set(node: fx.Node, position: int, name: str, item: object) -> None:
         node.update_arg(position, item)  # type: ignore[arg-type]
     else:
         node.update_kwarg(name, item)  # type: ignore[arg-type]
-
-
-def positional_values(graph: fx.Graph) -> Known:
-    """Return what is known of every tensor whose elements follow from their positions alone."""
-    known: dict[fx.Node, Positional] = {}
-    for node in graph.nodes:
-        reader = READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
-        if reader is None:
-            continue
-        found = mapped(reader(Call(node, known)), partial(_flat_where_single, shape=meta.shape(node)))
-        if found is not None:
-            known[node] = found
-    return known
-
-
-def _flat_where_single(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
-    """Drop the slopes of dims of size 1, where the only index is 0, and give every dim of `shape` one."""
-    slopes = (0,) * (len(shape) - len(value.slopes)) + value.slopes
-    kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
-    return Affine(value.constant, tuple(kept))

@@ -3,8 +3,6 @@
 Keys used: "val" (the example value: FakeTensor, SymInt, number or tuple of them), "stack_trace" (the user's
 call stack as text), "module_stack" (tuple of (FQN, class name) of the modules around the call, outermost
 first) and "grad_enabled" (False inside a no-grad region; only until detach nodes say the same).
-
-Number formats that sums cannot be made in without losing most of what is added.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from typing import Any, Protocol
 import sympy
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hetu_fx.base.torch_private import FakeTensorMode, detect_fake_mode, tree_leaves, tree_map
 
@@ -26,6 +25,7 @@ ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
 
 DATA_DEPENDENT = -1
+TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "custom")
 
 
 class HasBatchSymbol(Protocol):
@@ -56,6 +56,13 @@ def set_value(node: fx.Node, example: Any) -> None:
     """Set the node's example value."""
     node.meta["val"] = example
     node.meta.pop("tensor_meta", None)
+
+
+def storages(node: fx.Node) -> set[StorageWeakRef]:
+    """Return the storages of the tensors that the node's example value is made of; few ops make nested ones."""
+    example = node.meta.get("val")
+    tensors = example if isinstance(example, (tuple, list)) else [example]
+    return {StorageWeakRef(item.untyped_storage()) for item in tensors if isinstance(item, torch.Tensor)}
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -132,11 +139,6 @@ def _contains(size: Any, symbol: Any) -> bool:
     return symbolic and symbol in size.node.expr.free_symbols
 
 
-def _source_frame(node: fx.Node) -> tuple[str, int] | None:
-    """Return file and line of the user's (or a library's, never torch's) innermost frame, if known."""
-    return innermost_frame(node.meta.get("stack_trace") or "")
-
-
 def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
     """Return the last frame of a stack text that is neither torch's nor ours, if any."""
     frames = [(path, int(line)) for path, line in FRAME.findall(stack_trace)]
@@ -146,7 +148,7 @@ def innermost_frame(stack_trace: str) -> tuple[str, int] | None:
 
 def source_line(node: fx.Node) -> str:
     """Return where the node comes from as "file.py:41", or "unknown line"."""
-    frame = _source_frame(node)
+    frame = innermost_frame(node.meta.get("stack_trace") or "")
     return f"{os.path.basename(frame[0])}:{frame[1]}" if frame else "unknown line"
 
 
@@ -161,12 +163,6 @@ def module_stack(node: fx.Node) -> ModuleStack:
     stack = node.meta.get("module_stack", ())
     assert isinstance(stack, tuple)
     return stack
-
-
-def _module_path(node: fx.Node) -> str:
-    """Return the FQN of the innermost module around the node; "" for the model itself or unknown."""
-    stack = module_stack(node)
-    return stack[-1][0] if stack else ""
 
 
 def exported_module_stack(node: fx.Node) -> ModuleStack:
@@ -232,6 +228,12 @@ def fresh_placeholder_value(graph: fx.Graph, size: tuple[Size, ...], kind: torch
         return torch.empty(size, dtype=kind)
 
 
+def forget_traces(node: fx.Node) -> None:
+    """Drop what names paths of this machine."""
+    for key in TRACES:
+        node.meta.pop(key, None)
+
+
 def copy_all_meta(source: fx.Node, target: fx.Node) -> None:
     """Make `target` know all that `source` knows."""
     target.meta = copy.copy(source.meta)
@@ -247,7 +249,7 @@ def numel(node: fx.Node) -> int:
     return math.prod(hints(node))
 
 
-HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)  # sums made in these lose most of what is added
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

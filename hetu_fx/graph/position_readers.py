@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.affine import FALSE, TRUE, Affine, AtMostZero, Positional, mapped
 from hetu_fx.graph.calls import arguments
-from hetu_fx.graph.position_call import Call
+from hetu_fx.graph.positions import FALSE, TRUE, Affine, AtMostZero, Known, Positional, PositionedCall, mapped
 
 aten = torch.ops.aten
 
@@ -21,15 +21,15 @@ def _with_slopes(value: Positional | None, change: Callable[[tuple[int, ...]], t
     return mapped(value, lambda affine: Affine(affine.constant, change(affine.slopes)))
 
 
-def _arange(call: Call) -> Positional | None:
+def _arange(call: PositionedCall) -> Positional | None:
     given = arguments(call.node)
     start, step = given.get("start", 0), given.get("step", 1)
     exact = isinstance(start, int) and isinstance(step, int) and call.is_integral
     return Affine(start, (step,)) if exact else None
 
 
-def _filled(fill: Callable[[Call], object]) -> Callable[[Call], Positional | None]:
-    def read(call: Call) -> Positional | None:
+def _filled(fill: Callable[[PositionedCall], object]) -> Callable[[PositionedCall], Positional | None]:
+    def read(call: PositionedCall) -> Positional | None:
         number = fill(call)
         if not isinstance(number, (bool, int)):
             return None
@@ -40,30 +40,30 @@ def _filled(fill: Callable[[Call], object]) -> Callable[[Call], Positional | Non
     return read
 
 
-def _same(call: Call) -> Positional | None:
+def _same(call: PositionedCall) -> Positional | None:
     return call.value_of(call.node.args[0])
 
 
-def _cast(call: Call) -> Positional | None:
+def _cast(call: PositionedCall) -> Positional | None:
     source = call.node.args[0]
     assert isinstance(source, fx.Node)
     keeps_kind = (meta.dtype(source) is torch.bool) == (meta.dtype(call.node) is torch.bool)
     return call.value_of(source) if keeps_kind and call.is_integral else None
 
 
-def _unsqueeze(call: Call) -> Positional | None:
+def _unsqueeze(call: PositionedCall) -> Positional | None:
     dim = call.given("dim") % (call.ndim + 1)
     return _with_slopes(call.value("self"), lambda slopes: (*slopes[:dim], 0, *slopes[dim:]))
 
 
-def _transpose(call: Call) -> Positional | None:
+def _transpose(call: PositionedCall) -> Positional | None:
     order = list(range(call.ndim))
     a, b = call.given("dim0"), call.given("dim1")
     order[a], order[b] = order[b], order[a]
     return _with_slopes(call.value("self"), lambda slopes: tuple(slopes[dim] for dim in order))
 
 
-def _slice(call: Call) -> Positional | None:
+def _slice(call: PositionedCall) -> Positional | None:
     start, step = call.given("start") or 0, call.given("step")
     if not isinstance(start, int) or not isinstance(step, int) or start < 0:
         return None
@@ -77,8 +77,8 @@ def _slice(call: Call) -> Positional | None:
     return mapped(call.value("self"), move)
 
 
-def _sum(sign: int) -> Callable[[Call], Positional | None]:
-    def read(call: Call) -> Positional | None:
+def _sum(sign: int) -> Callable[[PositionedCall], Positional | None]:
+    def read(call: PositionedCall) -> Positional | None:
         a, b, factor = call.affine("self"), call.affine("other"), call.given("alpha")
         if a is None or b is None or not isinstance(factor, int) or not call.is_integral:
             return None
@@ -87,10 +87,10 @@ def _sum(sign: int) -> Callable[[Call], Positional | None]:
     return read
 
 
-def _compared(first_less: bool, strictly: bool) -> Callable[[Call], Positional | None]:
+def _compared(first_less: bool, strictly: bool) -> Callable[[PositionedCall], Positional | None]:
     """Read a < b (or with `first_less` false, a > b) as a bound at most zero; integers make < of <=."""
 
-    def read(call: Call) -> Positional | None:
+    def read(call: PositionedCall) -> Positional | None:
         a, b = call.affine("self"), call.affine("other")
         if a is None or b is None:
             return None
@@ -100,10 +100,10 @@ def _compared(first_less: bool, strictly: bool) -> Callable[[Call], Positional |
     return read
 
 
-def _equality(wanted: bool) -> Callable[[Call], Positional | None]:
+def _equality(wanted: bool) -> Callable[[PositionedCall], Positional | None]:
     """Read == (or !=) where the two differ by the same number everywhere."""
 
-    def read(call: Call) -> Positional | None:
+    def read(call: PositionedCall) -> Positional | None:
         a, b = call.affine("self"), call.affine("other")
         difference = None if a is None or b is None else a.plus(b, -1)
         if difference is None or not difference.is_constant:
@@ -113,10 +113,10 @@ def _equality(wanted: bool) -> Callable[[Call], Positional | None]:
     return read
 
 
-def _joined(neutral: AtMostZero) -> Callable[[Call], Positional | None]:
+def _joined(neutral: AtMostZero) -> Callable[[PositionedCall], Positional | None]:
     """Read `and` (neutral: TRUE) or `or` (neutral: FALSE)."""
 
-    def read(call: Call) -> Positional | None:
+    def read(call: PositionedCall) -> Positional | None:
         a, b = call.value("self"), call.value("other")
         truths = [value.always if isinstance(value, AtMostZero) else None for value in (a, b)]
         if neutral.always in truths:
@@ -128,12 +128,12 @@ def _joined(neutral: AtMostZero) -> Callable[[Call], Positional | None]:
     return read
 
 
-def _not(call: Call) -> Positional | None:
+def _not(call: PositionedCall) -> Positional | None:
     value = call.value("self")
     return AtMostZero(Affine(1).plus(value.bound, -1)) if isinstance(value, AtMostZero) else None
 
 
-def _diff(call: Call) -> Positional | None:
+def _diff(call: PositionedCall) -> Positional | None:
     """Read differences along a dim, the first against `prepend`: the slope, where they all are."""
     value, before = call.affine("self"), call.affine("prepend")
     if value is None or before is None or call.given("n") != 1 or call.given("append") is not None:
@@ -150,7 +150,7 @@ def _level(constant: int, ndim: int) -> Affine:
     return Affine(constant, (0,) * ndim)
 
 
-def _cumsum(call: Call) -> Positional | None:
+def _cumsum(call: PositionedCall) -> Positional | None:
     value = call.value("self")
     is_zero = isinstance(value, AtMostZero) and value.always is False
     if isinstance(value, Affine):
@@ -158,7 +158,7 @@ def _cumsum(call: Call) -> Positional | None:
     return Affine(0) if is_zero and call.is_integral else None
 
 
-def _index(call: Call) -> Positional | None:
+def _index(call: PositionedCall) -> Positional | None:
     """Read x[i, j, ...] with an index for every dim, where all indices that matter are known and count from 0."""
     value, indices = call.affine("self"), call.given("indices")
     if value is None or len(indices) != call.ndim or any(index is None for index in indices):
@@ -173,7 +173,7 @@ def _index(call: Call) -> Positional | None:
     return result
 
 
-Reader = Callable[[Call], Positional | None]
+Reader = Callable[[PositionedCall], Positional | None]
 FILLS: dict[Any, Reader] = {
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _filled(lambda call: 1)),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), _filled(lambda call: 0)),
@@ -209,3 +209,23 @@ LOGIC: dict[Any, Reader] = {
     **dict.fromkeys((aten.bitwise_not.default, aten.logical_not.default), _not),
 }
 READERS: dict[Any, Reader] = {**FILLS, **MOVES, **ARITHMETIC, **LOGIC}
+
+
+def positional_values(graph: fx.Graph) -> Known:
+    """Return what is known of every tensor whose elements follow from their positions alone."""
+    known: dict[fx.Node, Positional] = {}
+    for node in graph.nodes:
+        reader = READERS.get(node.target) if node.op == "call_function" and meta.is_tensor(node) else None
+        if reader is None:
+            continue
+        found = mapped(reader(PositionedCall(node, known)), partial(_flat_where_single, shape=meta.shape(node)))
+        if found is not None:
+            known[node] = found
+    return known
+
+
+def _flat_where_single(value: Affine, shape: tuple[meta.Size, ...]) -> Affine:
+    """Drop the slopes of dims of size 1, where the only index is 0, and give every dim of `shape` one."""
+    slopes = (0,) * (len(shape) - len(value.slopes)) + value.slopes
+    kept = (0 if isinstance(size, int) and size == 1 else slope for slope, size in zip(slopes, shape, strict=True))
+    return Affine(value.constant, tuple(kept))

@@ -26,14 +26,14 @@ AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastX
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionModes:
     """What the surrounding regions say: gradients enabled, and the autocast dtype by device type."""
 
     grad_enabled: bool = True
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
-    def entering_autocast(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> Region:
-        """Return the region inside an autocast context."""
+    def entering_autocast(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> RegionModes:
+        """Return what holds inside an autocast context."""
         kept = tuple(item for item in self.autocast if item[0] != device_type)
         inside = ((device_type, dtype or torch.get_autocast_dtype(device_type)),) if enabled else ()
         return replace(self, autocast=kept + inside)
@@ -48,12 +48,12 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
     fresh = fx.Graph()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     copies = [fresh.node_copy(node) for node in placeholders]
-    result = _emit(fresh, module, copies, Region())
+    result = _emit(fresh, module, copies, RegionModes())
     fresh.output(tuple(result))
     return fresh
 
 
-def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], region: Region) -> list[Any]:
+def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], modes: RegionModes) -> list[Any]:
     values: dict[fx.Node, Any] = {}
     remaining = iter(arguments)
     for node in module.graph.nodes:
@@ -64,11 +64,11 @@ def _emit(fresh: fx.Graph, module: fx.GraphModule, arguments: Iterable[Any], reg
         elif node.op == "get_attr":
             values[node] = _submodule(module, node)
         elif isinstance(node.target, HigherOrderOperator):
-            values[node] = _emit_region(fresh, node, values, region)
+            values[node] = _emit_region(fresh, node, values, modes)
         elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
             values[node] = values[node.args[0]][node.args[1]]
         else:
-            values[node] = _emit_op(fresh, node, values, region)
+            values[node] = _emit_op(fresh, node, values, modes)
     raise AssertionError("a graph ends with its output node")
 
 
@@ -78,16 +78,16 @@ def _submodule(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
     return attribute
 
 
-def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> list[Any]:
+def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], modes: RegionModes) -> list[Any]:
     assert isinstance(node.target, HigherOrderOperator)
     arguments: list[Any] = [values[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
     match dispatch_name(node.target):
         case "wrap_with_set_grad_enabled":
             enabled, body, *inputs = arguments
-            return _emit(fresh, body, inputs, replace(region, grad_enabled=bool(enabled)))
+            return _emit(fresh, body, inputs, replace(modes, grad_enabled=bool(enabled)))
         case "wrap_with_autocast":
             device_type, dtype, enabled, _, body, *inputs = arguments
-            return _emit(fresh, body, inputs, region.entering_autocast(device_type, dtype, enabled))
+            return _emit(fresh, body, inputs, modes.entering_autocast(device_type, dtype, enabled))
         case name:
             raise CaptureError(
                 f"the model uses {name} at {meta.source_line(node)}, control flow inside the graph, which "
@@ -95,10 +95,10 @@ def _emit_region(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], reg
             )
 
 
-def _emit_op(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], region: Region) -> fx.Node:
+def _emit_op(fresh: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], modes: RegionModes) -> fx.Node:
     copy = fresh.node_copy(node, values.__getitem__)
-    meta.set_grad_enabled(copy, region.grad_enabled)
-    for device_type, dtype in region.autocast:
+    meta.set_grad_enabled(copy, modes.grad_enabled)
+    for device_type, dtype in modes.autocast:
         _write_casts(copy, device_type, dtype)
     return copy
 

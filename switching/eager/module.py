@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.containers import Slot, Tree, flatten, unflatten
+from hetu_fx.graph.containers import TensorSlot, Tree, flatten, unflatten
 from hetu_fx.program.captures import Batch, Forward, batch_of, form_of
 from hetu_fx.switching.step.batches import longest_side, sizes_besides_rows
 
@@ -147,7 +147,7 @@ def _with_loss(tree: Tree, tensors: Mapping[str, Tensor], given: Tensor | None) 
 
 def _named(tree: Tree, name: str) -> Tree:
     """Give the slot of a bare tensor a name."""
-    return Slot(name) if tree == Slot("") else tree
+    return TensorSlot(name) if tree == TensorSlot("") else tree
 
 
 def is_loss(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hetu_fx.annotations.annotation import Sharding
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
-from hetu_fx.graph.containers import Constant, Opaque, Slot, Tree, map_leaves, walk, without_opaque
+from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, map_leaves, walk, without_opaque
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eager.module import EagerOutput
 from hetu_fx.switching.step.outputs import ValueRoute
@@ -131,7 +131,7 @@ def _differing_constants(forms: Mapping[int, OutputForm]) -> dict[str, dict[int,
 
 
 def _without_constants(tree: Tree, names: Mapping[str, object]) -> Tree:
-    def blank(leaf: Slot | Constant | Opaque) -> Tree:
+    def blank(leaf: TensorSlot | Constant | Opaque) -> Tree:
         return Constant(leaf.name, None) if isinstance(leaf, Constant) and leaf.name in names else leaf
 
     return map_leaves(tree, blank)

@@ -10,10 +10,10 @@ import torch
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import leaf_values
 from hetu_fx.graph.graph import Graph
 from tests.deduction.shards import cuts_of
 from tests.deduction.simulate import Simulation
+from tests.graph.compare import leaf_values
 from tests.model_zoo import SAMPLES, captured, example
 
 

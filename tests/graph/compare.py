@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from hetu_fx.graph.bind import Batch, run_on_one_device
-from hetu_fx.graph.graph import Graph, OutputKind
+from hetu_fx.graph.bind import Batch, input_tensors
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 
 Results = dict[tuple[OutputKind, str], torch.Tensor]
+
+
+def leaf_values(
+    graph: Graph, model: torch.nn.Module, batch: Batch, extra: Mapping[str, torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Return a value for every leaf of the graph, in order.
+
+    Args:
+        model: holds the parameters and buffers.
+        batch: a batch like the captured one.
+        extra: values of leaves that passes added (counts, random state), by name.
+    """
+    inputs = input_tensors(graph, batch)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def value(leaf: Leaf) -> torch.Tensor:
+        match leaf.kind:
+            case LeafKind.INPUT:
+                return inputs[leaf.name]
+            case LeafKind.PARAMETER | LeafKind.BUFFER:
+                return state[leaf.name]
+            case LeafKind.CONSTANT:
+                return graph.constants[leaf.name]
+            case LeafKind.COUNT | LeafKind.RANDOM_STATE:
+                return (extra or {})[leaf.name]
+
+    return [value(leaf) for leaf in graph.leaves]
+
+
+def run_on_one_device(
+    graph: Graph, model: torch.nn.Module, batch: Batch, extra: Mapping[str, torch.Tensor] | None = None
+) -> dict[tuple[OutputKind, str], torch.Tensor]:
+    """Run the graph as it is; return every output by (kind, name). Buffers of the model are not changed."""
+    results = graph.module()(*leaf_values(graph, model, batch, extra))
+    return {(leaf.kind, leaf.name): value for leaf, value in zip(graph.outputs, results, strict=True)}
 
 
 def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:

@@ -12,10 +12,9 @@ from torch import nn
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.bind import run_on_one_device
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import LeafKind, OutputKind
-from tests.graph.compare import assert_same_as_eager
+from tests.graph.compare import assert_same_as_eager, run_on_one_device
 from tests.model_zoo import SAMPLES, captured, to_double
 
 aten = torch.ops.aten

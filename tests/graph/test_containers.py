@@ -11,7 +11,7 @@ import torch
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.containers import Constant, Opaque, Slot, flatten, unflatten, walk, without_opaque
+from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, flatten, unflatten, walk, without_opaque
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -55,7 +55,7 @@ def test_slots_without_a_value_become_none() -> None:
 def test_unknown_objects_are_opaque_and_can_be_dropped() -> None:
     tree, _ = flatten({"cache": iter(()), "x": torch.ones(1), "n": 3})
     kinds = [type(leaf) for leaf in walk(tree)]
-    assert kinds == [Opaque, Slot, Constant]
+    assert kinds == [Opaque, TensorSlot, Constant]
     assert unflatten(without_opaque(tree), {})["cache"] is None
 
 

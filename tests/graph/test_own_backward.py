@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.errors import CaptureError
-from hetu_fx.graph.bind import run_on_one_device
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.own_backward import is_derivative
+from tests.graph.compare import run_on_one_device
 
 
 class Rounded(torch.autograd.Function):

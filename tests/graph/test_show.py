@@ -9,7 +9,6 @@ from torch import nn
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.clean import on_device
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.graph.show import show
 
@@ -75,12 +74,6 @@ def test_select_keeps_what_the_kept_outputs_need() -> None:
     assert [leaf.name for leaf in values.outputs] == ["x"]
     assert len(values.graph.nodes) == len(graph.graph.nodes) - 6
     assert values.loss is None
-
-
-def test_factories_can_be_moved_to_another_device() -> None:
-    graph = on_device(capture(Model(), (torch.randn(4, 6),)), "meta")
-    devices = [node.kwargs["device"] for node in graph.graph.nodes if "device" in node.kwargs]
-    assert devices == [torch.device("meta")]
 
 
 def test_positions_follow_the_data() -> None:

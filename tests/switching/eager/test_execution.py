@@ -12,7 +12,7 @@ import torch
 import hetu_fx
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, PlanError, StateError
-from hetu_fx.graph.containers import Constant, Fields, Slot
+from hetu_fx.graph.containers import Constant, Entries, TensorSlot
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.eager.execution import BY_ROWS, EagerExecution
 from hetu_fx.switching.eager.outputs import OutputForm, Spec, common_form, eager_routes
@@ -162,7 +162,7 @@ def test_several_replicas_are_warned_that_losses_are_weighted_by_rows() -> None:
 
 def form(rows: int, told: object = None, **values: tuple[int, ...]) -> OutputForm:
     specs = {name: Spec(shape, torch.float64) for name, shape in values.items()}
-    tree = Fields(dict, ("told", *values), (Constant("told", told), *map(Slot, values)))
+    tree = Entries(dict, ("told", *values), (Constant("told", told), *map(TensorSlot, values)))
     return OutputForm(tree, specs, "", torch.float64)
 
 

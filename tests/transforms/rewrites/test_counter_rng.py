@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hetu_fx.deduction.factors.analyse import analyse
-from hetu_fx.graph.bind import run_on_one_device
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
-from tests.graph.compare import assert_same_as_eager
+from tests.graph.compare import assert_same_as_eager, run_on_one_device
 from tests.model_zoo import SAMPLES, captured, to_double
 
 aten = torch.ops.aten

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hetu_fx.graph.bind import Batch, input_tensors, run_on_one_device
+from hetu_fx.graph.bind import Batch, input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.transforms.rewrites.counts import extract_prologue
 from hetu_fx.transforms.rewrites.global_mean import GlobalMean
-from tests.graph.compare import assert_same_as_eager, gradients, loss_of
+from tests.graph.compare import assert_same_as_eager, gradients, loss_of, run_on_one_device
 from tests.model_zoo import SAMPLES, captured, example, to_double
 
 aten = torch.ops.aten

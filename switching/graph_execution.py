@@ -32,7 +32,7 @@ from hetu_fx.switching.step.gradients import KeptBack
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.run_step import run_step, stage_of
 from hetu_fx.transforms.layouts.deduce import Deduce
-from hetu_fx.transforms.layouts.serialize import written
+from hetu_fx.transforms.layouts.serialize import serialize
 from hetu_fx.transforms.lowering.lower import check_backend
 
 
@@ -67,7 +67,7 @@ class GraphExecution:
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""
         deduce = Deduce(topology, *sizes_of(self.program))
-        return written(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
+        return serialize(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
 
     def variant(
         self,

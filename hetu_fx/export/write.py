@@ -38,7 +38,7 @@ from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 
 
 def export_runtime(runtime: Runtime, folder: Path) -> None:
@@ -128,7 +128,7 @@ def _by_key(constants: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> d
     return {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in values.items()}
 
 
-def _slot_entry(stage: StagePlan, slot: Slot) -> dict[str, Any]:
+def _slot_entry(stage: StagePlan, slot: GraphSlot) -> dict[str, Any]:
     entry: dict[str, Any] = {"kind": slot.kind.value, "name": slot.name}
     assert stage.device is not None
     if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
@@ -183,7 +183,7 @@ def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node) -> t
     return tuple(hint if size is None else size for size, hint in zip(local, meta.hints(node), strict=True))
 
 
-def _slot_node(graph: Graph, slot: Slot) -> fx.Node:
+def _slot_node(graph: Graph, slot: GraphSlot) -> fx.Node:
     if slot.kind is SlotKind.RECEIVED:
         nodes: Iterable[fx.Node] = graph.graph.nodes
         return next(node for node in nodes if node.name == slot.name)

@@ -30,7 +30,7 @@ from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.serialize import read
+from hetu_fx.transforms.layouts.serialize import deserialize
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
@@ -188,7 +188,7 @@ class GraphCompute(Compute):
     ) -> DeducedGraph:
         known = self._deduced.pop(key, None)
         if known is not None:
-            return read(known, program.graph, program.factors, program.flow)
+            return deserialize(known, program.graph, program.factors, program.flow)
         _, wants_values, splits = key
         plan = _with_several_micro_batches(self.plan) if splits else self.plan
         deduce = Deduce(self.table.topology, *sizes)

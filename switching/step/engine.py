@@ -17,7 +17,7 @@ from hetu_fx.plans.schedule import Action, Phase
 from hetu_fx.program.sizes import Bindings
 from hetu_fx.switching.step.stage_p2p import Channel
 from hetu_fx.switching.step.timer import ComputeTimer
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, ResultKind, Slot, SlotKind
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, ResultKind, SlotKind
 
 Feeds = Mapping[tuple[SlotKind, str], Any]
 
@@ -157,7 +157,7 @@ class Engine:
     def _arguments(self, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
         return [self._feed(slot, micro, shared, received) for slot in self.device.slots]
 
-    def _feed(self, slot: Slot, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
+    def _feed(self, slot: GraphSlot, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
         if slot.kind is SlotKind.RECEIVED:
             return received[slot.name]
         key = (slot.kind, slot.name)

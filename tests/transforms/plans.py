@@ -23,7 +23,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.traffic import communications
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import captured
 
@@ -88,7 +88,7 @@ def _called(node: fx.Node, device: DeviceGraph) -> str:
 
 
 def run_in_lockstep(
-    devices: Mapping[int, DeviceGraph], feed: Callable[[int, Slot], Any]
+    devices: Mapping[int, DeviceGraph], feed: Callable[[int, GraphSlot], Any]
 ) -> dict[int, dict[tuple[str, str], Tensor]]:
     """Run the graphs of all ranks of one stage in one process; return each rank's results by (kind, name).
 
@@ -164,7 +164,7 @@ def play(calls: Sequence[OpCall], values: Sequence[Tensor]) -> tuple[Tensor, ...
     return tuple(value.clone() for value in values)
 
 
-def _interpret(device: DeviceGraph, feed: Callable[[int, Slot], Any]) -> Iterator[Any]:
+def _interpret(device: DeviceGraph, feed: Callable[[int, GraphSlot], Any]) -> Iterator[Any]:
     """Yield (call, operand) at each communication, to be sent its result; at last the results."""
     slots, env, comms = iter(device.slots), {}, set(communications(device))
     for node in device.graph.nodes:
@@ -181,12 +181,12 @@ def _interpret(device: DeviceGraph, feed: Callable[[int, Slot], Any]) -> Iterato
 
 def feeder(
     program: Program, plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]
-) -> Callable[[int, Slot], Tensor]:
+) -> Callable[[int, GraphSlot], Tensor]:
     """Feed each rank its parts of the parameters, and the inputs whole."""
     made, tensors = deduced(program, plan), {**dict(model.named_parameters()), **dict(model.named_buffers())}
     leaves = {leaf.name: leaf.node for leaf in program.graph.leaves}
 
-    def feed(rank: int, slot: Slot) -> Tensor:
+    def feed(rank: int, slot: GraphSlot) -> Tensor:
         if slot.kind is SlotKind.INPUT:
             return inputs[slot.name]
         if slot.kind is SlotKind.CONSTANT:
@@ -250,7 +250,7 @@ def _trained(
     given = feeder(program, plan, model, inputs)
     parts: dict[tuple[int, str], Tensor] = {}
 
-    def feed(rank: int, slot: Slot) -> Tensor:
+    def feed(rank: int, slot: GraphSlot) -> Tensor:
         value = given(rank, slot)
         if slot.kind is not SlotKind.PARAMETER:
             return value

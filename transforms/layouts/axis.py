@@ -20,11 +20,11 @@ from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.layouts.cotangents import CotangentWalk
 from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
-from hetu_fx.transforms.layouts.output_states import Settling
+from hetu_fx.transforms.layouts.output_states import OutputStates
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut
-from hetu_fx.transforms.layouts.states import AxisState, Decision, Need, Whole
-from hetu_fx.transforms.layouts.strategies import Ways, gives_summands, passes_on
+from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, Whole
+from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on
 
 Splits = frozenset[FactorClass]
 
@@ -44,7 +44,7 @@ class AxisDeduction:
     """
 
     splits: Splits
-    decisions: Mapping[fx.Node, Decision]
+    decisions: Mapping[fx.Node, OpStrategy]
     made: Mapping[fx.Node, AxisState]
     states: Mapping[fx.Node, AxisState]
     summed_cotangents: frozenset[fx.Node]
@@ -87,12 +87,12 @@ def deduce_batch_axis(graph: Graph, factors: FactorMap, flow: Flow, rows: Splits
     Raises:
         DeductionError: naming the op, the user's line and the way out.
     """
-    ways = Ways(factors, flow, rows, UNCUT, may_gather=False)
-    walk = ForwardWalk(graph, ways, Settling(factors, rows, UNCUT)).walk()
-    backward = _Backward(flow, walk, lambda node: True)
+    strategies = Strategies(factors, flow, rows, UNCUT, may_gather=False)
+    walk = ForwardWalk(graph, strategies, OutputStates(factors, rows, UNCUT)).walk()
+    marks = _CotangentMarks(flow, walk, lambda node: True)
     if rows:
-        backward.start(node for _, node in graph.outputs_of(OutputKind.VALUE))
-    return backward.deduction(graph, rows)
+        marks.start(node for _, node in graph.outputs_of(OutputKind.VALUE))
+    return marks.deduction(graph, rows)
 
 
 def deduce_tensor_axis(
@@ -110,15 +110,16 @@ def deduce_tensor_axis(
     What splits none of `splits` runs on a part of a sequence where `cut` allows it. `outside` are values that others
     than the stage's ops read.
     """
-    ways, settling = Ways(factors, flow, splits, cut, may_gather=True), Settling(factors, splits, cut, outside)
-    walks = [ForwardWalk(graph, ways, settling, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
+    strategies = Strategies(factors, flow, splits, cut, may_gather=True)
+    output_states = OutputStates(factors, splits, cut, outside)
+    walks = [ForwardWalk(graph, strategies, output_states, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
     found = [(walk, CotangentWalk(graph, flow, walk, prices, outside).sums()) for walk in walks]
     walk, sums = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
-    backward = _Backward(flow, walk, lambda node: node in sums.unsummed or not flow.through_inputs(node))
-    return backward.deduction(graph, splits)
+    marks = _CotangentMarks(flow, walk, lambda node: node in sums.unsummed or not flow.through_inputs(node))
+    return marks.deduction(graph, splits)
 
 
-class _Backward:
+class _CotangentMarks:
     """The backward walk: marks the edges that give back summands, from the last op to the first.
 
     `may_stay` tells of which values the cotangent may stay unsummed, if all consumers give back summands.
@@ -126,7 +127,7 @@ class _Backward:
 
     def __init__(self, flow: Flow, walk: Walk, may_stay: Callable[[fx.Node], bool]) -> None:
         self.flow, self.walk, self.may_stay = flow, walk, may_stay
-        self.marked: dict[fx.Node, Decision] = {}
+        self.marked: dict[fx.Node, OpStrategy] = {}
         self.flags: dict[fx.Node, list[bool]] = defaultdict(list)
         self.summed: set[fx.Node] = set()
 
@@ -155,7 +156,7 @@ class _Backward:
             for need in self.marked[node].needs if node in self.flow.differentiable else ():
                 self.flags[need.node].append(need.summed_cotangent)
 
-    def _marked(self, node: fx.Node, decision: Decision) -> Decision:
+    def _marked(self, node: fx.Node, decision: OpStrategy) -> OpStrategy:
         def mark(need: Need) -> Need:
             summed = gives_summands(node, decision, need, self.flow, of_summands=node in self.summed)
             return replace(need, summed_cotangent=summed)

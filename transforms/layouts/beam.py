@@ -1,4 +1,4 @@
-"""Keep the cheapest of several ways to have got to the same point."""
+"""A beam: keep the cheapest of several walks that have come to the same point."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 WIDTH = 16
-"""How many ways are kept in mind at once."""
+"""How many walks are kept in mind at once."""
 
 _DIGITS = 9  # sums that differ by less are the same, added in another order
 
 
-class Way(Protocol):
-    """A way so far: what it costs, and how often it left what would be done if all cost the same."""
+class Candidate(Protocol):
+    """A walk so far: what it costs, and how often it left what would be done if all cost the same."""
 
     seconds: float
     departures: int
@@ -23,15 +23,15 @@ class Way(Protocol):
         ...
 
 
-W = TypeVar("W", bound=Way)
+C = TypeVar("C", bound=Candidate)
 
 
-def cheapest(ways: Sequence[W]) -> Sequence[W]:
-    """Return the cheapest way to each future, no more than `WIDTH` in all, in order of price, then of departures."""
-    if len(ways) == 1:
-        return ways
-    least = min(way.seconds for way in ways) or 1.0
-    best: dict[object, W] = {}
-    for way in sorted(ways, key=lambda way: (round(way.seconds / least, _DIGITS), way.departures)):
-        best.setdefault(way.future, way)
+def beam(walks: Sequence[C]) -> Sequence[C]:
+    """Return the cheapest walk to each future, no more than `WIDTH` in all, in order of price, then of departures."""
+    if len(walks) == 1:
+        return walks
+    least = min(walk.seconds for walk in walks) or 1.0
+    best: dict[object, C] = {}
+    for walk in sorted(walks, key=lambda walk: (round(walk.seconds / least, _DIGITS), walk.departures)):
+        best.setdefault(walk.future, walk)
     return tuple(best.values())[:WIDTH]

@@ -44,14 +44,14 @@ def context_cut(
 
     Values read `outside` are joined; what `rings` read whole goes round in parts.
     """
-    walk = _Walk(annotated, excluded, outside, rings)
+    walk = _PartsWalk(annotated, excluded, outside, rings)
     for node in reversed(annotated.graph.graph.nodes):
         if node in walk.computed and not is_item(node):
             walk.visit(node)
     return SequenceCut(walk.ops, walk.joined, is_asked=True, rings=rings & walk.ops.keys())
 
 
-class _Walk:
+class _PartsWalk:
     """Goes from the last op to the first: what readers take in parts is known when their operands are visited."""
 
     def __init__(

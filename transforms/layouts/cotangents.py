@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from hetu_fx.graph.graph import Graph
-from hetu_fx.transforms.layouts.beam import cheapest
+from hetu_fx.transforms.layouts.beam import beam
 from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import Walk
 from hetu_fx.transforms.layouts.reshard_cost import Prices
@@ -43,7 +43,7 @@ class _Stay:
     node: fx.Node
 
 
-class _Track:
+class _BackBranch:
     """One walk back so far: its seconds, how values not come to yet are read, and which cotangents stay summands."""
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class _Track:
         """All that what is still to come depends on."""
         return frozenset(self.readings.items())
 
-    def copy(self) -> _Track:
+    def copy(self) -> _BackBranch:
         """Return the same walk, to go on in another way."""
-        other = _Track()
+        other = _BackBranch()
         other.seconds, other.departures, other.stay = self.seconds, self.departures, self.stay
         other.readings = dict(self.readings)
         return other
@@ -76,7 +76,7 @@ class _Track:
 class Sums:
     """Where sums of cotangents are made.
 
-    Fields:
+    Attributes:
         seconds: of all moves of activations to their readers, and of cotangents back.
         unsummed: the activations whose cotangents stay in summands; of an op with several results, it.
     """
@@ -93,14 +93,14 @@ class CotangentWalk:
 
     def sums(self) -> Sums:
         """Return the cheapest sums found."""
-        tracks: Sequence[_Track] = [_Track()]
+        tracks: Sequence[_BackBranch] = [_BackBranch()]
         for node in reversed(self.graph.graph.nodes):
             if node.op == "call_function" and not is_item(node):
-                tracks = cheapest([after for track in tracks for after in self._before(track, node)])
-        best = cheapest(tracks)[0]
+                tracks = beam([after for track in tracks for after in self._before(track, node)])
+        best = beam(tracks)[0]
         return Sums(best.seconds, frozenset(best.stays()))
 
-    def _before(self, track: _Track, node: fx.Node) -> Iterator[_Track]:
+    def _before(self, track: _BackBranch, node: fx.Node) -> Iterator[_BackBranch]:
         """Yield the walks that go on back from one past an op."""
         results = [node, *filter(is_item, node.users)]
         read = {result: track.readings.pop(result, NONE) for result in results}
@@ -115,7 +115,9 @@ class CotangentWalk:
         inside = self.flow.through_inputs(node) and self.outside.isdisjoint(read)
         return flags == {True} and inside and passes_on_exactly(node, self.decided.decisions.get(node), self.flow)
 
-    def _passed(self, track: _Track, node: fx.Node, read: Mapping[fx.Node, Readings], *, stays: bool) -> _Track:
+    def _passed(
+        self, track: _BackBranch, node: fx.Node, read: Mapping[fx.Node, Readings], *, stays: bool
+    ) -> _BackBranch:
         for result, readings in read.items():
             track.seconds += self._seconds(result, readings, stays)
         decision = self.decided.decisions.get(node)
@@ -133,7 +135,7 @@ class CotangentWalk:
             return 0.0
         return sum(self.prices.change(node, state, key, summed=summed, trained=trained) for key, summed in keys)
 
-    def _read(self, track: _Track, node: fx.Node, reading: _Reading) -> None:
+    def _read(self, track: _BackBranch, node: fx.Node, reading: _Reading) -> None:
         """Note how an activation is read; gradients of parameters are added up in the end, whatever else reads them."""
         if self.flow.through_inputs(node):
             track.readings[node] = track.readings.get(node, NONE) | {reading}

@@ -15,7 +15,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind, OutputKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout, stage_nodes
 from hetu_fx.transforms.layouts.axis import AxisDeduction
-from hetu_fx.transforms.layouts.dim_views import Opening
+from hetu_fx.transforms.layouts.dim_views import DimView
 from hetu_fx.transforms.layouts.states import SUMMED, AxisState, SplitOn, States, Summed, Whole
 
 
@@ -44,26 +44,26 @@ class DeducedGraph:
         told = self.annotated.factors.sizes(node)
         return tuple(told[i] if meta.is_symbolic(size) else int(size) for i, size in enumerate(meta.shape(node)))
 
-    def axis(self, node: fx.Node, state: AxisState, axis: StageAxis, opening: Opening | None = None) -> State:
-        """Return the annotation's axis for a value in `state` along an axis of a stage, with a dim opened or not."""
+    def axis(self, node: fx.Node, state: AxisState, axis: StageAxis, view: DimView | None = None) -> State:
+        """Return the annotation's axis for a value in `state` along an axis of a stage, its dims as `view` has them."""
         match state:
             case Whole():
                 return Duplicate(axis.ways)
             case Summed():
                 return Partial(axis.ways)
             case SplitOn(factor):
-                return self._split(node, factor, axis, opening)
+                return self._split(node, factor, axis, view)
 
-    def _split(self, node: fx.Node, factor: FactorClass, axis: StageAxis, opening: Opening | None) -> Split:
+    def _split(self, node: fx.Node, factor: FactorClass, axis: StageAxis, view: DimView | None) -> Split:
         dim, outer, inner = self._place(node, factor)
-        if opening is not None and factor == opening.factor:
+        if view is not None and factor == view.factor:
             return Split(dim + 1, axis.sizes[factor])
         if outer is None or inner is None:
             raise DeductionError(
                 f"dim {dim} of '{node.name}' ({meta.source_line(node)}) mixes rows or positions with a dimension that "
                 f"the plan splits over {axis.ways} devices; use a plan without tensor parallelism there"
             )
-        beyond = opening is not None and dim > opening.dim
+        beyond = view is not None and dim > view.dim
         return Split(dim + 2 if beyond else dim, axis.sizes[factor], outer, inner)
 
     def _place(self, node: fx.Node, factor: FactorClass) -> tuple[int, int | None, int | None]:
@@ -72,13 +72,13 @@ class DeducedGraph:
         dim = next(i for i, classes in enumerate(dims) if factor in classes)
         return (dim, *self.annotated.factors.sub_factor(node, dim, factor))
 
-    def opening(self, node: fx.Node, states: tuple[AxisState, ...]) -> Opening | None:
+    def dim_view(self, node: fx.Node, states: tuple[AxisState, ...]) -> DimView | None:
         """Return the dim that must be seen as three to cut it as `states` say, or None."""
         for state in states:
             if isinstance(state, SplitOn):
                 dim, outer, inner = self._place(node, state.factor)
                 if (outer is None) != (inner is None):
-                    return Opening(dim, state.factor, outer, inner)
+                    return DimView(dim, state.factor, outer, inner)
         return None
 
     def sharding(self, node: fx.Node, states: States, layout: StageLayout) -> Sharding:

@@ -19,7 +19,7 @@ Call = tuple[Any, ...]  # the op, then its arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class DimView:
     """A dim seen as three; of `outer` and `inner`, the sizes around the factor, one may be None (unknown)."""
 
     dim: int
@@ -28,14 +28,14 @@ class Opening:
     inner: int | None
 
     def shape(self, shape: Shape) -> Shape:
-        """Return the logical shape of the opened value."""
+        """Return the logical shape of a value seen so."""
         return (*shape[: self.dim], self.outer, self.factor.size, self.inner, *shape[self.dim + 1 :])
 
-    def opened(self, value: fx.Node, part: int) -> Call:
+    def unflattened(self, value: fx.Node, part: int) -> Call:
         """Return the call that sees the dim as three; `part` is how much of the factor the device holds."""
         sizes = [-1 if size is None else size for size in (self.outer, part, self.inner)]
         return aten.unflatten.int, value, self.dim, sizes
 
-    def closed(self, value: fx.Node) -> Call:
+    def flattened(self, value: fx.Node) -> Call:
         """Return the call that makes one dim of the three again."""
         return aten.flatten.using_ints, value, self.dim, self.dim + 2

@@ -1,9 +1,9 @@
 """Walk a graph forward and decide how each op runs on one axis, looked ahead by keeping several walks in mind.
 
-Where an op can run in several ways, or its result lie in several states, the walk goes on in all of them. Two walks in
-which all values that are still to be read lie alike have the same future: the cheaper one stays (dynamic programming
-over what is alive). A choice is so settled once layouts agree again, by what all ops until then cost, forward and
-backward. Only `WIDTH` walks are kept, the cheapest so far, so the time is linear in the graph.
+Where an op can run by several strategies, or its result lie in several states, the walk goes on in all of them. Two
+walks in which all values that are still to be read lie alike have the same future: the cheaper one stays (dynamic
+programming over what is alive). A choice is so settled once layouts agree again, by what all ops until then cost,
+forward and backward. Only a beam of `WIDTH` walks is kept, the cheapest so far, so the time is linear in the graph.
 
 Where the summands of a cotangent will be added up is decided later, on the way back. The walk takes it to be where they
 arise, or, if it is `hopeful`, for nothing where they could flow on; the better of the two walks is known in the end.
@@ -20,13 +20,13 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
-from hetu_fx.transforms.layouts.beam import cheapest
+from hetu_fx.transforms.layouts.beam import beam
 from hetu_fx.transforms.layouts.flops import product_flops
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
-from hetu_fx.transforms.layouts.output_states import Settling
+from hetu_fx.transforms.layouts.output_states import OutputStates
 from hetu_fx.transforms.layouts.reshard_cost import Prices
-from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn
-from hetu_fx.transforms.layouts.strategies import Ways, gives_summands, passes_on_exactly
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn
+from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly
 
 Read = frozenset[tuple[AxisState, bool]]
 """The states in which a value has been read so far, and whether summands of its cotangent come back from there."""
@@ -36,31 +36,31 @@ Read = frozenset[tuple[AxisState, bool]]
 class Walk:
     """What was decided.
 
-    Fields:
+    Attributes:
         decisions: how each op runs.
         made: how each value comes out of its op.
         states: how it lies for its readers.
         seconds: of work that is repeated, and of moves that are not from an activation to a reader of it.
     """
 
-    decisions: Mapping[fx.Node, Decision]
+    decisions: Mapping[fx.Node, OpStrategy]
     made: Mapping[fx.Node, AxisState]
     states: Mapping[fx.Node, AxisState]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Decided:
     """The last thing that a walk decided, and all before."""
 
-    before: _Step | None
+    before: _Decided | None
     node: fx.Node
-    decision: Decision | None
+    decision: OpStrategy | None
     made: AxisState
     state: AxisState
 
 
-class _Track:
+class _ForwardBranch:
     """One walk so far: its seconds (`own_seconds` without moves of activations to readers), and what is alive."""
 
     def __init__(self, leaves: dict[fx.Node, AxisState]) -> None:
@@ -69,9 +69,9 @@ class _Track:
         self.leaves = leaves
         self.own: dict[fx.Node, AxisState] = {}
         self.read: dict[fx.Node, Read] = {}
-        self.open: dict[fx.Node, Decision] = {}  # of ops with several results
+        self.open: dict[fx.Node, OpStrategy] = {}  # of ops with several results
         self.passing: dict[fx.Node, bool] = {}  # whether summands of the cotangent could flow on
-        self.step: _Step | None = None
+        self.step: _Decided | None = None
 
     @property
     def states(self) -> Mapping[fx.Node, AxisState]:
@@ -84,17 +84,17 @@ class _Track:
         alive = tuple(self.own.items()), tuple(self.open.items()), tuple(self.passing.items())
         return *alive, frozenset(self.read.items())
 
-    def copy(self) -> _Track:
+    def copy(self) -> _ForwardBranch:
         """Return the same walk, to go on in another way."""
-        other = _Track(self.leaves)
+        other = _ForwardBranch(self.leaves)
         other.seconds, other.own_seconds, other.departures = self.seconds, self.own_seconds, self.departures
         other.own, other.read, other.open = dict(self.own), dict(self.read), dict(self.open)
         other.step, other.passing = self.step, dict(self.passing)
         return other
 
-    def note(self, node: fx.Node, decision: Decision | None, made: AxisState, state: AxisState) -> None:
+    def note(self, node: fx.Node, decision: OpStrategy | None, made: AxisState, state: AxisState) -> None:
         """Note what was decided of a node."""
-        self.step = _Step(self.step, node, decision, made, state)
+        self.step = _Decided(self.step, node, decision, made, state)
         self.own[node] = state
 
     def forget(self, node: fx.Node) -> None:
@@ -104,7 +104,7 @@ class _Track:
         self.open.pop(node, None)
         self.passing.pop(node, None)
 
-    def steps(self) -> Iterator[_Step]:
+    def steps(self) -> Iterator[_Decided]:
         """Yield the steps, the last first."""
         step = self.step
         while step is not None:
@@ -113,19 +113,19 @@ class _Track:
 
 
 class ForwardWalk:
-    """Decides every op of a graph; without `prices` the first way is taken everywhere."""
+    """Decides every op of a graph; without `prices` the first strategy is taken everywhere."""
 
     def __init__(
         self,
         graph: Graph,
-        ways: Ways,
-        settling: Settling,
+        strategies: Strategies,
+        output_states: OutputStates,
         prices: Prices | None = None,
         *,
         hopeful: bool = False,
     ) -> None:
-        self.graph, self.factors, self.hopeful = graph, ways.factors, hopeful
-        self.ways, self.settling, self.prices = ways, settling, prices
+        self.graph, self.factors, self.hopeful = graph, strategies.factors, hopeful
+        self.strategies, self.output_states, self.prices = strategies, output_states, prices
         self.keep_sums = prices is None
         self.last_reads = _last_reads(graph)
 
@@ -133,72 +133,76 @@ class ForwardWalk:
         """Return the cheapest walk found.
 
         Raises:
-            DeductionError: an op can run in no way; names it, the user's line and the way out.
+            DeductionError: an op can run by no strategy; names it, the user's line and the way out.
         """
         leaves = {leaf.node: self._leaf_state(leaf) for leaf in self.graph.leaves}
-        tracks: Sequence[_Track] = [_Track(leaves)]
+        tracks: Sequence[_ForwardBranch] = [_ForwardBranch(leaves)]
         for node in self.graph.graph.nodes:
             if is_item(node):
                 for track in tracks:
                     self._take_item(track, node)
             elif node.op == "call_function" and self.factors.is_op(node):
-                tracks = cheapest([after for track in tracks for after in self._after(track, node)])
+                tracks = beam([after for track in tracks for after in self._after(track, node)])
             for dead in self.last_reads.get(node, ()):
                 for track in tracks:
                     track.forget(dead)
-        return self._result(cheapest(tracks)[0], leaves)
+        return self._result(beam(tracks)[0], leaves)
 
     def _leaf_state(self, leaf: Leaf) -> AxisState:
         """Return how a leaf lies; of the batch, a device of a group is given all columns of its rows."""
-        mine = [c for c in flat(self.factors.dims(leaf.node)) if c in self.ways.splits]
+        mine = [c for c in flat(self.factors.dims(leaf.node)) if c in self.strategies.splits]
         given = [c for c in mine if c.is_batch] if leaf.kind is LeafKind.INPUT else mine
         return SplitOn(given[0]) if given else WHOLE
 
-    def _take_item(self, track: _Track, item: fx.Node) -> None:
+    def _take_item(self, track: _ForwardBranch, item: fx.Node) -> None:
         decision = track.open[whole_of(item)]
         made = self._item_state(item, decision)
-        track.note(item, None, made, made if self.keep_sums else self.settling.of_item(item, made))
+        track.note(item, None, made, made if self.keep_sums else self.output_states.of_item(item, made))
 
-    def _item_state(self, item: fx.Node, decision: Decision) -> AxisState:
+    def _item_state(self, item: fx.Node, decision: OpStrategy) -> AxisState:
         if decision.factor is None:
             return decision.result
         return SplitOn(decision.factor) if decision.factor in flat(self.factors.dims(item)) else SUMMED
 
-    def _after(self, track: _Track, node: fx.Node) -> Iterator[_Track]:
+    def _after(self, track: _ForwardBranch, node: fx.Node) -> Iterator[_ForwardBranch]:
         """Yield the walks that go on from one past an op; the first is the walk itself, changed."""
-        ways = self.ways.of(node, track.states)
-        ways = ways if self.prices else ways[:1]
-        choices = [(way, state) for way in ways for state in self._left(track, node, way)]
+        found = self.strategies.of(node, track.states)
+        found = found if self.prices else found[:1]
+        choices = [(strategy, state) for strategy in found for state in self._left(track, node, strategy)]
         tracks = [track, *(track.copy() for _ in choices[1:])]
-        for number, (after, (way, state)) in enumerate(zip(tracks, choices, strict=True)):
+        for number, (after, (strategy, state)) in enumerate(zip(tracks, choices, strict=True)):
             after.departures += number
             if self.prices is not None:
-                self._charge(after, node, way, state, self.prices)
-            after.note(node, way, way.result, state)
+                self._charge(after, node, strategy, state, self.prices)
+            after.note(node, strategy, strategy.result, state)
             if any(map(is_item, node.users)):
-                after.open[node] = way
+                after.open[node] = strategy
             yield after
 
-    def _left(self, track: _Track, node: fx.Node, way: Decision) -> tuple[AxisState, ...]:
-        return (way.result,) if self.keep_sums else self.settling.of_result(node, way.result, track.states)
+    def _left(self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy) -> tuple[AxisState, ...]:
+        if self.keep_sums:
+            return (strategy.result,)
+        return self.output_states.of_result(node, strategy.result, track.states)
 
-    def _charge(self, track: _Track, node: fx.Node, way: Decision, state: AxisState, prices: Prices) -> None:
-        """Charge what it costs to run an op in a way and to leave its result in a state, and note what it reads."""
-        for need in way.needs:
-            track.seconds += self._read(track, node, way, need, prices)
-        trained = node in self.ways.flow.differentiable
-        own = prices.change(node, way.result, state, summed=False, trained=trained)
-        if way.factor is None and meta.is_tensor(node):
+    def _charge(
+        self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy, state: AxisState, prices: Prices
+    ) -> None:
+        """Charge what it costs to run an op by a strategy and leave its result in a state, and note what it reads."""
+        for need in strategy.needs:
+            track.seconds += self._read(track, node, strategy, need, prices)
+        trained = node in self.strategies.flow.differentiable
+        own = prices.change(node, strategy.result, state, summed=False, trained=trained)
+        if strategy.factor is None and meta.is_tensor(node):
             own += prices.repeated(product_flops(node, self.factors.op(node)))
         track.seconds += own
         track.own_seconds += own
         if self.hopeful:
-            track.passing[node] = state == way.result and passes_on_exactly(node, way, self.ways.flow)
+            track.passing[node] = state == strategy.result and passes_on_exactly(node, strategy, self.strategies.flow)
 
-    def _read(self, track: _Track, node: fx.Node, way: Decision, need: Need, prices: Prices) -> float:
+    def _read(self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy, need: Need, prices: Prices) -> float:
         """Return what it costs to bring a value to one more reader, and note that."""
-        flow, state = self.ways.flow, track.states[need.node]
-        summed, before = gives_summands(node, way, need, flow), track.read.get(need.node, frozenset())
+        flow, state = self.strategies.flow, track.states[need.node]
+        summed, before = gives_summands(node, strategy, need, flow), track.read.get(need.node, frozenset())
         if (need.state, summed) in before or (need.state == state and not summed):
             return 0.0
         track.read[need.node] = before | {(need.state, summed)}
@@ -211,7 +215,7 @@ class ForwardWalk:
             return moved + (prices.late_sum(need.node) if summed else 0.0)
         return prices.change(need.node, state, need.state, summed=summed, trained=trained)
 
-    def _result(self, track: _Track, leaves: Mapping[fx.Node, AxisState]) -> Walk:
+    def _result(self, track: _ForwardBranch, leaves: Mapping[fx.Node, AxisState]) -> Walk:
         steps = list(track.steps())[::-1]
         decisions = {step.node: step.decision for step in steps if step.decision is not None}
         made = {step.node: step.made for step in steps}

@@ -16,10 +16,10 @@ States = Mapping[fx.Node, AxisState]
 
 
 @dataclass(frozen=True, eq=False)
-class Settling:
+class OutputStates:
     """Lists the states in which results may be left for their readers.
 
-    Fields:
+    Attributes:
         factors: what the ops do to classes.
         splits: the classes that the axis splits wherever it can.
         cut: what may lie in parts of a sequence besides.

@@ -60,7 +60,7 @@ class Price:
 class Prices:
     """Prices on the devices of tensor-parallel groups, of which the slowest counts.
 
-    Fields:
+    Attributes:
         groups: the devices of each group.
         num_bytes: the size of every tensor.
         topology: the links.

@@ -49,7 +49,7 @@ MOST_GATHERED = 0.5
 class Rings:
     """Finds the ops that pass operands round.
 
-    Fields:
+    Attributes:
         annotated: the graph with its plan, which may ask for one way.
         prices: of moves on the links; `cluster` says how fast devices compute and what they hold, where it is known.
         work: the FLOPs of each op forward, as far as it looks across what travels.

@@ -56,7 +56,7 @@ def shares(factor: FactorClass, ratios: tuple[int, ...]) -> tuple[int, ...]:
 class SequenceCut:
     """Which ops may run on a part of a sequence.
 
-    Fields:
+    Attributes:
         ops: by op, the classes that it may run on a part of.
         joined: values that others than the stage's ops read: each device must have them whole.
         is_asked: the plan asks for the parts, to have less work, so that no op may run on the whole for a better price.

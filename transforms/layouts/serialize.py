@@ -22,21 +22,21 @@ _NODE, _PART = "node", "part"
 Name = tuple[str, str]
 
 
-def written(deduced: DeducedGraph) -> bytes:
+def serialize(deduced: DeducedGraph) -> bytes:
     """Return a deduced graph as bytes."""
     file = io.BytesIO()
     annotated = deduced.annotated
-    _Writer(file, _parts(annotated.graph, annotated.factors, annotated.flow)).dump(deduced)
+    _DeducedPickler(file, _parts(annotated.graph, annotated.factors, annotated.flow)).dump(deduced)
     return file.getvalue()
 
 
-def read(data: bytes, graph: Graph, factors: FactorMap, flow: Flow) -> DeducedGraph:
+def deserialize(data: bytes, graph: Graph, factors: FactorMap, flow: Flow) -> DeducedGraph:
     """Return the deduced graph of a program that another process has written, on this process's own program.
 
     Raises:
         StateError: the other process has captured another program.
     """
-    deduced: DeducedGraph = _Reader(io.BytesIO(data), graph, _parts(graph, factors, flow)).load()
+    deduced: DeducedGraph = _DeducedUnpickler(io.BytesIO(data), graph, _parts(graph, factors, flow)).load()
     return deduced
 
 
@@ -44,7 +44,7 @@ def _parts(graph: Graph, factors: FactorMap, flow: Flow) -> Mapping[str, object]
     return {"graph": graph, "factors": factors, "flow": flow}
 
 
-class _Writer(pickle.Pickler):
+class _DeducedPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, parts: Mapping[str, object]) -> None:
         super().__init__(file, protocol=5)
         self._names = {id(part): name for name, part in parts.items()}
@@ -56,7 +56,7 @@ class _Writer(pickle.Pickler):
         return None if name is None else (_PART, name)
 
 
-class _Reader(pickle.Unpickler):
+class _DeducedUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, graph: Graph, parts: Mapping[str, object]) -> None:
         super().__init__(file)
         self._known = {(_PART, name): part for name, part in parts.items()}

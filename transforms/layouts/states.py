@@ -66,7 +66,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class OpStrategy:
     """How one op runs on one axis: the factor it computes a part of (None: whole), its needs and its result.
 
     With `travels`, operands that it reads whole are needed in parts, which go round the devices.

@@ -1,4 +1,4 @@
-"""The ways in which an op can run on one axis, from its rule and the states of its operands."""
+"""The strategies by which an op can run on one axis, from its rule and the states of its operands."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hetu_fx.graph import meta
 from hetu_fx.transforms.layouts.flops import product_flops
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.sequence_parallel import SequenceCut
-from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Decision, Need, SplitOn, Spread, Summed, Whole
+from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn, Spread, Summed, Whole
 
 Splits = frozenset[FactorClass]
 States = Mapping[fx.Node, AxisState]
 
 
 @dataclass(frozen=True, eq=False)
-class Ways:
-    """Lists decisions for ops.
+class Strategies:
+    """Lists strategies for ops.
 
-    Fields:
+    Attributes:
         factors: what the ops do to classes.
         flow: what the values depend on.
         splits: the classes that the axis splits wherever it can.
@@ -38,8 +38,8 @@ class Ways:
     cut: SequenceCut
     may_gather: bool
 
-    def of(self, node: fx.Node, states: States) -> tuple[Decision, ...]:
-        """Return how an op can run, one way at least; first the one that spreads most work and keeps most apart.
+    def of(self, node: fx.Node, states: States) -> tuple[OpStrategy, ...]:
+        """Return how an op can run, one strategy at least; first the one that spreads most work and keeps most apart.
 
         Raises:
             DeductionError: naming the op, the user's line and the way out.
@@ -52,7 +52,7 @@ class Ways:
         if not found:
             self._check_gather(node, op, states)
         if not found or found == summands or self._may_run_whole(node, op, found[0], states):
-            found.append(self._whole_way(op, states))
+            found.append(self._whole_strategy(op, states))
         return tuple(found)
 
     def _candidates(self, node: fx.Node, op: OpFactors, states: States) -> list[FactorClass]:
@@ -64,7 +64,7 @@ class Ways:
         """Return the classes that cannot be cut in this op; a form of it communicates like a gather."""
         return op.whole if self.may_gather else op.whole | op.sharded
 
-    def _on_summands(self, node: fx.Node, op: OpFactors, states: States) -> list[Decision]:
+    def _on_summands(self, node: fx.Node, op: OpFactors, states: States) -> list[OpStrategy]:
         """Return how the op runs on operands that are summands, one by one; nothing if it needs their sum.
 
         Where sums may be made at once, summands are not cast to a narrower type, which would round each of them.
@@ -74,30 +74,30 @@ class Ways:
         if result is None or (self.may_gather and _narrows(node, op, summed)):
             return []
         given = [states[o.node] if i in summed else WHOLE for i, o in enumerate(op.operands)]
-        return [Decision(None, tuple(_need(op, i, state, states) for i, state in enumerate(given)), result)]
+        return [OpStrategy(None, tuple(_need(op, i, state, states) for i, state in enumerate(given)), result)]
 
-    def _in_sequence(self, node: fx.Node, op: OpFactors, states: States) -> list[Decision]:
+    def _in_sequence(self, node: fx.Node, op: OpFactors, states: States) -> list[OpStrategy]:
         part = max(self.cut.of(node), key=lambda c: (_already_split(op, c, states), -c.id), default=None)
         if part is None:
             return []
-        way = self._split_on(node, op.cut_at(part), part, states)
-        return [_in_ring(op, way) if node in self.cut.rings else way]
+        strategy = self._split_on(node, op.cut_at(part), part, states)
+        return [_in_ring(op, strategy) if node in self.cut.rings else strategy]
 
-    def _whole_way(self, op: OpFactors, states: States) -> Decision:
-        return Decision(None, tuple(_need(op, i, WHOLE, states) for i in range(len(op.operands))), WHOLE)
+    def _whole_strategy(self, op: OpFactors, states: States) -> OpStrategy:
+        return OpStrategy(None, tuple(_need(op, i, WHOLE, states) for i in range(len(op.operands))), WHOLE)
 
-    def _may_run_whole(self, node: fx.Node, op: OpFactors, way: Decision, states: States) -> bool:
+    def _may_run_whole(self, node: fx.Node, op: OpFactors, strategy: OpStrategy, states: States) -> bool:
         """Tell whether to gather may be better than to run in parts: operands disagree, or the op makes more of them.
 
         Weights are not gathered for a product, which would undo what the plan splits; what the plan asks to have in
         parts of a sequence, to hold less of it, stays so unless the op makes more of it.
         """
-        if not self.may_gather or self.cut.is_asked or way.factor is None:
+        if not self.may_gather or self.cut.is_asked or strategy.factor is None:
             return False
         if self._spreads_a_product(node, op, states):
             return False
-        disagree = any(states[need.node] != need.state for need in way.needs)
-        return (disagree and way.factor in self.splits) or self._enlarges(node, op, way.factor)
+        disagree = any(states[need.node] != need.state for need in strategy.needs)
+        return (disagree and strategy.factor in self.splits) or self._enlarges(node, op, strategy.factor)
 
     def _spreads_a_product(self, node: fx.Node, op: OpFactors, states: States) -> bool:
         weights = [o.node for o in op.operands if not self.flow.through_inputs(o.node)]
@@ -108,12 +108,12 @@ class Ways:
         read = [o.node for i, o in enumerate(op.operands) if i not in op.unread and factor in o.classes]
         return bool(read) and meta.is_tensor(node) and meta.numel(node) > sum(map(meta.numel, read))
 
-    def _split_on(self, node: fx.Node, op: OpFactors, factor: FactorClass, states: States) -> Decision:
+    def _split_on(self, node: fx.Node, op: OpFactors, factor: FactorClass, states: States) -> OpStrategy:
         needs = tuple(_split_need(op, i, factor, states) for i in range(len(op.operands)))
         if factor in op.reduced:
             _check_averaged(node, op, factor)
-            return Decision(factor, needs, _lacking(op, factor))
-        return Decision(factor, needs, SplitOn(factor))
+            return OpStrategy(factor, needs, _lacking(op, factor))
+        return OpStrategy(factor, needs, SplitOn(factor))
 
     def _check_gather(self, node: fx.Node, op: OpFactors, states: States) -> None:
         if self.may_gather:
@@ -127,7 +127,7 @@ class Ways:
                 )
 
 
-def gives_summands(node: fx.Node, decision: Decision, need: Need, flow: Flow, *, of_summands: bool = False) -> bool:
+def gives_summands(node: fx.Node, decision: OpStrategy, need: Need, flow: Flow, *, of_summands: bool = False) -> bool:
     """Tell whether an op gives back summands of an operand's cotangent.
 
     `of_summands`: the cotangent of the result comes as summands itself.
@@ -137,7 +137,7 @@ def gives_summands(node: fx.Node, decision: Decision, need: Need, flow: Flow, *,
     return wanted and trained and isinstance(need.state, Whole)
 
 
-def passes_on(node: fx.Node, decision: Decision | None, flow: Flow) -> bool:
+def passes_on(node: fx.Node, decision: OpStrategy | None, flow: Flow) -> bool:
     """Tell whether summands of the result's cotangent become summands of the operands'.
 
     Not where an operand is split or itself a sum: each part of it, each summand, has the whole cotangent.
@@ -148,7 +148,7 @@ def passes_on(node: fx.Node, decision: Decision | None, flow: Flow) -> bool:
     return all(isinstance(state, Whole) for state in (decision.result, *read))
 
 
-def passes_on_exactly(node: fx.Node, decision: Decision | None, flow: Flow) -> bool:
+def passes_on_exactly(node: fx.Node, decision: OpStrategy | None, flow: Flow) -> bool:
     """Tell whether summands pass on, and none of the cotangents is of a narrower type: each would be rounded."""
     read = [need.node for need in decision.needs if need.node in flow.differentiable] if decision else []
     narrow = meta.is_tensor(node) and any(meta.dtype(node).itemsize > _itemsize(operand) for operand in read)
@@ -212,11 +212,11 @@ def _split_need(op: OpFactors, position: int, factor: FactorClass, states: State
     return Need(operand.node, WHOLE, True, first_only=factor in op.reduced and position in op.additive)
 
 
-def _in_ring(op: OpFactors, way: Decision) -> Decision:
-    """Return the way with the operands that may travel needed in parts."""
+def _in_ring(op: OpFactors, strategy: OpStrategy) -> OpStrategy:
+    """Return the strategy with the operands that may travel needed in parts."""
     travelling = {position: SplitOn(factor) for position, factor in op.travelling.items()}
-    needs = (Need(need.node, travelling[i]) if i in travelling else need for i, need in enumerate(way.needs))
-    return replace(way, needs=tuple(needs), travels=True)
+    needs = (Need(need.node, travelling[i]) if i in travelling else need for i, need in enumerate(strategy.needs))
+    return replace(strategy, needs=tuple(needs), travels=True)
 
 
 def _check_averaged(node: fx.Node, op: OpFactors, factor: FactorClass) -> None:

@@ -91,7 +91,7 @@ class NoCut:
 class FactorCut:
     """Factor classes are cut.
 
-    Fields:
+    Attributes:
         factors: what the ops do to classes.
         classes: those that are cut.
         summed: the values that are summed over the group.

@@ -41,7 +41,7 @@ class Randomness:
     name: ClassVar[str] = "randomness"
 
     def __call__(self, graph: Graph) -> Graph:
-        rewrite = _Rewrite(graph.clone())
+        rewrite = _RandomnessRewrite(graph.clone())
         for node in list(rewrite.graph.graph.nodes):
             rewrite.visit(node)
         result = rewrite.graph.with_note(*rewrite.notes)
@@ -49,7 +49,7 @@ class Randomness:
         return result
 
 
-class _Rewrite:
+class _RandomnessRewrite:
     """Rewrites one clone, node by node."""
 
     def __init__(self, graph: Graph) -> None:

@@ -98,7 +98,7 @@ def _input_only_nodes(graph: Graph) -> set[fx.Node]:
 class Prologue:
     """Computes the local counts of some rows.
 
-    Fields:
+    Attributes:
         inputs: names of the inputs it reads.
         constants: values of the constants it reads.
         compute: takes inputs, then constants, and returns the counts.

@@ -67,7 +67,7 @@ class GlobalMean:
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:
             return graph
-        rewrite = _Rewrite(graph.clone())
+        rewrite = _MeanRewrite(graph.clone())
         for node in list(rewrite.counts.graph.graph.nodes):
             if node.op == "call_function":
                 rewrite.visit(node)
@@ -76,7 +76,7 @@ class GlobalMean:
         return result
 
 
-class _Rewrite:
+class _MeanRewrite:
     """Rewrites one clone, node by node."""
 
     def __init__(self, graph: Graph) -> None:

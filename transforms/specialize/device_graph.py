@@ -37,7 +37,7 @@ class ResultKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Slot:
+class GraphSlot:
     """One placeholder of a device graph; `name` is the leaf's name, or the sending node's for RECEIVED."""
 
     kind: SlotKind
@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Result:
+class GraphResult:
     """One result of a device graph; `name` is the output's name, or the node's for SENT."""
 
     kind: ResultKind
@@ -85,8 +85,8 @@ class DeviceGraph:
     layout: StageLayout
     num_stages: int
     graph: fx.Graph
-    slots: tuple[Slot, ...]
-    results: tuple[Result, ...]
+    slots: tuple[GraphSlot, ...]
+    results: tuple[GraphResult, ...]
     handovers_in: tuple[Handover, ...]
     handovers_out: tuple[Handover, ...]
     differentiable: frozenset[fx.Node]

@@ -27,7 +27,7 @@ from hetu_fx.transforms.specialize.localize import SizeOf, computed
 class LocalSizes:
     """Knows the device's part of every class that its stage cuts, and the size of any other.
 
-    Fields:
+    Attributes:
         factors: the classes of the dims of the logical graph's values.
         layout: the stage, with the parts or shares of what it cuts.
         places: where the device is on each axis of the stage.
@@ -42,7 +42,7 @@ class LocalSizes:
     states: tuple[Mapping[fx.Node, AxisState], Mapping[fx.Node, AxisState]]
     values: Mapping[fx.Node, fx.Node]
     emit: Callable[..., fx.Node]
-    _parts: dict[FactorClass, Parts] = field(default_factory=dict)
+    _parts: dict[FactorClass, DimParts] = field(default_factory=dict)
     _read: dict[FactorClass, fx.Node] = field(default_factory=dict)
 
     def in_op(self, cut: Collection[FactorClass]) -> SizeOf:
@@ -61,12 +61,13 @@ class LocalSizes:
         """Return where the device's part of a class begins."""
         return self.parts(factor).starts[self.places[self.axis(factor)]]
 
-    def parts(self, factor: FactorClass) -> Parts:
+    def parts(self, factor: FactorClass) -> DimParts:
         """Return the parts of a class; those of a symbolic length are computed where one is needed first."""
         if factor not in self._parts:
             shares = self.layout.axes[self.axis(factor)].sizes[factor]
-            known = factor.size is not None
-            self._parts[factor] = Parts.of_sizes(shares) if known else Parts.in_shares(self._read_off(factor), shares)
+            is_open = factor.size is None
+            made = DimParts.in_shares(self._read_off(factor), shares) if is_open else DimParts.of_sizes(shares)
+            self._parts[factor] = made
         return self._parts[factor]
 
     def whole(self, factor: FactorClass) -> Size:
@@ -98,7 +99,7 @@ class LocalSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DimParts:
     """A split dim: its length, and where each device's part starts and how long it is."""
 
     length: Size
@@ -106,13 +107,13 @@ class Parts:
     sizes: tuple[Size, ...]
 
     @classmethod
-    def of_sizes(cls, sizes: tuple[int, ...]) -> Parts:
+    def of_sizes(cls, sizes: tuple[int, ...]) -> DimParts:
         """Return parts that are known."""
         starts = itertools.accumulate(sizes[:-1], initial=0)
         return cls(sum(sizes), tuple(starts), sizes)
 
     @classmethod
-    def in_shares(cls, length: fx.Node, shares: Sequence[int]) -> Parts:
+    def in_shares(cls, length: fx.Node, shares: Sequence[int]) -> DimParts:
         """Emit the parts of a length, as `proportional_sizes` cuts it."""
         whole = sum(shares)
         cuts = itertools.accumulate(shares[:-1])

@@ -18,16 +18,16 @@ from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, cut_twice
-from hetu_fx.transforms.layouts.dim_views import Opening
+from hetu_fx.transforms.layouts.dim_views import DimView
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
-from hetu_fx.transforms.specialize.local_sizes import LocalSizes, Parts
+from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
 
 
 @dataclass(eq=False)
-class Moves:
+class Reshards:
     """Writes communication into the graph of one device.
 
-    Fields:
+    Attributes:
         deduced: what is to be made of the logical graph.
         layout, rank: the device's stage, and the device.
         sizes: its part of every class.
@@ -59,7 +59,8 @@ class Moves:
         now = list(states)
         for axis in sorted((TENSOR, CONTEXT), key=lambda axis: _growth(states[axis], wanted[axis])):
             if self.layout.axes[axis].ways > 1 and (states[axis] != wanted[axis] or summed[axis]):
-                value = _Move(self, node, axis, now[1 - axis]).made(value, states[axis], wanted[axis], summed[axis])
+                reshard = _AxisReshard(self, node, axis, now[1 - axis])
+                value = reshard.made(value, states[axis], wanted[axis], summed[axis])
                 now[axis] = wanted[axis]
         return value
 
@@ -79,7 +80,7 @@ class Moves:
         source, partial = (summands if state == SUMMED else target), (summands if summed else target)
         return self.resolved(node, value, resolve_edge(source, target, partial, self.deduced.shape(node)))
 
-    def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: Parts | None = None) -> fx.Node:
+    def resolved(self, node: fx.Node, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
         """Add the calls of a resolution; with `parts`, in those instead of what stands in for them."""
         for made in resolution.calls(self.rank):
             call = resized(made, parts.sizes) if parts else made
@@ -96,12 +97,12 @@ def _growth(state: AxisState, wanted: AxisState) -> int:
     return 0 if isinstance(wanted, SplitOn) else 1
 
 
-class _Move:
+class _AxisReshard:
     """A change of state along one axis, of a value that is in state `across` on the other."""
 
-    def __init__(self, moves: Moves, node: fx.Node, axis: int, across: AxisState) -> None:
-        self.moves, self.deduced, self.node, self.across = moves, moves.deduced, node, across
-        self.axis, self.devices = moves.layout.axes[axis], moves.layout.peers(moves.rank)[axis]
+    def __init__(self, reshards: Reshards, node: fx.Node, axis: int, across: AxisState) -> None:
+        self.reshards, self.deduced, self.node, self.across = reshards, reshards.deduced, node, across
+        self.axis, self.devices = reshards.layout.axes[axis], reshards.layout.peers(reshards.rank)[axis]
 
     def made(self, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
         ends = [end.factor for end in (state, wanted) if isinstance(end, SplitOn)]
@@ -109,21 +110,21 @@ class _Move:
             return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
         if ends and ends[0].size is None:
             return self._in_shares(value, (state, wanted), ends[0], summed)
-        opening = self.deduced.opening(self.node, (state, wanted))
-        source, target = (self._annotation(end, opening) for end in (state, wanted))
+        view = self.deduced.dim_view(self.node, (state, wanted))
+        source, target = (self._annotation(end, view) for end in (state, wanted))
         back = self._annotation(SUMMED) if summed else cotangent(target)
         shape = self._shape(ends)
-        if opening is None:
+        if view is None:
             return self._resolved(value, resolve_edge(source, target, back, shape))
-        return self._opened(value, resolve_edge(source, target, back, opening.shape(shape)), opening, state)
+        return self._in_view(value, resolve_edge(source, target, back, view.shape(shape)), view, state)
 
-    def _opened(self, value: fx.Node, resolution: Resolution, opening: Opening, state: AxisState) -> fx.Node:
+    def _in_view(self, value: fx.Node, resolution: Resolution, view: DimView, state: AxisState) -> fx.Node:
         """See a dim as three while the value changes its state."""
-        factor, emit = opening.factor, self.moves.emit
-        part = self.moves.sizes.part(factor) if state == SplitOn(factor) else factor.size
+        factor, emit = view.factor, self.reshards.emit
+        part = self.reshards.sizes.part(factor) if state == SplitOn(factor) else factor.size
         assert isinstance(part, int), "a factor that shares its dim has a fixed size"
-        moved = self._resolved(emit(self.node, *opening.opened(value, part)), resolution)
-        return emit(self.node, *opening.closed(moved))
+        moved = self._resolved(emit(self.node, *view.unflattened(value, part)), resolution)
+        return emit(self.node, *view.flattened(moved))
 
     def _in_shares(
         self, value: fx.Node, ends: tuple[AxisState, AxisState], factor: FactorClass, summed: bool
@@ -135,13 +136,13 @@ class _Move:
         source, target = (self._annotation(end) for end in ends)
         back = self._annotation(SUMMED) if summed else cotangent(target)
         resolution = resolve_edge(source, target, back, shape)
-        return self._resolved(value, resolution, self.moves.sizes.parts(factor))
+        return self._resolved(value, resolution, self.reshards.sizes.parts(factor))
 
-    def _resolved(self, value: fx.Node, resolution: Resolution, parts: Parts | None = None) -> fx.Node:
-        return self.moves.resolved(self.node, value, resolution, parts)
+    def _resolved(self, value: fx.Node, resolution: Resolution, parts: DimParts | None = None) -> fx.Node:
+        return self.reshards.resolved(self.node, value, resolution, parts)
 
-    def _annotation(self, state: AxisState, opening: Opening | None = None) -> Annotation:
-        return Annotation.on(self.devices, self.deduced.axis(self.node, state, self.axis, opening))
+    def _annotation(self, state: AxisState, view: DimView | None = None) -> Annotation:
+        return Annotation.on(self.devices, self.deduced.axis(self.node, state, self.axis, view))
 
     def _shape(self, ends: Sequence[FactorClass]) -> Shape:
         """Return the shape of what the devices along the axis share; None where only the run tells."""
@@ -150,8 +151,8 @@ class _Move:
             return shape
         factor, dim = self.across.factor, self._dim(self.across.factor)
         if dim in map(self._dim, ends):
-            raise cut_twice(self.node, dim, self.moves.layout)
-        size, whole, part = shape[dim], factor.size, self.moves.sizes.part(factor)
+            raise cut_twice(self.node, dim, self.reshards.layout)
+        size, whole, part = shape[dim], factor.size, self.reshards.sizes.part(factor)
         local = size // whole * part if size is not None and whole is not None and isinstance(part, int) else None
         return (*shape[:dim], local, *shape[dim + 1 :])
 

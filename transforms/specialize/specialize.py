@@ -23,10 +23,18 @@ from hetu_fx.transforms.layouts.annotated_graph import StageLayout, is_size, sta
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import WHOLE, Need, SplitOn, States, Summed
 from hetu_fx.transforms.rewrites.random_ops import cut_of
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Handover, Result, ResultKind, Slot, SlotKind, Value
+from hetu_fx.transforms.specialize.device_graph import (
+    DeviceGraph,
+    GraphResult,
+    GraphSlot,
+    Handover,
+    ResultKind,
+    SlotKind,
+    Value,
+)
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes
 from hetu_fx.transforms.specialize.localize import computed, localized_call, product
-from hetu_fx.transforms.specialize.reshard import Moves
+from hetu_fx.transforms.specialize.reshard import Reshards
 
 
 @dataclass(frozen=True)
@@ -59,20 +67,20 @@ class _Builder:
         self.inside, self.batch = deduced.inside(layout), deduced.batch
         self.peers, self.places = layout.peers(rank), layout.coordinates(rank)
         self.graph = fx.Graph()
-        self.slots: list[Slot] = []
+        self.slots: list[GraphSlot] = []
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[tuple[Need, ...], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
         states = self.inside[0].states, self.inside[1].states
         self.sizes = LocalSizes(self.annotated.factors, layout, self.places, states, self.values, self._emit)
-        self.moves = Moves(deduced, layout, rank, self.sizes, self._emit, self.differentiable)
+        self.reshards = Reshards(deduced, layout, rank, self.sizes, self._emit, self.differentiable)
 
     def build(self) -> DeviceGraph:
         stage = stage_nodes(self.annotated, self.layout)
         graph = self.annotated.graph
         for node in graph.graph.nodes:
             if node in stage.received:
-                self.values[node] = self._placeholder(node, Slot(SlotKind.RECEIVED, node.name))
+                self.values[node] = self._placeholder(node, GraphSlot(SlotKind.RECEIVED, node.name))
             elif node in stage.needed and node.op == "placeholder":
                 self.values[node] = self._leaf(node, graph.leaf_of(node))
         for node in graph.graph.nodes:
@@ -88,7 +96,7 @@ class _Builder:
             num_stages=len(self.annotated.stages[self.layout.pipeline]),
             graph=self.graph,
             slots=tuple(self.slots),
-            results=tuple(Result(kind, name) for kind, name, _ in results),
+            results=tuple(GraphResult(kind, name) for kind, name, _ in results),
             handovers_in=tuple(self._handover(node, self._source(node), self.layout) for node in stage.received),
             handovers_out=tuple(
                 self._handover(node, self.layout, target) for node in stage.sent for target in self._targets(node)
@@ -97,9 +105,9 @@ class _Builder:
         )
 
     def _leaf(self, node: fx.Node, leaf: Leaf) -> fx.Node:
-        return self._placeholder(node, Slot(SlotKind(leaf.kind.value), leaf.name))
+        return self._placeholder(node, GraphSlot(SlotKind(leaf.kind.value), leaf.name))
 
-    def _placeholder(self, node: fx.Node, slot: Slot) -> fx.Node:
+    def _placeholder(self, node: fx.Node, slot: GraphSlot) -> fx.Node:
         self.slots.append(slot)
         return self._traced(node, self.graph.placeholder(node.name))
 
@@ -162,7 +170,7 @@ class _Builder:
     ) -> ShardedCall:
         given = bound(overload(node), args, kwargs)
         sizes, devices = self.layout.axes[axis].sizes[factor], self.peers[axis]
-        emit, communicate = (partial(write, node) for write in (self._emit, self.moves.resolved))
+        emit, communicate = (partial(write, node) for write in (self._emit, self.reshards.resolved))
         return ShardedCall(node, given, devices, self.places[axis], sizes, emit, communicate)
 
     def _with_cuts(self, node: fx.Node, args: tuple[Any, ...], at: int, cut: Sequence[FactorClass]) -> tuple[Any, ...]:
@@ -220,7 +228,7 @@ class _Builder:
         context, tensor = (deduction.made.get(node) for deduction in self.inside)
         if context is None or tensor is None or not meta.is_tensor(node):
             return result
-        return self.moves.inside(node, result, (context, tensor), self._states(node))
+        return self.reshards.inside(node, result, (context, tensor), self._states(node))
 
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
@@ -230,7 +238,7 @@ class _Builder:
         *inside, batch = needs
         key = tuple(needs)
         if key not in self.edges:
-            self.edges[key] = self.moves.over_replicas(batch, replicas, self._in_stage(inside))
+            self.edges[key] = self.reshards.over_replicas(batch, replicas, self._in_stage(inside))
         return self.edges[key]
 
     def _in_stage(self, needs: Sequence[Need]) -> fx.Node:
@@ -239,7 +247,7 @@ class _Builder:
         unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
         summed = context.summed_cotangent and unsummed[0], tensor.summed_cotangent and unsummed[1]
         wanted = context.state, tensor.state
-        value = self.moves.inside(node, self.values[node], self._states(node), wanted, summed)
+        value = self.reshards.inside(node, self.values[node], self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
             value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))
         return value

@@ -26,7 +26,7 @@ from hetu_fx.deduction.factors.factors import (
     OpFactors,
     SizeArg,
 )
-from hetu_fx.deduction.factors.steps import Ops, Step, factor_ops
+from hetu_fx.deduction.factors.steps import FactoredOp, FactoredOps, factor_ops
 from hetu_fx.deduction.rules.partition import Partition
 from hetu_fx.deduction.rules.rule import Factoring, names_in
 from hetu_fx.deduction.rules.size import Size, size_of
@@ -68,7 +68,7 @@ class _Analysis:
         self._rows = None if graph.batch_symbol is None else Size(1, ((str(graph.batch_symbol), 1),))
         self._batch: int | None = None
 
-    def visit(self, node: fx.Node, step: Step | None) -> None:
+    def visit(self, node: fx.Node, step: FactoredOp | None) -> None:
         """Take one node into account; its inputs have been visited."""
         if step is not None:
             self._bind(node, step)
@@ -94,7 +94,7 @@ class _Analysis:
         before = [item for item in items[: index % len(items)] if isinstance(item, torch.Tensor)]
         return self.dims[source][len(before)]
 
-    def _bind(self, node: fx.Node, step: Step) -> None:
+    def _bind(self, node: fx.Node, step: FactoredOp) -> None:
         sizes = _sizes(step)
         factors = {name: self.partition.new(size) for name, size in sizes.items()}
         bound = _Bound(factors, [])
@@ -113,7 +113,7 @@ class _Analysis:
                 bound.misfits.extend((*conflict.left, *conflict.right))
 
 
-def _sizes(step: Step) -> dict[str, Size]:
+def _sizes(step: FactoredOp) -> dict[str, Size]:
     sizes: dict[str, Size] = {}
     call, factoring = step.call, step.factoring
     shapes = [*(operand.shape for operand in call.operands), *call.results]
@@ -127,7 +127,7 @@ def _sizes(step: Step) -> dict[str, Size]:
 class _Extraction:
     """Turns the finished partition into classes: numbers them, and reads off what each op does to them."""
 
-    def __init__(self, graph: Graph, analysis: _Analysis, ops: Ops) -> None:
+    def __init__(self, graph: Graph, analysis: _Analysis, ops: FactoredOps) -> None:
         self._graph, self._analysis, self._ops = graph, analysis, ops
         self._classes: dict[int, FactorClass] = {}
 
@@ -167,10 +167,10 @@ class _Extraction:
         factors = self._analysis.bound[node].factors
         return frozenset(cls for name in names for cls in self._classes_of((factors[name],)))
 
-    def _pinned(self, node: fx.Node, step: Step) -> frozenset[FactorClass]:
+    def _pinned(self, node: fx.Node, step: FactoredOp) -> frozenset[FactorClass]:
         return self._named(node, step.factoring.pinned) if step.factoring.pinned else frozenset()
 
-    def _op(self, node: fx.Node, step: Step, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
+    def _op(self, node: fx.Node, step: FactoredOp, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
         factoring = step.factoring
         whole = self._whole(node, step)
         results = frozenset(cls for tensor in dims[node] for dim in tensor for cls in dim)
@@ -208,7 +208,7 @@ class _Extraction:
         factors = self._analysis.bound[node].factors
         return self._classes_of(factors[name] for name in names)
 
-    def _whole(self, node: fx.Node, step: Step) -> frozenset[FactorClass]:
+    def _whole(self, node: fx.Node, step: FactoredOp) -> frozenset[FactorClass]:
         """Return the classes that the rule keeps whole, that misfit, or that play two parts in the op.
 
         So do those of a sharded factor that the graph refines: a part of one is no range of indices.

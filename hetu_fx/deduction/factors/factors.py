@@ -18,7 +18,7 @@ from hetu_fx.graph.graph import Leaf, LeafKind
 class FactorClass:
     """A parallel dimension of the model: a factor that occurs in many dims, which are only cut together.
 
-    Fields:
+    Attributes:
         id: number by first occurrence in the graph.
         size: its size, or None if it is symbolic.
         is_batch: whether it is the rows of the batch.
@@ -63,7 +63,7 @@ class OperandFactors:
 class SizeArg:
     """An argument that holds a literal size: to be replaced by the product of the local sizes of the classes.
 
-    Fields:
+    Attributes:
         path: where it stands in the call: (1,) or ("size", 2). It may also hold -1 or a symbolic size, which
             stay.
         classes: the classes whose product it is.
@@ -77,7 +77,7 @@ class SizeArg:
 class OpFactors:
     """What an op does to factor classes.
 
-    Fields:
+    Attributes:
         operands: tensor operands, lists flattened, in the order of the op's arguments.
         results: classes of the dims of each tensor result.
         reduced: classes that are summed away: where one is cut, results are partial.
@@ -134,7 +134,7 @@ class OpFactors:
 class FactorMap:
     """The factor classes of a graph.
 
-    Fields:
+    Attributes:
         classes: all classes, by id.
         repeated: classes that occur twice in one tensor: they cannot be split.
         pinned: classes that an op needs whole wherever they occur: they cannot be split.

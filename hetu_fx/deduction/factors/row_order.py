@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from hetu_fx.deduction.factors.rows import NATURAL, PLAIN, SELF, Misuse, OpStep, Rows
+from hetu_fx.deduction.factors.rows import NATURAL, PLAIN, SELF, KnownRows, Misuse, RowStep
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.routing import ROLES, Role
 from hetu_fx.deduction.rules.rule import Factoring
@@ -43,7 +43,7 @@ def find_routing(graph: fx.Graph, steps: Mapping[fx.Node, tuple[Call, Factoring]
     return tracker.routing()
 
 
-def _keeps_order(step: OpStep) -> bool:
+def _keeps_order(step: RowStep) -> bool:
     """Tell whether an index takes rows in natural order from where they stand, by positions that count up."""
     data, *indices = step.given
     natural = all(order == NATURAL for rows in step.given for order in rows.orders.values())
@@ -52,7 +52,7 @@ def _keeps_order(step: OpStep) -> bool:
 
 class _Tracker:
     def __init__(self) -> None:
-        self._rows: dict[fx.Node, tuple[Rows, ...]] = {}
+        self._rows: dict[fx.Node, tuple[KnownRows, ...]] = {}
         self._calls: dict[fx.Node, Call] = {}
         self._origins: dict[fx.Node, frozenset[int]] = {}
         self._plain: dict[fx.Node, dict[int, frozenset[int]]] = {}
@@ -107,7 +107,7 @@ class _Tracker:
         role = ROLES.get(call.op)
         if not origins and role not in (Role.SORT, Role.COUNT_UP):
             return
-        step = OpStep(node, call, factoring, tuple(given))
+        step = RowStep(node, call, factoring, tuple(given))
         try:
             results = self._follow(step, role)
         except Misuse:
@@ -122,7 +122,7 @@ class _Tracker:
         known = (replace(rows, origins=origins) if rows.is_known else PLAIN for rows in results)
         self._rows[node] = tuple(known)
 
-    def _note_plain_index(self, step: OpStep, results: Sequence[Rows]) -> None:
+    def _note_plain_index(self, step: RowStep, results: Sequence[KnownRows]) -> None:
         """Note rows taken from the positions where they stand (an arange): what they are is not what points at them.
 
         Each index must be positions of the shard's own, or is none of the pointers; one that is used as a number
@@ -135,7 +135,7 @@ class _Tracker:
             self._origins[step.node] = data
         self._rows[step.node] = tuple(replace(rows, origins=data) if data else PLAIN for rows in results)
 
-    def _follow(self, step: OpStep, role: Role | None) -> Sequence[Rows]:
+    def _follow(self, step: RowStep, role: Role | None) -> Sequence[KnownRows]:
         match role:
             case Role.SORT:
                 return self._sort(step)
@@ -168,7 +168,7 @@ class _Tracker:
         self._count += 1
         return self._count
 
-    def _sort(self, step: OpStep) -> Sequence[Rows]:
+    def _sort(self, step: RowStep) -> Sequence[KnownRows]:
         rows, shape = step.given[0], step.call.operands[0].shape
         if len(shape) != 1 or rows.counts is not None:
             return step.moved()
@@ -179,27 +179,27 @@ class _Tracker:
             raise Misuse
         origin = self._new_origin()
         self._sorted[origin] = step.call.operands[0].source
-        known = Rows(orders={0: origin}, origins=frozenset({origin}))
+        known = KnownRows(orders={0: origin}, origins=frozenset({origin}))
         positions = replace(known, points=NATURAL, size=shape[0])
         return [replace(known, keys=origin), positions] if len(step.call.results) == 2 else [positions]
 
-    def _sort_positions(self, step: OpStep, rows: Rows) -> Sequence[Rows]:
+    def _sort_positions(self, step: RowStep, rows: KnownRows) -> Sequence[KnownRows]:
         """Sorting the positions that a sort took rows from gives the positions they went to."""
         size = step.call.operands[0].shape[0]
         if rows.points != NATURAL or not rows.orders or rows.size != size:
             raise Misuse
-        back = Rows(points=rows.orders[0], size=size)
-        return [Rows(points=SELF, size=size), back] if len(step.call.results) == 2 else [back]
+        back = KnownRows(points=rows.orders[0], size=size)
+        return [KnownRows(points=SELF, size=size), back] if len(step.call.results) == 2 else [back]
 
-    def _count_up(self, step: OpStep) -> Sequence[Rows]:
+    def _count_up(self, step: RowStep) -> Sequence[KnownRows]:
         arguments, size = step.call.arguments, step.call.results[0][0]
         from_zero = arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1
         if not from_zero or size.number == 1:
             return [PLAIN]
         self._calls[step.node] = replace(step.call, routed=True)
-        return [Rows(points=SELF, size=size, origins=frozenset({self._new_origin()}))]
+        return [KnownRows(points=SELF, size=size, origins=frozenset({self._new_origin()}))]
 
-    def _index(self, step: OpStep) -> Sequence[Rows]:
+    def _index(self, step: RowStep) -> Sequence[KnownRows]:
         source = step.call.operands[0]
         dims = [i for i, index in enumerate(step.call.arguments["indices"]) if index is not None]
         pointers = {}
@@ -218,13 +218,13 @@ class _Tracker:
         first, keys = step.given[0], self._keys(step)
         return [replace(rows, points=first.points, size=first.size, keys=keys) for rows in found]
 
-    def _keys(self, step: OpStep) -> int | None:
+    def _keys(self, step: RowStep) -> int | None:
         """Return the order whose keys these are: what it sorted, taken from where it took them."""
         index = step.given[1]
         order = index.orders.get(0) if index.points == NATURAL and len(step.given) == 2 else None
         return order if order and self._sorted[order] is step.call.operands[0].source else None
 
-    def _put(self, step: OpStep) -> Sequence[Rows]:
+    def _put(self, step: RowStep) -> Sequence[KnownRows]:
         if len(step.given) != 3 or step.call.arguments.get("accumulate"):
             raise Misuse
         _, index, values = step.given
@@ -233,12 +233,12 @@ class _Tracker:
             raise Misuse
         self._calls[step.node] = replace(step.call, pointers=frozenset({1}))
         if values.points == SELF and not values.orders:
-            return [Rows(points=step.order(1, 0), size=target[0])]
+            return [KnownRows(points=step.order(1, 0), size=target[0])]
         if values.points is not None or step.order(2, 0) != step.order(1, 0):
             raise Misuse
         return [PLAIN]
 
-    def _add_rows(self, step: OpStep) -> Sequence[Rows]:
+    def _add_rows(self, step: RowStep) -> Sequence[KnownRows]:
         target, index, added = step.given
         shape = step.call.operands[0].shape
         dim = step.call.dim("dim", len(shape))
@@ -249,9 +249,9 @@ class _Tracker:
         self._calls[step.node] = replace(step.call, pointers=frozenset({1}))
         return [PLAIN]
 
-    def _grouped(self, step: OpStep) -> Sequence[Rows]:
+    def _grouped(self, step: RowStep) -> Sequence[KnownRows]:
         order = step.order(0, 0)
         if order == NATURAL or step.given[-1].counts != order or step.given[1].is_local:
             raise Misuse
         self._calls[step.node] = replace(step.call, routed=True)
-        return [Rows(orders={0: order})]
+        return [KnownRows(orders={0: order})]

@@ -18,10 +18,10 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class KnownRows:
     """What is known of a tensor's rows and values; a tensor without it is natural and holds plain numbers.
 
-    Fields:
+    Attributes:
         orders: per dim the order of its rows, where it is not natural.
         points: if the values are positions of rows: the order that those rows stand in.
         size: the number of rows that the positions are among.
@@ -48,7 +48,7 @@ class Rows:
         return self.is_local or self.counts is not None
 
 
-PLAIN = Rows()
+PLAIN = KnownRows()
 
 
 class Misuse(Exception):
@@ -56,15 +56,15 @@ class Misuse(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class OpStep:
+class RowStep:
     """An op node with what is known of its operands' rows."""
 
     node: fx.Node
     call: Call
     factoring: Factoring
-    given: tuple[Rows, ...]
+    given: tuple[KnownRows, ...]
 
-    def with_call(self, call: Call) -> OpStep:
+    def with_call(self, call: Call) -> RowStep:
         """Return the step with another call, factored anew."""
         rule = rule_for(self.node.target)
         assert rule is not None, "an op with a role has a rule"
@@ -84,7 +84,7 @@ class OpStep:
 
     def moved(
         self, consumed: Collection[Place] = frozenset(), positions: Collection[int] = frozenset()
-    ) -> Sequence[Rows]:
+    ) -> Sequence[KnownRows]:
         """Return the results of an op that passes rows on, in their order, and computes with their values.
 
         Args:
@@ -97,11 +97,11 @@ class OpStep:
             raise Misuse
         orders = self._orders(consumed)
         return [
-            Rows(orders={dim: orders[names] for dim, names in enumerate(dims) if orders.get(names, NATURAL)})
+            KnownRows(orders={dim: orders[names] for dim, names in enumerate(dims) if orders.get(names, NATURAL)})
             for dims in self.factoring.results
         ]
 
-    def carried(self) -> Sequence[Rows]:
+    def carried(self) -> Sequence[KnownRows]:
         """Return the results of an op that moves or casts values: they stay what they are."""
         first = self.given[0]
         plain = replace(self, given=(replace(first, points=None), *self.given[1:]))
@@ -114,11 +114,11 @@ class OpStep:
         factors = frozenset(name for dim in self.factoring.operands[0] for name in dim)
         return not factors & (self.factoring.whole | self.factoring.reduced)
 
-    def counted(self) -> Sequence[Rows]:
+    def counted(self) -> Sequence[KnownRows]:
         """Return the result of counting values: which order's keys are counted."""
         return [replace(rows, counts=self.given[0].keys) for rows in self.moved()]
 
-    def divided(self) -> Sequence[Rows]:
+    def divided(self) -> Sequence[KnownRows]:
         """Return positions of slots, divided by the number of slots of a row: positions of rows."""
         rows, slots = self.given[0], self.call.arguments.get("other")
         rounds = self.call.arguments.get("rounding_mode", "floor") is not None

@@ -25,7 +25,7 @@ class UnknownOpWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FactoredOp:
     """An op node with its call and the factors of it."""
 
     call: Call
@@ -35,24 +35,24 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Ops:
+class FactoredOps:
     """The op nodes of a graph with the factors of each, and what routes rows among them."""
 
-    steps: Mapping[fx.Node, Step]
+    steps: Mapping[fx.Node, FactoredOp]
     routing: Routing
 
 
-def factor_ops(graph: Graph) -> Ops:
+def factor_ops(graph: Graph) -> FactoredOps:
     """Ask the rule of every op of a graph for its factors; see `analyse`."""
     told: set[str] = set()
-    steps: dict[fx.Node, Step] = {}
+    steps: dict[fx.Node, FactoredOp] = {}
     for node in graph.graph.nodes:
         if _is_tensor_op(node):
             steps[node] = _step(call_of(node), node, told)
     routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()})
     for node, call in routing.calls.items():
         steps[node] = _step(call, node, told)
-    return Ops(steps, routing)
+    return FactoredOps(steps, routing)
 
 
 def _is_tensor_op(node: fx.Node) -> bool:
@@ -62,12 +62,12 @@ def _is_tensor_op(node: fx.Node) -> bool:
     return meta.has_tensor(node) or (reads and "sym_" not in str(node.target))
 
 
-def _step(call: Call, node: fx.Node, told: set[str]) -> Step:
+def _step(call: Call, node: fx.Node, told: set[str]) -> FactoredOp:
     rule = rule_for(node.target)
     problem = "has no rule"
     if rule is not None:
         try:
-            return Step(call, rule.factor(call), True, rule.traits)
+            return FactoredOp(call, rule.factor(call), True, rule.traits)
         except RuleError as error:
             problem = f"has a rule that does not fit: {error}"
     if call.op not in told:
@@ -78,4 +78,4 @@ def _step(call: Call, node: fx.Node, told: set[str]) -> Step:
             UnknownOpWarning,
             stacklevel=4,
         )
-    return Step(call, opaque(call), False, NO_TRAITS if rule is None else rule.traits)
+    return FactoredOp(call, opaque(call), False, NO_TRAITS if rule is None else rule.traits)

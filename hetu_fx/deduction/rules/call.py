@@ -22,7 +22,7 @@ Path = tuple[int | str, ...]
 class Operand:
     """A tensor operand of a call.
 
-    Fields:
+    Attributes:
         argument: name of the op's argument it is passed for.
         path: where it stands in the call: (2,), (0, 1) inside a list, ("weight",) or ("tensors", 1) by
             keyword.
@@ -44,7 +44,7 @@ class Operand:
 class Call:
     """A call of an op: operands in the order of the op's arguments, lists flattened, absent ones left out.
 
-    Fields:
+    Attributes:
         op: the op's full name, "aten.linear.default".
         operands: the tensor operands.
         results: the shapes of the tensor results.

@@ -24,7 +24,7 @@ def indexed(call: Call) -> Factoring:
     """Index some dims by tensors that are broadcast together; the indexed dims stay whole."""
     if any(operand.is_bool for operand in call.operands[1:]):
         return opaque(call)
-    dims, rows = dims_of(call.operands[0].shape), _Rows(call)
+    dims, rows = dims_of(call.operands[0].shape), _PointedRows(call)
     places = _index_places(call)
     shapes = [operand.shape for operand in call.operands[1:]]
     looked = _broadcast(shapes)
@@ -44,7 +44,7 @@ def indexed(call: Call) -> Factoring:
     )
 
 
-class _Rows:
+class _PointedRows:
     """The factors of index dims that are positions of rows: (row, slot) if several point at each row."""
 
     def __init__(self, call: Call) -> None:

@@ -37,7 +37,7 @@ class Lacking(Enum):
 class ShardedForm:
     """How an op runs where a sharded factor of it is cut.
 
-    Fields:
+    Attributes:
         write: writes it into the device graph, and returns its result.
         lacking: what the result is where it lacks the factor.
     """
@@ -50,7 +50,7 @@ class ShardedForm:
 class ShardedCall:
     """A call of an op on a part of a factor that it looks across, and how to write ops and communication for it.
 
-    Fields:
+    Attributes:
         node: the op in the logical graph.
         given: all its arguments on this device by name, tensors as local nodes.
         devices, position: the devices that share the factor, and which of them this one is.
@@ -133,7 +133,7 @@ class ShardedCall:
 class PlacedCall:
     """A call of an op on a part of a factor along which it goes by position.
 
-    Fields:
+    Attributes:
         node: the op in the logical graph.
         given: all its arguments on this device by name, tensors as local nodes.
         is_first: whether no part comes before this device's.
@@ -153,7 +153,7 @@ class PlacedCall:
 class RingCall:
     """A call of an op on a part of a factor, with parts of travelling operands.
 
-    Fields:
+    Attributes:
         given: all its arguments on this device by name, tensors as local nodes.
         devices: those that the parts go round.
         own: the part of the factor that each of them computes.
@@ -172,7 +172,7 @@ class RingCall:
 class Traits:
     """What is known of an op besides how its dims relate; what is left out does not hold.
 
-    Fields:
+    Attributes:
         vanishing: operands each entry of which makes a few entries of the result alone, zeros where it is zero.
             Summands that do not overlap go through such an op one by one, even where it is not linear: f(a + b) is
             f(a) + f(b) where at most one of a and b is not zero, and f(0) = 0.

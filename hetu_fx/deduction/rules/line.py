@@ -36,7 +36,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class RuleLine:
     """A parsed rule line; every way of being wrong is refused by `parse_line`."""
 
     text: str
@@ -93,7 +93,7 @@ def _linear_sets(
             return tuple(frozenset(group) for group in linear if all(i < count for i in group))
 
 
-def parse_line(text: str) -> Line:
+def parse_line(text: str) -> RuleLine:
     """Parse a rule line; RuleError names the part that is malformed."""
     if text.count("->") != 1:
         raise RuleError(f"a rule line has one '->' between operands and results: {text!r}")
@@ -102,7 +102,7 @@ def parse_line(text: str) -> Line:
     results = tuple(_parse_pattern(part, text) for part in right.split(","))
     if any(pattern.optional or pattern.additive for pattern in results):
         raise RuleError(f"'?' and '+' belong to operands, not to results: {text!r}")
-    return Line(text, operands, results)
+    return RuleLine(text, operands, results)
 
 
 def _parse_pattern(part: str, text: str) -> Pattern:

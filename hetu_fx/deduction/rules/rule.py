@@ -32,7 +32,7 @@ class LiteralSize:
 class Factoring:
     """The factors of one call.
 
-    Fields:
+    Attributes:
         operands: per operand, per dim, the names of its factors, outermost first; () for a dim of size 1.
         results: the same per result.
         sizes: sizes of factors that are not alone in any dim.

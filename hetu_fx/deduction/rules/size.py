@@ -22,7 +22,7 @@ Powers = tuple[tuple[str, int], ...]
 class Size:
     """A product `coefficient * atoms`, with its value in the example batch.
 
-    Fields:
+    Attributes:
         coefficient: the integer part, at least 0.
         atoms: (name, power) of each symbolic unit, sorted by name, powers at least 1.
         hint: the value in the example batch; no part of equality.

@@ -26,7 +26,7 @@ from hetu_fx.program.sizes import Bindings, evaluate
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import lower
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 _STAGES = 3  # what stands before the block, the block, what stands after it
@@ -84,7 +84,7 @@ class Shard:
             symbol: max(1, round(size * length / longest)) for symbol, size in hints.items()
         }
 
-    def _input(self, slot: Slot, bindings: Bindings, trained: set[str], place: torch.device) -> Tensor:
+    def _input(self, slot: GraphSlot, bindings: Bindings, trained: set[str], place: torch.device) -> Tensor:
         graph, layout, rank = self.program.graph, self.device.layout, self.device.rank
         if slot.kind is SlotKind.RECEIVED:
             node = next(node for node in graph.graph.nodes if node.name == slot.name)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.local import local_part
 from hetu_fx.plans.plan import Plan
-from hetu_fx.transforms.specialize.device_graph import DeviceGraph, Slot, SlotKind
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from tests.transforms.plans import deduced, device_graph, program_of, run_in_lockstep
 
 
@@ -43,7 +43,7 @@ def test_heads_in_one_dim_with_rows_are_cut_as_on_one_device(ratios: tuple[int, 
     made, parameters = deduced(program, plan, wants_values=True), dict(model.named_parameters())
     lies = {p.name: made.value_annotation(p.node, made.annotated.layouts[0]) for p in made.parameters()}
 
-    def feed(rank: int, slot: Slot) -> Tensor:
+    def feed(rank: int, slot: GraphSlot) -> Tensor:
         return x if slot.kind is SlotKind.INPUT else local_part(parameters[slot.name], lies[slot.name], rank)
 
     for found in run_in_lockstep(devices, feed).values():

@@ -8,7 +8,7 @@ from torch import nn
 
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost, ring_cost
 from hetu_fx.deduction.factors.factors import FactorClass
-from hetu_fx.transforms.layouts.beam import WIDTH, cheapest
+from hetu_fx.transforms.layouts.beam import WIDTH, beam
 from hetu_fx.transforms.layouts.reshard_cost import TYPICAL_LINKS, Prices, bytes_of
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, SplitOn
 from tests.transforms.plans import program_of
@@ -47,10 +47,10 @@ class Step:
 
 
 def test_of_ways_with_one_future_the_cheapest_stays_then_the_one_that_departs_least() -> None:
-    kept = cheapest([Step(2.0, 0, "a"), Step(1.0, 3, "a"), Step(1.0 + 1e-15, 1, "a"), Step(5.0, 0, "b")])
+    kept = beam([Step(2.0, 0, "a"), Step(1.0, 3, "a"), Step(1.0 + 1e-15, 1, "a"), Step(5.0, 0, "b")])
     assert [(round(way.seconds, 9), way.departures, way.future) for way in kept] == [(1.0, 1, "a"), (5.0, 0, "b")]
 
 
 def test_no_more_than_a_few_ways_are_kept_the_cheapest() -> None:
-    kept = cheapest([Step(float(cost), 0, cost) for cost in range(50, 0, -1)])
+    kept = beam([Step(float(cost), 0, cost) for cost in range(50, 0, -1)])
     assert [way.future for way in kept] == list(range(1, WIDTH + 1))

@@ -11,7 +11,7 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.deduce import deduce_program
 from hetu_fx.program.program import Program, make_program
-from hetu_fx.transforms.layouts.serialize import read, written
+from hetu_fx.transforms.layouts.serialize import deserialize, serialize
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import VOCABULARY, llama
 
@@ -39,7 +39,7 @@ def test_a_graph_that_was_read_leads_to_the_same_device_graphs(
 ) -> None:
     writer, reader = two_processes
     deduced = deduce_program(writer, plan, wants_values=False)
-    found = read(written(deduced), reader.graph, reader.factors, reader.flow)
+    found = deserialize(serialize(deduced), reader.graph, reader.factors, reader.flow)
     assert found.annotated.graph is reader.graph
     assert set(found.batch.states) <= set(reader.graph.graph.nodes)
     for rank in (0, 1):
@@ -51,6 +51,6 @@ def test_a_graph_that_was_read_leads_to_the_same_device_graphs(
 
 def test_a_graph_of_another_program_is_refused(two_processes: tuple[Program, Program]) -> None:
     other = make_program(capture(nn.Linear(2, 2), {"input": torch.ones(4, 2)}, training=True), frozenset())
-    data = written(deduce_program(two_processes[0], PLANS[0], wants_values=False))
+    data = serialize(deduce_program(two_processes[0], PLANS[0], wants_values=False))
     with pytest.raises(StateError, match="this process's graph lacks"):
-        read(data, other.graph, other.factors, other.flow)
+        deserialize(data, other.graph, other.factors, other.flow)

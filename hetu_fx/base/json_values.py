@@ -5,49 +5,40 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hetu_fx.base.documents import kind_of
 from hetu_fx.errors import HetuFxError
 
 
-class Values(Protocol):
-    """How values of one kind stand in a file."""
-
-    @property
-    def what(self) -> str:
-        """Return what to give, as errors say it."""
-        ...
-
-    def fits(self, value: Any) -> bool:
-        """Tell whether a JSON value is of this kind; `read` takes only such."""
-        ...
-
-    def read(self, value: Any, where: str) -> Any:
-        """Return what a JSON value means; `where` it stands is told in errors."""
-        ...
-
-    def write(self, value: Any) -> Any:
-        """Return the JSON value."""
-        ...
+def _same(value: Any) -> Any:
+    return value
 
 
-@dataclass(frozen=True)
-class Plain:
-    """Values that a file has as they are, or nearly so."""
+@dataclass(frozen=True, slots=True)
+class Values:
+    """One kind of values.
+
+    Attributes:
+        what: what to give, as errors say it.
+        fits: tells whether a JSON value is of this kind; `read` takes only such.
+        read: returns what a JSON value means; where it stands is told in errors.
+        write: returns the JSON value.
+    """
 
     what: str
     fits: Callable[[Any], bool]
-    take: Callable[[Any], Any] | None = None
-    give: Callable[[Any], Any] | None = None
+    read: Callable[[Any, str], Any] = lambda value, _: value
+    write: Callable[[Any], Any] = _same
 
-    def read(self, value: Any, where: str) -> Any:
-        """Return the value."""
-        return value if self.take is None else self.take(value)
 
-    def write(self, value: Any) -> Any:
-        """Return the JSON value."""
-        return value if self.give is None else self.give(value)
+def is_object(value: Any) -> bool:
+    """Tell whether a JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
 
 def _is_integer(value: Any) -> bool:
@@ -62,81 +53,43 @@ def _are_integers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_integer, value))
 
 
-INTEGER = Plain("a whole number", _is_integer)
-NUMBER = Plain("a number", _is_number, float)
-TEXT = Plain("a string", lambda value: isinstance(value, str))
-FLAG = Plain("true or false", lambda value: isinstance(value, bool))
-INTEGERS = Plain("a list of whole numbers", _are_integers, tuple, list)
-PAIRS = Plain("an object", lambda value: isinstance(value, dict), lambda value: tuple(value.items()), dict)
+INTEGER = Values("a whole number", _is_integer)
+NUMBER = Values("a number", _is_number, lambda value, _: float(value))
+TEXT = Values("a string", lambda value: isinstance(value, str))
+FLAG = Values("true or false", lambda value: isinstance(value, bool))
+INTEGERS = Values("a list of whole numbers", _are_integers, lambda value, _: tuple(value), list)
+PAIRS = Values("an object", is_object, lambda value, _: tuple(value.items()), dict)
 
 
-@dataclass(frozen=True)
-class Many:
-    """A list of values of one kind, as a tuple."""
+def many(one: Values) -> Values:
+    """Return a list of values of one kind, as a tuple."""
 
-    of: Values
+    def read(values: Any, where: str) -> Any:
+        return tuple(one.read(value, f"{where}[{i}]") for i, value in enumerate(values))
 
-    what = "a list"
-
-    def fits(self, value: Any) -> bool:
-        """Tell whether a JSON value is a list."""
-        return isinstance(value, list)
-
-    def read(self, value: Any, where: str) -> Any:
-        """Return the values."""
-        return tuple(self.of.read(one, f"{where}[{i}]") for i, one in enumerate(value))
-
-    def write(self, value: Any) -> Any:
-        """Return the JSON list."""
-        return [self.of.write(one) for one in value]
+    return Values("a list", _is_list, read, lambda values: [one.write(value) for value in values])
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """An object of numbers by name, as pairs."""
+def numbers(error: type[HetuFxError], number: Callable[[Any], float] = float) -> Values:
+    """Return an object of numbers by name, as pairs."""
 
-    error: type[HetuFxError]
-    number: Callable[[Any], float] = float
+    def read(values: Any, where: str) -> Any:
+        for name, value in values.items():
+            if not _is_number(value):
+                raise error(f"{where}: {name!r} must be a number, not {kind_of(value)}")
+        return tuple((name, number(value)) for name, value in values.items())
 
-    what = "an object"
-
-    def fits(self, value: Any) -> bool:
-        """Tell whether a JSON value is an object."""
-        return isinstance(value, dict)
-
-    def read(self, value: Any, where: str) -> Any:
-        """Return the numbers."""
-        for name, number in value.items():
-            if not NUMBER.fits(number):
-                raise self.error(f"{where}: {name!r} must be a number, not {kind_of(number)}")
-        return tuple((name, self.number(number)) for name, number in value.items())
-
-    def write(self, value: Any) -> Any:
-        """Return the JSON object."""
-        return dict(value)
+    return Values("an object", is_object, read, dict)
 
 
-@dataclass(frozen=True)
-class Numbered:
-    """An object of numbers by whole numbers, which JSON writes as strings; `counted` is what they count."""
+def numbered(counted: str, error: type[HetuFxError]) -> Values:
+    """Return an object of numbers by whole numbers, which JSON writes as strings; `counted` is what they count."""
 
-    counted: str
-    error: type[HetuFxError]
-
-    what = "an object"
-
-    def fits(self, value: Any) -> bool:
-        """Tell whether a JSON value is an object."""
-        return isinstance(value, dict)
-
-    def read(self, value: Any, where: str) -> Any:
-        """Return the numbers by whole numbers."""
-        wrong = [name for name in value if not name.isdecimal()]
+    def read(values: Any, where: str) -> Any:
+        wrong = [name for name in values if not name.isdecimal()]
         if wrong:
             holder, key = re.split(r"(?:: |\.)(?=\w+$)", where)
-            raise self.error(f'{holder}: {key!r} has keys {wrong}; give whole numbers of {self.counted}, such as "8"')
-        return {int(name): number for name, number in Numbers(self.error).read(value, where)}
+            raise error(f'{holder}: {key!r} has keys {wrong}; give whole numbers of {counted}, such as "8"')
+        return {int(name): number for name, number in numbers(error).read(values, where)}
 
-    def write(self, value: Any) -> Any:
-        """Return the JSON object, in order."""
-        return {str(key): number for key, number in sorted(value.items())}
+    return Values("an object", is_object, read, lambda values: {str(key): values[key] for key in sorted(values)})

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hetu_fx.base.documents import kind_of, nearest
-from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, TEXT, Many, Values
+from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, TEXT, Values, is_object, many
 from hetu_fx.errors import HetuFxError
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Key:
         inline: its object's keys stand among those of the record itself.
     """
 
-    of: Values | None = None
+    of: Values | Record[Any] | None = None
     name: str = ""
     alias: str = ""
     default: Any = _OF_FIELD
@@ -59,7 +59,7 @@ class Key:
     def values(self) -> Values:
         """Return how its values stand in the file."""
         assert self.of is not None
-        return self.of
+        return self.of.values if isinstance(self.of, Record) else self.of
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -95,11 +95,10 @@ class Record(Generic[T]):
     check: Callable[[str, Mapping[str, Any]], None] | None = None
     pack: Callable[[T], Any] | None = None
 
-    what = "an object"
-
-    def fits(self, value: Any) -> bool:
-        """Tell whether a JSON value is an object."""
-        return isinstance(value, Mapping)
+    @property
+    def values(self) -> Values:
+        """Return how its objects stand in a file."""
+        return Values("an object", is_object, self.read, self.write)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -118,7 +117,7 @@ class Record(Generic[T]):
 
     def read(self, value: Any, where: str) -> T:
         """Return the value of a JSON object; raise the record's error with the place."""
-        if not self.fits(value):
+        if not is_object(value):
             raise self.error(f"{where} must be an object, not {kind_of(value)}")
         for key in value:
             if key in self.later:
@@ -204,18 +203,18 @@ def _values_of(hint: Any, error: type[HetuFxError]) -> Values:
     if hint in plain:
         return plain[hint]
     if is_dataclass(hint) and isinstance(hint, type):
-        return record(hint, error)
+        return record(hint, error).values
     kinds = [kind for kind in get_args(hint) if kind is not NoneType]
     if get_origin(hint) is Literal:
         return TEXT
     if get_origin(hint) is tuple and kinds[1:] == [Ellipsis]:
-        return Many(_values_of(kinds[0], error))
+        return many(_values_of(kinds[0], error))
     if get_origin(hint) in (Union, UnionType) and len(kinds) == 1:
         return _values_of(kinds[0], error)
     raise TypeError(f"no JSON form for {hint}; give a Key(of=...)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """Some equal values in a row."""
 
@@ -223,32 +222,20 @@ class _Run:
     count: int = 1
 
 
-@dataclass(frozen=True)
-class Repeated:
-    """A list of objects, of equal ones in a row a single one with their `count`."""
+def repeated(one: Record[Any]) -> Values:
+    """Return a list of objects, of equal ones in a row a single one with their `count`."""
 
-    of: Record[Any]
-
-    what = "a list"
-
-    def fits(self, value: Any) -> bool:
-        """Tell whether a JSON value is a list."""
-        return isinstance(value, list)
-
-    @property
-    def _run(self) -> Record[Any]:
-        one, count = Key(self.of, inline=True, written="always"), Key(written="always")
-        return record(_Run, self.of.error, order="count one", one=one, count=count, check=self._check)
-
-    def _check(self, where: str, parts: Mapping[str, Any]) -> None:
+    def check(where: str, parts: Mapping[str, Any]) -> None:
         if parts["count"] < 1:
-            raise self.of.error(f"{where}: count is {parts['count']}; give how many of these stand in a row, from 1")
+            raise one.error(f"{where}: count is {parts['count']}; give how many of these stand in a row, from 1")
 
-    def read(self, value: Any, where: str) -> Any:
-        """Return the values, each as often as its count says."""
-        runs = Many(self._run).read(value, where)
-        return tuple(run.one for run in runs for _ in range(run.count))
-
-    def write(self, value: Any) -> Any:
-        """Return the JSON list."""
-        return Many(self._run).write(_Run(one, len(list(same))) for one, same in groupby(value))
+    run = record(
+        _Run, one.error, order="count one", one=Key(one, inline=True), count=Key(written="always"), check=check
+    )
+    runs = many(run.values)
+    return Values(
+        runs.what,
+        runs.fits,
+        lambda values, where: tuple(run.one for run in runs.read(values, where) for _ in range(run.count)),
+        lambda values: runs.write(_Run(value, len(list(same))) for value, same in groupby(values)),
+    )

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetu_fx.base.documents import json_text, read_json, table_text, write_atomically
-from hetu_fx.base.json_values import Many
-from hetu_fx.base.records import Key, record
-from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINK, Collective, Device, Link
+from hetu_fx.base.json_values import many
+from hetu_fx.base.records import REQUIRED, Key, record
+from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, Collective, Device, Link, Links
 from hetu_fx.cluster.measure import Measurement, measure_here
 from hetu_fx.cluster.ranks import RankTable
 from hetu_fx.errors import ClusterError
@@ -138,6 +138,11 @@ class Cluster:
         return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
 
     @property
+    def links(self) -> Links:
+        """Return the links inside a node and between nodes."""
+        return Links(self.intra, self.inter)
+
+    @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of the largest node ("intra") and, of several nodes, of all ("inter"); no group of one."""
         nodes = [tuple(d.rank for d in self.devices if d.node == node) for node in self._nodes]
@@ -220,38 +225,19 @@ def _link_text(link: Link) -> str:
     return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
 
 
-@dataclass(frozen=True, slots=True)
-class _Links:
-    intra: Link
-    inter: Link | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """What a cluster file says."""
-
-    devices: tuple[Device, ...]
-    links: _Links
-    collectives: tuple[Collective, ...] = ()
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> _File:
-        return cls(cluster.devices, _Links(cluster.intra, cluster.inter), cluster.collectives)
-
-
-def _cluster(devices: tuple[Device, ...], links: _Links, collectives: tuple[Collective, ...]) -> Cluster:
+def _cluster(devices: tuple[Device, ...], links: Links, collectives: tuple[Collective, ...]) -> Cluster:
     return Cluster(devices, links.intra, links.inter or links.intra, collectives)
 
 
 _CLUSTER = record(
     _cluster,
     ClusterError,
-    like=_File,
-    pack=_File.of,
+    like=Cluster,
+    order="devices links collectives",
     format=FORMAT,
-    devices=Key(Many(DEVICE)),
-    links=Key(record(_Links, ClusterError, intra=Key(LINK), inter=Key(LINK))),
-    collectives=Key(Many(COLLECTIVE)),
+    devices=Key(many(DEVICE.values)),
+    links=Key(LINKS, default=REQUIRED),
+    collectives=Key(many(COLLECTIVE.values)),
 )
 
 

@@ -105,6 +105,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """What a cluster file says of links inside a node and between nodes; None: the same."""
+
+    intra: Link
+    inter: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """What a collective was seen to take: `latency_seconds + bytes / bytes_per_second`, of the whole tensor's bytes.
 
@@ -167,5 +175,6 @@ DEVICE = record(
     memory_bytes=Key(default=None),
     dtype=Key(TEXT, default=None, written="never"),
 )
-LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
+_LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
+LINKS = record(Links, ClusterError, intra=Key(_LINK), inter=Key(_LINK))
 COLLECTIVE = record(Collective, ClusterError, latency_seconds=Key(written="always"))

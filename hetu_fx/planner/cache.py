@@ -18,7 +18,7 @@ from pathlib import Path
 import hetu_fx.comm_ops
 import hetu_fx.planner
 from hetu_fx.base.documents import json_text, read_json, write_atomically
-from hetu_fx.base.json_values import Many
+from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
@@ -91,7 +91,7 @@ class _Answer:
     plans: tuple[Plan, ...]
 
 
-_ANSWER = record(_Answer, PlanError, format=FORMAT, plans=Key(Many(PLAN)))
+_ANSWER = record(_Answer, PlanError, format=FORMAT, plans=Key(many(PLAN.values)))
 
 
 def _read(path: Path, key: str) -> tuple[Plan, ...]:

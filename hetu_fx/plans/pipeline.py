@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetu_fx.base.json_values import Many
+from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.stage import LATER, STAGE, Stage
@@ -85,5 +85,5 @@ PIPELINE = record(
     later=LATER,
     share=Key(name="rows", alias="share", written="always"),
     micro_batches=Key(written="always"),
-    stages=Key(Many(STAGE)),
+    stages=Key(many(STAGE.values)),
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from hetu_fx.base.documents import json_text, nearest, read_json, table_text, write_atomically
-from hetu_fx.base.json_values import PAIRS, Many
+from hetu_fx.base.json_values import PAIRS, many
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.explain import HEADER, device_rows, rows_text, stage_row
@@ -249,7 +249,7 @@ PLAN = record(
     order="name pipelines schedule zero max_length split sequence_parallel attention predicted",
     format=FORMAT,
     later=LATER,
-    pipelines=Key(Many(PIPELINE)),
+    pipelines=Key(many(PIPELINE.values)),
     schedule=Key(written="always"),
     zero=Key(written="always"),
     split=Key(PAIRS),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetu_fx.base.checks import check_not_negative
 from hetu_fx.base.documents import table_text
-from hetu_fx.base.json_values import Many, Numbers
+from hetu_fx.base.json_values import many, numbers
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
 
@@ -79,7 +79,7 @@ def _row(device: DeviceCost, terms: list[str]) -> list[str]:
 _DEVICE = record(
     DeviceCost,
     PlanError,
-    seconds=Key(Numbers(PlanError), written="always"),
-    bytes=Key(Numbers(PlanError, int), written="always"),
+    seconds=Key(numbers(PlanError), written="always"),
+    bytes=Key(numbers(PlanError, int), written="always"),
 )
-PREDICTION = record(Prediction, PlanError, devices=Key(Many(_DEVICE), written="always"))
+PREDICTION = record(Prediction, PlanError, devices=Key(many(_DEVICE.values), written="always"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.json_values import Numbered
+from hetu_fx.base.json_values import numbered
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import ProfileError
 
@@ -67,6 +67,6 @@ BLOCK_TIME = record(
 SLOWDOWN = record(
     Slowdown,
     ProfileError,
-    factors=Key(Numbered("devices of a group", ProfileError)),
+    factors=Key(numbered("devices of a group", ProfileError)),
     source=Key(written="always"),
 )

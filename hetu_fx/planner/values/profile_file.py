@@ -15,8 +15,8 @@ from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_source
 from hetu_fx.base.documents import json_text, read_json, write_atomically
-from hetu_fx.base.json_values import Many, Numbered
-from hetu_fx.base.records import Key, Repeated, record
+from hetu_fx.base.json_values import many, numbered
+from hetu_fx.base.records import REQUIRED, Key, record, repeated
 from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.values.block_times import BLOCK_TIME, SLOWDOWN, BlockTime, Slowdown
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
@@ -85,6 +85,11 @@ class Profile:
         """Return alpha of a kind of device by tensor parallel degree; empty if nobody knows."""
         return next((alpha.factors for alpha in self.alpha if alpha.kind == kind), {})
 
+    @property
+    def program(self) -> _Program:
+        """Return what a file says of the program itself."""
+        return _Program(self.costs, self.source, self.tokens_per_row)
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of a profile file."""
         return _PROFILE.write(self)
@@ -132,7 +137,7 @@ _MEMORY = record(
     ProfileError,
     order="everywhere parts",
     everywhere=Key(written="always"),
-    parts=Key(Repeated(_PART_MEMORY)),
+    parts=Key(repeated(_PART_MEMORY)),
 )
 PROGRAM = record(
     ProgramCosts,
@@ -140,10 +145,10 @@ PROGRAM = record(
     order="rows units before blocks after boundary_bytes tied row_sums memory",
     units=Key(written="always"),
     before=Key(_PART, default=PartCosts(), written="always"),
-    blocks=Key(Repeated(_PART), default=(), written="always"),
+    blocks=Key(repeated(_PART), default=(), written="always"),
     after=Key(_PART, default=PartCosts(), written="always"),
-    boundary_bytes=Key(Repeated(_BOUNDARY), written="always"),
-    tied=Key(Many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")))),
+    boundary_bytes=Key(repeated(_BOUNDARY), written="always"),
+    tied=Key(many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")).values)),
     row_sums=Key(ROW_SUMS),
     memory=Key(_MEMORY),
 )
@@ -166,29 +171,14 @@ class _Program:
     tokens_per_row: int = 0
 
 
-@dataclass(frozen=True)
-class _File:
-    """What a profile file says."""
-
-    program: _Program
-    mixes_rows: bool
-    other_lengths: tuple[tuple[int, ProgramCosts], ...]
-    times: tuple[BlockTime, ...]
-    alpha: tuple[Slowdown, ...]
-    sequences: Mapping[int, float]
-
-    @classmethod
-    def of(cls, profile: Profile) -> _File:
-        program = _Program(profile.costs, profile.source, profile.tokens_per_row)
-        others = profile.mixes_rows, profile.other_lengths, profile.times, profile.alpha, profile.sequences
-        return cls(program, *others)
-
-
 def _profile(program: _Program, **others: Any) -> Profile:
     return Profile(program.costs, program.tokens_per_row, program.source, **others)
 
 
 _COSTS = Key(PROGRAM, inline=True)
+_PROGRAM = record(
+    _Program, ProfileError, order="source tokens_per_row costs", source=Key(written="always"), costs=_COSTS
+)
 _OTHER_LENGTH = record(
     lambda tokens_per_row, costs: (tokens_per_row, costs),
     ProfileError,
@@ -199,15 +189,12 @@ _OTHER_LENGTH = record(
 _PROFILE = record(
     _profile,
     ProfileError,
-    like=_File,
-    pack=_File.of,
+    like=Profile,
+    order="program mixes_rows other_lengths times alpha sequences",
     format=FORMAT,
-    program=Key(
-        record(_Program, ProfileError, order="source tokens_per_row costs", source=Key(written="always"), costs=_COSTS)
-    ),
-    mixes_rows=Key(default=False),
-    other_lengths=Key(Many(_OTHER_LENGTH), default=()),
-    times=Key(Many(BLOCK_TIME), default=()),
-    alpha=Key(Many(SLOWDOWN), default=()),
-    sequences=Key(Numbered("tokens", ProfileError), default={}),
+    program=Key(_PROGRAM, default=REQUIRED),
+    other_lengths=Key(many(_OTHER_LENGTH.values)),
+    times=Key(many(BLOCK_TIME.values)),
+    alpha=Key(many(SLOWDOWN.values)),
+    sequences=Key(numbered("tokens", ProfileError)),
 )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetu_fx.base.sizes import size_parts
 from hetu_fx.checkpoint.folders import MANIFEST, check_folder, is_complete, latest, replaced_folder, settle
 from hetu_fx.checkpoint.optimizer_files import Parameters, TrainingFiles, write_training_state
 from hetu_fx.checkpoint.weight_files import WeightFiles, write_weights
@@ -39,8 +40,6 @@ __all__ = [
 TRAINING = "hetu_fx"
 # The default of save_pretrained; units are decimal there too.
 MAX_SHARD_SIZE = "50GB"
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def save_consolidated(
@@ -218,7 +217,7 @@ def parse_size(size: int | str) -> int:
     """Read a number of bytes, or text such as "500MB" (decimal units). Raises CheckpointError."""
     if isinstance(size, int):
         return size
-    number, unit = size.strip()[:-2], size.strip()[-2:].upper()
-    if unit not in _UNITS or not number.strip().replace(".", "", 1).isdigit():
+    parts = size_parts(size, 1000)
+    if parts is None or parts[0].count(".") > 1 or parts[0] == ".":
         raise CheckpointError(f"cannot read the size {size!r}; write bytes as a number, or text such as '5GB'")
-    return int(float(number) * _UNITS[unit])
+    return int(float(parts[0]) * parts[1])

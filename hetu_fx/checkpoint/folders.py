@@ -14,88 +14,91 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import CheckpointError, OtherRankError
+from hetu_fx.errors import CheckpointError, HetuFxError, OtherRankError
 
 MANIFEST = "hetu_fx_manifest.json"
 FORMAT = "hetu_fx.folder/1"
 
 
+@dataclass(frozen=True, slots=True)
+class FolderKind:
+    """What makes a folder whole.
+
+    Attributes:
+        error: what is raised where it cannot be written.
+        is_whole: tells whether all of it is there.
+        seal: writes what says so, on one rank, when all else is there.
+    """
+
+    error: type[HetuFxError]
+    is_whole: Callable[[Path], bool]
+    seal: Callable[[Path], None] = lambda _: None
+
+
 @contextmanager
-def replaced_folder(folder: Path, table: GroupTable) -> Iterator[Path]:
+def replaced_folder(folder: Path, table: GroupTable, kind: FolderKind | None = None) -> Iterator[Path]:
     """Give an empty folder to write in, on all ranks, that becomes `folder` when the block ends. Collective.
 
     Every rank may write files of its own names. Whatever fails inside, on any rank, leaves `folder` as it was.
-    The ranks must share the file system. Raises CheckpointError, on all ranks, where one cannot write.
+    The ranks must share the file system. `kind` is a checkpoint where it is left out. Raises the kind's error, on all
+    ranks, where one cannot write.
     """
-    folder = folder.absolute()
+    folder, kind = folder.absolute(), kind or CHECKPOINT
     try:
-        with _replaced(folder, table) as staging:
+        with _replaced(folder, table, kind) as staging:
             yield staging
     except (OSError, OtherRankError) as error:
-        raise CheckpointError(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
+        raise kind.error(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
 
 
 @contextmanager
-def _replaced(folder: Path, table: GroupTable) -> Iterator[Path]:
+def _replaced(folder: Path, table: GroupTable, kind: FolderKind) -> Iterator[Path]:
     token = [secrets.token_hex(4)]
     if table.size > 1:
         dist.broadcast_object_list(token, src=table.to_global(0), group=table.base)
     staging = folder.parent / f".{folder.name}.new-{token[0]}"
-    together(table, lambda: _begin(folder, staging) if table.rank == 0 else None)
+    together(table, lambda: _begin(folder, staging, kind) if table.rank == 0 else None)
     try:
         yield staging
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     together(table, lambda: _sync_files(staging))
-    together(table, lambda: _commit(folder, staging, token[0]) if table.rank == 0 else None)
+    together(table, lambda: _commit(folder, staging, token[0], kind) if table.rank == 0 else None)
 
 
-def _guarded(act: Callable[[], None], what: str) -> None:
-    try:
-        act()
-    except OSError as error:
-        raise CheckpointError(f"{what}: {error}; is the disk full, or the folder not writable?") from error
-
-
-def _begin(folder: Path, staging: Path) -> None:
-    def begin() -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        settle(folder)
-        for orphan in folder.parent.glob(f".{folder.name}.new-*"):
-            shutil.rmtree(orphan)
-        staging.mkdir()
-
-    _guarded(begin, f"cannot write beside {folder}")
+def _begin(folder: Path, staging: Path, kind: FolderKind) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    settle(folder, kind)
+    for orphan in folder.parent.glob(f".{folder.name}.new-*"):
+        shutil.rmtree(orphan)
+    staging.mkdir()
 
 
 def _sync_files(staging: Path) -> None:
     """Make what was written so far survive a power failure; every rank syncs, files may be on its own node."""
-
-    def sync() -> None:
-        for path in _files(staging):
-            _sync(path)
-
-    _guarded(sync, f"cannot sync {staging}")
+    for path in _files(staging):
+        _sync(path)
 
 
-def _commit(folder: Path, staging: Path, token: str) -> None:
-    def commit() -> None:
-        _write_manifest(staging)
-        old = folder.parent / f".{folder.name}.old-{token}"
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(staging, folder)
-        _sync(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
-
-    _guarded(commit, f"cannot put {folder} in place")
+def _commit(folder: Path, staging: Path, token: str, kind: FolderKind) -> None:
+    """Put the new folder in the place of the old one; the old one goes only once the new one is there."""
+    kind.seal(staging)
+    for part in sorted({path.parent for path in _files(staging)}):
+        _sync(part)
+    old = folder.parent / f".{folder.name}.old-{token}"
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(staging, folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_manifest(folder: Path) -> None:
@@ -107,8 +110,6 @@ def _write_manifest(folder: Path) -> None:
     path = folder / MANIFEST
     path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
     _sync(path)
-    for part in sorted({path.parent for path in _files(folder)}):
-        _sync(part)
 
 
 def check_folder(folder: Path, *, sums: bool = False) -> None:
@@ -138,16 +139,19 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def settle(folder: Path) -> None:
+CHECKPOINT = FolderKind(CheckpointError, is_complete, _write_manifest)
+
+
+def settle(folder: Path, kind: FolderKind = CHECKPOINT) -> None:
     """Put back what a crash in the middle of a replacement left under another name; one process alone."""
     folder = folder.absolute()
     if folder.exists():
         for old in folder.parent.glob(f".{folder.name}.old-*"):
             shutil.rmtree(old)
         return
-    for kind in ("new", "old"):
-        for left in sorted(folder.parent.glob(f".{folder.name}.{kind}-*")):
-            if is_complete(left):
+    for name in ("new", "old"):
+        for left in sorted(folder.parent.glob(f".{folder.name}.{name}-*")):
+            if kind.is_whole(left):
                 os.rename(left, folder)
                 return
 

@@ -6,12 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 
+from hetu_fx.base.sizes import size_parts
 from hetu_fx.errors import EnvironmentProblem
 
 SLOWEST_SPEED = 0.001  # the kernel's shortest quota, 1 ms, in its longest period, 1 s
 NUM_NODES_MAX = 200  # node addresses are the last byte of one /24 network
 
-_SIZE_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _RATE_FACTORS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -109,10 +109,10 @@ def parse_memory(text: str) -> tuple[int | None, ...]:
 
 def parse_size(text: str) -> int:
     """Read "2G" or "512M" as bytes (K, M, G and T count by 1024)."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)(?:i?B)?\s*", text, flags=re.IGNORECASE)
-    if match is None:
+    parts = size_parts(text, 1024)
+    if parts is None:
         raise EnvironmentProblem(f"memory size {text!r} is not a number of bytes; write it like 512M or 2G")
-    return int(_number(match[1], "memory size") * _SIZE_FACTORS[match[2].upper()])
+    return int(_number(parts[0], "memory size") * parts[1])
 
 
 def parse_rate(text: str) -> float:

@@ -14,8 +14,6 @@ says where each parameter's part lies, so that it can be cut out of a checkpoint
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
+from hetu_fx.checkpoint.folders import FolderKind, replaced_folder
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
@@ -53,22 +52,26 @@ def export_runtime(runtime: Runtime, folder: Path) -> None:
             "model.hetu.save(folder), or make it capturable and use capture='graph'"
         )
     program = runtime.execution.programs.training
-    aside = folder.with_name(f"{folder.name}.partial")
     rank = runtime.table.rank
-    together(runtime.table, lambda: _make_room(folder, aside) if rank == 0 else None)
-    with using(runtime.table):
+    together(runtime.table, lambda: _check_is_export(folder) if rank == 0 else None)
+    with using(runtime.table), replaced_folder(folder, runtime.table, _EXPORT) as aside:
         for variant in _graph_variants(runtime).values():
             variant.stage(program, False)  # makes its graph; collective
         entries = together(runtime.table, lambda: _export_variants(runtime, program, aside))
-    gathered = _gathered(runtime.table, entries)
-    together(runtime.table, lambda: _finish(runtime, program, aside, folder, gathered) if rank == 0 else None)
+        gathered = _gathered(runtime.table, entries)
+        together(runtime.table, lambda: _finish(runtime, program, aside, gathered) if rank == 0 else None)
 
 
-def _make_room(folder: Path, aside: Path) -> None:
-    if folder.exists() and not (folder / "manifest.json").exists():
+def _is_export(folder: Path) -> bool:
+    return (folder / "manifest.json").is_file()
+
+
+_EXPORT = FolderKind(ExportError, _is_export)
+
+
+def _check_is_export(folder: Path) -> None:
+    if folder.exists() and not _is_export(folder):
         raise ExportError(f"{folder} exists and is not an export; choose another folder")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
 
 
 def _export_variants(runtime: Runtime, program: Program, folder: Path) -> dict[str, Any]:
@@ -198,7 +201,7 @@ def _gathered(table: GroupTable, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return everyone
 
 
-def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entries: list[dict[str, Any]]) -> None:
+def _finish(runtime: Runtime, program: Program, aside: Path, entries: list[dict[str, Any]]) -> None:
     graph = program.graph
     torch.export.save(_export_single(graph), aside / "single.pt2")
     unsaved = {name: runtime.model.get_buffer(name) for name in _unsaved_buffers(graph)}
@@ -226,22 +229,3 @@ def _finish(runtime: Runtime, program: Program, aside: Path, folder: Path, entri
         },
     }
     (aside / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    _replace(aside, folder)
-
-
-def _replace(aside: Path, folder: Path) -> None:
-    """Put the new folder in the place of the old one; the old one goes only once the new one is there."""
-    _sync(aside)
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(aside, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

@@ -26,7 +26,7 @@ from hetu_fx.checkpoint.checkpoint import (
 )
 from hetu_fx.checkpoint.weight_files import plan_shards
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.errors import CheckpointError, OtherRankError
+from hetu_fx.errors import CheckpointError, ExportError, OtherRankError
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 
@@ -111,6 +111,21 @@ def test_what_one_rank_cannot_write_is_refused_alike_on_all(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=r"cannot write .*/out: .*No space left; is the disk full"):
             replace_where(error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_other_folders_are_replaced_alike_with_an_error_of_their_own(tmp_path: Path) -> None:
+    kind = folders.FolderKind(ExportError, lambda folder: (folder / "whole").is_file())
+    with folders.replaced_folder(tmp_path / "out", GroupTable.dry(0, 1), kind) as staging:
+        (staging / "whole").write_text("")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+    (tmp_path / "out").rename(tmp_path / ".out.old-1")  # as a crash between two renames leaves it
+    (tmp_path / ".out.new-1").mkdir()
+    with (
+        pytest.raises(ExportError, match="cannot write"),
+        folders.replaced_folder(tmp_path / "out", GroupTable.dry(0, 1), kind),
+    ):
+        raise OSError("No space left")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
 
 
 @pytest.mark.parametrize("renames", [0, 1, 2])

@@ -9,21 +9,18 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.overrides import TorchFunctionMode
 
-from hetu_fx.base.torch_private import is_fake, tree_leaves, without_fake_tensor_cache
+from hetu_fx.base.torch_private import without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
-from hetu_fx.graph.capture_failure import WAY_OUT, explain_failure, line_of_caller, watch_fixed_sizes
+from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no_backward_is_lost, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.own_backward import is_derivative
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 LossFn = Callable[..., torch.Tensor]
@@ -63,38 +60,6 @@ def _call(function: LossFn, *args: Any, **kwargs: Any) -> torch.Tensor:
     return function(*args, **kwargs)
 
 
-class _NoStrayParameters(TorchFunctionMode):
-    """Refuses trainable parameters that the model does not own: export would bake them in as constants."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument in tree_leaves((args, kwargs)):
-            if isinstance(argument, nn.Parameter) and argument.requires_grad and not is_fake(argument):
-                raise CaptureError(
-                    f"a trainable tensor of shape {tuple(argument.shape)} is used that is not a parameter of the "
-                    "model; register it in the model (a loss function with parameters belongs into the model)"
-                )
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _no_backward_is_lost() -> Iterator[None]:
-    """Refuse functions whose backward is not the derivative of their forward, which is all that a trace has of them."""
-    apply = vars(torch.autograd.Function)["apply"].__func__
-
-    def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
-        if carries and not cls.__module__.startswith("torch.") and not is_derivative(cls, args):
-            raise CaptureError(
-                f"the model calls {cls.__qualname__} ({line_of_caller()}), an autograd function whose backward is not "
-                f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
-                f"only; {WAY_OUT}"
-            )
-        return apply(cls, *args, **kwargs)
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
-        yield
-
-
 class _OutputStructure:
     """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
@@ -123,8 +88,8 @@ class _Program(nn.Module):
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_NoStrayParameters())
-            stack.enter_context(_no_backward_is_lost())
+            stack.enter_context(NoStrayParameters())
+            stack.enter_context(no_backward_is_lost())
             for device_type, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             output = self.model(*args, **kwargs)

@@ -1,15 +1,27 @@
-"""Say why a model could not be captured, with the user's line and what is left to do."""
+"""What cannot be captured: refused while it is traced, or explained where torch.export failed; with the user's line.
+
+A graph has only the forward of a function with a backward of its own, and differentiates that. Where the backward says
+something else (a straight-through estimator: the forward rounds, the backward passes on) the graph would have other
+gradients; whether it does is tried on random numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hetu_fx.base import torch_private
+from hetu_fx.base.torch_private import is_fake, is_setup_context_defined, tree_leaves
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 
@@ -18,6 +30,11 @@ WAY_OUT = (
     "as it is, data parallel with uneven shares"
 )
 SAID_AT = "The following call raised this error:"
+
+Function = type[torch.autograd.Function]
+STEP = 1e-6  # along a random direction, in float64
+TOLERANCE = 1e-4
+MOST_ELEMENTS = 2**24  # of all arguments of a function that is tried
 
 
 def explain_failure(error: Exception) -> CaptureError:
@@ -44,7 +61,7 @@ def watch_fixed_sizes() -> Iterator[list[str]]:
         yield lines
 
 
-def line_of_caller() -> str:
+def _line_of_caller() -> str:
     """Return "file.py:41" of the user's innermost line that is running."""
     return _line_in_frames(traceback.extract_stack()) or "unknown line"
 
@@ -71,3 +88,111 @@ def _line_in_frames(frames: traceback.StackSummary) -> str | None:
 
 def _short(path: str, line: int) -> str:
     return f"{os.path.basename(path)}:{line}"
+
+
+class NoStrayParameters(TorchFunctionMode):
+    """Refuses trainable parameters that the model does not own: export would bake them in as constants."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, nn.Parameter) and argument.requires_grad and not is_fake(argument):
+                raise CaptureError(
+                    f"a trainable tensor of shape {tuple(argument.shape)} is used that is not a parameter of the "
+                    "model; register it in the model (a loss function with parameters belongs into the model)"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_backward_is_lost() -> Iterator[None]:
+    """Refuse functions whose backward is not the derivative of their forward, which is all that a trace has of them."""
+    apply = vars(torch.autograd.Function)["apply"].__func__
+
+    def checked(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        carries = any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args)
+        if carries and not cls.__module__.startswith("torch.") and not is_derivative(cls, args):
+            raise CaptureError(
+                f"the model calls {cls.__qualname__} ({_line_of_caller()}), an autograd function whose backward is not "
+                f"the derivative of its forward (tried on random numbers), and a captured graph has its forward "
+                f"only; {WAY_OUT}"
+            )
+        return apply(cls, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
+        yield
+
+
+def is_derivative(function: Function, arguments: Sequence[Any]) -> bool:
+    """Tell whether a function's backward is the derivative of its forward, along a random direction.
+
+    It is called on random numbers in the shapes of `arguments`, which may be fake tensors. False also where that
+    cannot be found out: the function fails on them, or they are very large.
+    """
+    with ThreadPoolExecutor(1) as elsewhere:  # a thread of its own is in none of the modes of a trace
+        try:
+            return elsewhere.submit(_agrees, function, arguments).result()
+        except Exception:  # whatever a user's function raises on numbers that it was not meant for
+            return False
+
+
+class _Context:
+    """What a forward leaves for its backward."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.needs_input_grad = tuple(_is_float(argument) for argument in arguments)
+        self.saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("mark_", "set_", "save_")):
+            return lambda *given: None
+        raise AttributeError(name)
+
+
+def _agrees(function: Function, arguments: Sequence[Any]) -> bool:
+    if sum(argument.numel() for argument in arguments if isinstance(argument, Tensor)) > MOST_ELEMENTS:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    given = [_numbers(argument, generator) for argument in arguments]
+    ways = [torch.randn(x.shape, generator=generator, dtype=x.dtype) if _is_float(x) else None for x in given]
+    context = _Context(given)
+    results = _forward(function, context, given)
+    weights = [torch.randn(y.shape, generator=generator, dtype=y.dtype) if _is_float(y) else y for y in results]
+    gradients = _listed(function.backward(context, *weights))
+    expected = sum(float((g * v).sum()) for g, v in zip(gradients, ways, strict=True) if None not in (g, v))
+    ahead, behind = (_forward(function, _Context(given), _moved(given, ways, h)) for h in (STEP, -STEP))
+    pairs = zip(weights, ahead, behind, strict=True)
+    found = sum(float((w * (a - b)).sum()) / (2 * STEP) for w, a, b in pairs if _is_float(a))
+    return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected), 1.0)
+
+
+def _forward(function: Function, context: _Context, given: Sequence[Any]) -> list[Any]:
+    if not is_setup_context_defined(function):
+        return _listed(function.forward(context, *given))
+    output = function.forward(*given)
+    function.setup_context(context, tuple(given), output)
+    return _listed(output)
+
+
+def _listed(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _numbers(argument: Any, generator: torch.Generator) -> Any:
+    """Return positive random numbers in the shape of a tensor, ones for integers; what is no tensor as it is."""
+    if not isinstance(argument, Tensor):
+        return argument
+    shape = [meta.hint(size) for size in argument.shape]
+    if not argument.is_floating_point():
+        return torch.ones(shape, dtype=argument.dtype)
+    return torch.rand(shape, generator=generator, dtype=torch.float64) * 0.6 + 0.2
+
+
+def _moved(given: Sequence[Any], ways: Sequence[Tensor | None], step: float) -> list[Any]:
+    return [x if way is None else x + step * way for x, way in zip(given, ways, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.own_backward import is_derivative
+from hetu_fx.graph.capture_failure import is_derivative
 from tests.graph.compare import run_on_one_device
 
 
@@ -80,7 +80,7 @@ def test_a_function_that_fails_on_random_numbers_is_not_known_to_be_one() -> Non
 
 
 def test_an_estimator_is_refused_with_its_line_and_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"Rounded \(test_own_backward.py:\d+\).*capture=\"eager\""):
+    with pytest.raises(CaptureError, match=r"Rounded \(test_capture_failure.py:\d+\).*capture=\"eager\""):
         capture(Calls(Rounded), (torch.randn(5, 4),))
 
 

@@ -35,7 +35,9 @@ def test_every_block_prints_what_stands_below_it(names: dict[str, Any], capsys: 
     for code, expected in runs:
         exec(code, names)
         printed = capsys.readouterr().out
-        written = written.replace(f"```python\n{code}```\n\n```text\n{expected}```", f"```python\n{code}```\n\n```text\n{printed}```")
+        written = written.replace(
+            f"```python\n{code}```\n\n```text\n{expected}```", f"```python\n{code}```\n\n```text\n{printed}```"
+        )
     if os.environ.get("HETU_FX_WRITE_DOCS"):
         PAGE.write_text(written)
     assert written == page

@@ -149,7 +149,7 @@ class Adaptation:
             micro_batches = [rows for rows in micro_batch_rows(count, pipeline.micro_batches) if rows]
             for stage in stage_costs(pipeline, self.costs, cluster):
                 for device, seconds in zip(stage.stage.devices, stage.compute, strict=True):
-                    work[device] = sum(map(seconds, micro_batches))
+                    work[device] = sum(seconds(rows) for rows in micro_batches)
         return work
 
     def calibrate(self, cluster: Cluster, normals: Mapping[int, float]) -> None:

@@ -22,7 +22,8 @@ from enum import StrEnum
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
-from hetu_fx.planner.price.step import end_seconds, ends_of, places_of, stage_costs
+from hetu_fx.planner.price.step import ends_of, places_of, stage_costs
+from hetu_fx.planner.price.step_end import end_seconds
 from hetu_fx.planner.values.lengths import costs_at
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan
@@ -166,7 +167,7 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:
     """Fit the seconds that the slowest stage takes for a row of each length; `fixed` is what a micro-batch costs."""
     stages = {length: stage_costs(pipeline, costs, cluster) for length, costs in by_length.items()}
-    fit = fit_times([(length, max(s.seconds.per_row for s in found)) for length, found in stages.items()]).fit
+    fit = fit_times([(length, max(s.seconds.slope for s in found)) for length, found in stages.items()]).fit
     fixed = max(stage.seconds.fixed for found in stages.values() for stage in found)
     return replace(fit, c=fit.c + fixed)
 

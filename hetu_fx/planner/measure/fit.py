@@ -11,8 +11,9 @@ from operator import add
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.dispatch.strategy import Fitted, fit_times
-from hetu_fx.planner.price.stage import Line, compute_lines, tensor_parallel_lines
+from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.block_times import BlockTime, Slowdown
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -88,7 +89,7 @@ def block_time(
         kind,
         degree,
         a=mean.a,
-        b=mean.b + sums.per_row / length,
+        b=mean.b + sums.slope / length,
         c=mean.c + sums.fixed,
         bytes_per_token=kept / costs.num_blocks / longest,
         r_squared=found.r_squared,
@@ -123,7 +124,7 @@ def _communication(degree: int, costs: ProgramCosts, cluster: Cluster, device: D
     healthy = Cluster(alike, cluster.intra, cluster.inter)
     sums, returns = tensor_parallel_lines(Stage(healthy.ranks), _all_blocks(costs), healthy)
     total, count = sums + returns, costs.num_blocks
-    return Line(total.fixed / count, total.per_row / count)
+    return Line(total.fixed / count, total.slope / count)
 
 
 def _all_blocks(costs: ProgramCosts) -> PartCosts:

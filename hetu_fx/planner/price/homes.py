@@ -1,8 +1,8 @@
 """Seconds of the end of a step, and of a move, where every parameter's owners are given.
 
-`cost` takes owners for equal: each of a parameter's readers has an equal share of it. Here a device is busy by what it
-owns: it updates that, sums its gradients of all readers, and gives its values to them. Meetings are left out, as they
-are the same wherever homes are.
+`sync_seconds` takes owners for equal: each of a parameter's readers has an equal share of it. Here a device is busy by
+what it owns: it updates that, sums its gradients of all readers, and gives its values to them. Meetings are left out,
+as they are the same wherever homes are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.comm_ops.plans.slices import finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
-from hetu_fx.planner.price.step import TURN_MOVES, end_seconds, optimizer_seconds
+from hetu_fx.planner.price.step_end import TURN_MOVES, copy_seconds, end_seconds, update_line
 from hetu_fx.planner.values.device_memory import MOMENTS
 
 K = TypeVar("K")
@@ -43,8 +43,8 @@ def home_end_seconds(
 ) -> float:
     """Return what the end of a step takes with such homes: gradient sync, gather and update, each of the slowest.
 
-    `update_seconds_per_byte` is what devices take now for each byte of parameters that they own; as `cost` has it of
-    those that are left out.
+    `update_seconds_per_byte` is what devices take now for each byte of parameters that they own; as `update_line`
+    has it of those that are left out.
     """
     known = update_seconds_per_byte or {}
     owned: dict[int, float] = defaultdict(float)
@@ -56,10 +56,7 @@ def home_end_seconds(
         _add(gathered, of_one.gathered, one.itemsize)
         _add(synced, of_one.synced, one.itemsize)
     sync, gather = _by_device(synced, cluster), _by_device(gathered, cluster)
-    updates = (
-        device.step_now + owned[device.rank] * known.get(device.rank, optimizer_seconds(1.0, device))
-        for device in cluster.devices
-    )
+    updates = (update_line(owned[device.rank], device, known.get(device.rank))(1.0) for device in cluster.devices)
     return end_seconds(zip(sync, gather, updates, strict=True))
 
 
@@ -106,7 +103,7 @@ def _by_device(pairs: Pairs, cluster: Cluster) -> list[float]:
         for rank in ends:
             moved[rank] += num_bytes
     moves = TURN_MOVES / 2  # around a ring, every byte that arrives is one that leaves
-    return [travelling + moves * moved[d.rank] * d.flops_per_byte / d.speed for d in cluster.devices]
+    return [travelling + copy_seconds(moves * moved[device.rank], [device]) for device in cluster.devices]
 
 
 @dataclass(frozen=True, slots=True)

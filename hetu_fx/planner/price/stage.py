@@ -23,6 +23,7 @@ from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost, messages_cost
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.ring import turn_seconds
 from hetu_fx.plans.plan import Stage
@@ -32,27 +33,9 @@ OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Seconds as a line: `fixed + per_row * rows`."""
-
-    fixed: float = 0.0
-    per_row: float = 0.0
-
-    def __call__(self, rows: float) -> float:
-        return self.fixed + self.per_row * rows
-
-    def __add__(self, other: Line) -> Line:
-        return Line(self.fixed + other.fixed, self.per_row + other.per_row)
-
-    def upper(self, other: Line) -> Line:
-        """Return a line that is nowhere below either."""
-        return Line(max(self.fixed, other.fixed), max(self.per_row, other.per_row))
-
-
 def forward_lines(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the forward's part of whole lines: what recomputed blocks take again, as what is sent is kept."""
-    return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.per_row / FORWARD_AND_BACKWARD) for n in lines)
+    return tuple(Line(n.fixed / FORWARD_AND_BACKWARD, n.slope / FORWARD_AND_BACKWARD) for n in lines)
 
 
 def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:

@@ -1,15 +1,12 @@
 """Seconds of a step under a plan.
 
-A stage takes l_s(x) seconds for forward and backward of a micro-batch of x rows, see `planner.stage_lines` for (1) to
-(3).
+A stage takes l_s(x) seconds for forward and backward of a micro-batch of x rows, (1) to (3) of `price.stage`.
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
-A step takes the slowest pipeline, then the slowest gradient sync, gather and optimizer update,          (5)
-which has in it what a step takes besides;
+A step takes the slowest pipeline, then its end (`price.step_end`);                                      (5)
 replicas in which rows meet sum them in between.
 
-What is synced is copied too, into messages and out of them. Nothing is overlapped. Communication is priced by the same
-functions as the comm ops that run.
+Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
 """
 
 from __future__ import annotations
@@ -20,11 +17,10 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import add
 
-from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import device_bytes, stops_of, tied_holders
 from hetu_fx.planner.price.replica_groups import Columns
 from hetu_fx.planner.price.stage import (
-    Line,
     Rounds,
     device_lines,
     forward_lines,
@@ -32,16 +28,14 @@ from hetu_fx.planner.price.stage import (
     round_lines,
     rounds_of,
 )
+from hetu_fx.planner.price.step_end import end_seconds, sync_seconds, update_line
 from hetu_fx.planner.values.device_memory import Terms
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.ring import turn_seconds
 from hetu_fx.planner.values.tied import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-
-TURN_MOVES = 4  # what goes around a ring is read and written on its way into the message, and out of it
-OPTIMIZER_MOVES = 7  # Adam reads parameter, gradient and two moments, and writes all but the gradient
 
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
 
@@ -134,28 +128,8 @@ def _stage_costs(
     return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)
 
 
-def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero: int) -> tuple[float, float]:
-    """Return (gradient sync, parameter gather) seconds over one device of each replica.
-
-    Zero 1: gradients are reduce-scattered and parameters gathered, a turn around the ring each. Zero 0:
-    gradients are all-reduced, two turns, and nothing is gathered.
-    """
-    if len(ranks) < 2:
-        return 0.0, 0.0
-    devices = map(cluster.device, ranks)
-    copies = num_bytes * TURN_MOVES * max(device.flops_per_byte / device.speed for device in devices)
-    turn = turn_seconds(num_bytes, ranks, cluster) + copies
-    return (turn, turn) if zero else (2 * turn, 0.0)
-
-
-def update_line(num_bytes: float, device: Device) -> Line:
-    """Return the seconds of a device at the end of a step, as a line of the share of its parameters that it owns."""
-    return Line(device.step_now, optimizer_seconds(num_bytes, device))
-
-
-def optimizer_seconds(num_bytes: float, device: Device) -> float:
-    """Return the seconds of the update of so many bytes of owned parameters."""
-    return num_bytes * OPTIMIZER_MOVES * device.flops_per_byte / device.speed
+Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]
+"""(gradient sync, gather) seconds of so many bytes over the ranks that hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +183,6 @@ class Place:
         return update(1 / self.num_copies(plan) if plan.zero else 1.0)
 
 
-Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]
-"""(gradient sync, gather) seconds of so many bytes over the ranks that hold them."""
-
-
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     """Return the predicted step of a plan: (5), and every device's seconds and bytes by term.
 
@@ -237,11 +207,6 @@ def ends_of(plan: Plan, places: Iterable[Place], cluster: Cluster) -> list[tuple
     """Return (gradient sync, gather, optimizer) seconds of each device."""
     sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
     return [place.end_terms(plan, cluster, sync) for place in places]
-
-
-def end_seconds(ends: Iterable[Sequence[float]]) -> float:
-    """Return what the end of a step takes: of each term what the slowest device takes, one after another."""
-    return math.fsum(max(column) for column in zip(*ends, strict=True))
 
 
 def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:

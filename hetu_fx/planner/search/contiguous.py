@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.recompute import fitted
-from hetu_fx.planner.price.step import predict, sync_seconds
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment

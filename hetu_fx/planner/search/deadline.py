@@ -49,12 +49,12 @@ class DeadlineTable:
         """No option does more than `total` rows. Options of a segment must stand together."""
         self.options, self._total = tuple(options), total
         width = max((len(option.replica.lines) for option in options), default=1)
-        a, b = (self._padded(width, name) for name in ("fixed", "per_row"))
+        a, b = (self._padded(width, name) for name in ("fixed", "slope"))
         self._count = np.array([float(option.micro_batches) for option in options])
         self._most = np.array([float(min(option.most_micro_rows, total)) for option in options])
         self._end = np.array([option.end_seconds for option in options])
         self._sum_a = np.array([sum(line.fixed for line in o.replica.lines) for o in options])
-        self._sum_b = np.array([sum(line.per_row for line in o.replica.lines) for o in options])
+        self._sum_b = np.array([sum(line.slope for line in o.replica.lines) for o in options])
         extra = self._count[:, None] - 1
         self._constant = self._sum_a[:, None] + extra * a
         self._slope = self._sum_b[:, None] + extra * b

@@ -14,12 +14,13 @@ from dataclasses import replace
 from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.stage import Line, hand_over_line
-from hetu_fx.planner.price.step import sync_seconds
+from hetu_fx.planner.price.stage import hand_over_line
+from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.device_classes import alike_in
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import Replica, ReplicaRules, StageEstimate, stage_estimate
+from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage
 
 

@@ -13,10 +13,12 @@ from functools import reduce
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import Piece
 from hetu_fx.planner.price.recompute import least_blocks
-from hetu_fx.planner.price.stage import Line, compute_lines, forward_lines, tensor_parallel_lines
-from hetu_fx.planner.price.step import pipeline_seconds, update_line
+from hetu_fx.planner.price.stage import compute_lines, forward_lines, tensor_parallel_lines
+from hetu_fx.planner.price.step import pipeline_seconds
+from hetu_fx.planner.price.step_end import update_line
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.values.device_memory import in_flight
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Schedule, Stage
 
@@ -102,7 +104,7 @@ class StageEstimate:
 def _again_line(line: Line, recompute: int, blocks: int) -> Line:
     """Return the seconds of doing some blocks again, `line` being all of them; as if all took the same."""
     share = recompute / blocks if recompute else 0.0
-    return Line(line.fixed * share, line.per_row * share)
+    return Line(line.fixed * share, line.slope * share)
 
 
 @dataclass(frozen=True, slots=True)

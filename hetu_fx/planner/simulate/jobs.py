@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.stage import Line
 from hetu_fx.planner.simulate.events import Activity, Resource
+from hetu_fx.planner.values.line import Line
 
 Traffic = tuple[tuple[int, int, float], ...]
 """(sender, receiver, bytes)."""
@@ -75,7 +75,7 @@ class Jobs:
     ) -> int:
         """Add a message or a collective that takes `line.fixed` seconds of latency and `line.per_row` for its bytes."""
         loads = loads_of(traffic, self.cluster)
-        seconds = max(line.per_row, *loads.values(), 0.0) if loads else line.per_row
+        seconds = max(line.slope, *loads.values(), 0.0) if loads else line.slope
         uses = {resource: min(1.0, load / seconds) for resource, load in loads.items() if load}
         activity = Activity(seconds, uses, tuple(after), line.fixed)
         shown = tuple(devices) or tuple(dict.fromkeys(sender for sender, _, _ in traffic))

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.placement import stops_of
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, Line, compute_lines
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, compute_lines
 from hetu_fx.planner.price.step import StageCosts, stage_costs
 from hetu_fx.planner.simulate.jobs import Traffic, ring_traffic
 from hetu_fx.planner.simulate.schedules import PaperSchedule, Work, num_chunks
 from hetu_fx.planner.values.footprint import StageFootprint
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
 
@@ -74,7 +75,7 @@ class Lane:
                 line = Line()
             case _:
                 line = costs.returns
-        return Line(line.fixed, line.per_row * rows)
+        return Line(line.fixed, line.slope * rows)
 
     def reduction_traffic(self, part: int, work: Work, rows: int) -> Traffic:
         """Return what goes around for them: twice for a sum, once where the sequence is shared."""
@@ -97,7 +98,7 @@ class Lane:
         stage = self.parts.stages[part]
         program = self.program.on(stage)
         ranges = [compute_lines(stage, program.stage(start, stop), self.cluster) for start, stop in blocks]
-        weights = [max(line.per_row for line in lines) for lines in ranges]
+        weights = [max(line.slope for line in lines) for lines in ranges]
         total = sum(weights)
         return tuple(weight / total if total else 1 / len(weights) for weight in weights)
 

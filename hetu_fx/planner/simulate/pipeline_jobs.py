@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from hetu_fx.errors import StateError
 from hetu_fx.planner.price.buckets import Bucket
-from hetu_fx.planner.price.stage import Line
 from hetu_fx.planner.simulate.jobs import Jobs, Traffic
 from hetu_fx.planner.simulate.pipeline import Lane
 from hetu_fx.planner.simulate.schedules import Entry, PaperSchedule, Work, table
 from hetu_fx.planner.values.footprint import highest_at
+from hetu_fx.planner.values.line import Line
 
 _COMPLETES = (Work.BACKWARD, Work.WEIGHT_GRADIENT)
 
@@ -102,7 +102,7 @@ class PipelineJobs:
             own = {rank: weight * value for rank, value in seconds.items()}
             given, freed = (start if index == 0 else {}), (end if is_last else {})
             job = self.jobs.compute(entry.work, name, own, after, given, freed)
-            job = self._reduced(part, entry, rows, Line(reductions.fixed * weight, reductions.per_row * weight), job)
+            job = self._reduced(part, entry, rows, Line(reductions.fixed * weight, reductions.slope * weight), job)
             after = (job,)
             if bucket is not None:
                 self.made[part, bucket] = job
@@ -124,7 +124,7 @@ class PipelineJobs:
         is_forward = source.part < part
         costs = self.lane.costs[source.part]
         line = costs.to_next if is_forward else costs.to_previous
-        if not (line.fixed or line.per_row):
+        if not (line.fixed or line.slope):
             return after
         size = self.lane.handed_bytes(max(part, source.part), rows)
         ends = self.lane.parts.stages[source.part].devices, self.lane.parts.stages[part].devices
@@ -132,12 +132,12 @@ class PipelineJobs:
         held = {sender: count for sender, _, count in traffic}
         for sender, count in held.items():
             self.sent[sender] = self.sent.get(sender, 0.0) + count
-        whole = Line(line.fixed, line.per_row * rows)
+        whole = Line(line.fixed, line.slope * rows)
         name = f"send {entry.micro_batch}"
         return (self.jobs.transfer("send", name, whole, traffic, after, ends[0], held),)
 
     def _reduced(self, part: int, entry: Entry, rows: int, line: Line, job: int) -> int:
-        if not (line.fixed or line.per_row):
+        if not (line.fixed or line.slope):
             return job
         devices = self.lane.parts.stages[part].devices
         traffic = self.lane.reduction_traffic(part, entry.work, rows)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 from operator import add, attrgetter, sub
 from typing import TypeVar
 
-T = TypeVar("T")
+from hetu_fx.planner.values.line import Line
 
-Line = tuple[float, float]
-"""(bytes, bytes per row)."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Amount:
 
     def at(self, rows: float, share: float = 1.0) -> float:
         """Return the bytes for so many rows on a device that has `share` of what is split."""
-        fixed, per_row = self.line(share)
-        return fixed + per_row * rows
+        return self.line(share)(rows)
 
     @property
     def in_sequence(self) -> Amount:
@@ -65,10 +63,10 @@ class Amount:
         fixed = {name: of(name, sum(weights)) for name in ("fixed", "split_fixed", "sequence_fixed")}
         return cls(**fixed, **{name: of(name, 1.0) for name in ("per_row", "split_per_row", "sequence_per_row")})
 
-    def line(self, share: float) -> tuple[float, float]:
-        """Return (bytes, bytes per row) on a device that has `share` of what is split."""
+    def line(self, share: float) -> Line:
+        """Return the bytes by rows on a device that has `share` of what is split."""
         rest = 1 - share
-        return self.fixed - self.split_fixed * rest, self.per_row - self.split_per_row * rest
+        return Line(self.fixed - self.split_fixed * rest, self.per_row - self.split_per_row * rest)
 
 
 NOTHING = Amount()

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
-from hetu_fx.planner.values.affine import Line
 from hetu_fx.planner.values.footprint import StageFootprint
+from hetu_fx.planner.values.line import ZERO, Line
 from hetu_fx.plans.plan import Schedule
 
 UNBOUNDED = 1 << 40
@@ -100,18 +100,16 @@ class Instant:
 
     def at(self, rows: int) -> Terms:
         """Return the bytes by term, in order."""
-        lines = {term: self.terms.get(term, (0.0, 0.0)) for term in TERMS}
-        return tuple((term, math.ceil(fixed + per_row * rows)) for term, (fixed, per_row) in lines.items())
+        return tuple((term, math.ceil(self.terms.get(term, ZERO)(rows))) for term in TERMS)
 
     @property
     def line(self) -> Line:
         """Return the bytes of all terms."""
-        return sum(fixed for fixed, _ in self.terms.values()), sum(per_row for _, per_row in self.terms.values())
+        return sum(self.terms.values(), ZERO)
 
     def bytes(self, rows: int) -> float:
         """Return the bytes of all terms for so many rows."""
-        fixed, per_row = self.line
-        return fixed + per_row * rows
+        return self.line(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +118,13 @@ class _Moment:
 
     name: str
     terms: Mapping[str, float]
-    activations: Line = (0.0, 0.0)
+    activations: Line = ZERO
     messages: float = 0.0
 
     def line(self, lasting: float) -> Line:
         """Return the bytes of all terms."""
         fixed, per_row = self.activations
-        return lasting + sum(self.terms.values()) + fixed, per_row + self.messages
+        return Line(lasting + sum(self.terms.values()) + fixed, per_row + self.messages)
 
 
 def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
@@ -134,8 +132,8 @@ def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int 
     lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": moments * shard.owned}
     found = []
     for moment in _moments(shard, num_in_flight, micro_batches):
-        held = {term: (lasting.get(term, 0.0) + moment.terms.get(term, 0.0), 0.0) for term in TERMS}
-        held["messages"] = held["messages"][0], moment.messages
+        held = {term: Line(lasting.get(term, 0.0) + moment.terms.get(term, 0.0)) for term in TERMS}
+        held["messages"] += Line(slope=moment.messages)
         found.append(Instant(moment.name, held | {"activations": moment.activations}))
     return tuple(found)
 
@@ -168,7 +166,7 @@ def _passing(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_
 
 
 def _above(line: Line, kept: Line, times: int) -> Line:
-    return line[0] + times * kept[0], line[1] + times * kept[1]
+    return Line(line.fixed + times * kept.fixed, line.slope + times * kept.slope)
 
 
 def peak(found: Sequence[Instant], rows: int) -> Terms:
@@ -180,10 +178,10 @@ def most_rows(limit: float, shard: Shard, num_in_flight: int, micro_batches: int
     """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
     lasting = (1 + moments) * shard.owned + shard.copied
     found = (moment.line(lasting) for moment in _moments(shard, num_in_flight, micro_batches))
-    return min(_most_rows(limit, fixed, per_row) for fixed, per_row in found)
+    return min(_most_rows(limit, line) for line in found)
 
 
-def _most_rows(limit: float, fixed: float, per_row: float) -> int:
-    if fixed > limit:
+def _most_rows(limit: float, line: Line) -> int:
+    if line.fixed > limit:
         return 0
-    return min(UNBOUNDED, int((limit - fixed) / per_row)) if per_row > 0 else UNBOUNDED
+    return min(UNBOUNDED, int((limit - line.fixed) / line.slope)) if line.slope > 0 else UNBOUNDED

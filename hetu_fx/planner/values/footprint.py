@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.values.affine import NOTHING, Amount, Line, combined
+from hetu_fx.planner.values.affine import NOTHING, Amount, combined
+from hetu_fx.planner.values.line import ZERO, Line
 from hetu_fx.planner.values.recompute_memory import UNKNOWN, Again, Piece, Pieces
 
 
@@ -71,10 +72,10 @@ class PartMemory:
         """Yield what is kept, and the most forward, backward and later above what was kept before, piece by piece."""
         if not self.pieces:
             kept, forward, backward, later = (amount.line(share) for amount in _HELD(self))
-            yield kept, forward, _sum(kept, backward), _sum(kept, later)
+            yield kept, forward, kept + backward, kept + later
         for piece in self.pieces:
             kept, forward, backward, later = (amount.line(share) for amount in _HELD(piece))
-            yield _sum(kept, piece.sent.line(share)), forward, backward, later
+            yield kept + piece.sent.line(share), forward, backward, later
 
 
 _HELD = attrgetter("kept", "forward", "backward", "later")
@@ -131,7 +132,7 @@ class StageFootprint:
         parts: Sequence[PartMemory],
         gradients: Sequence[float],
         share: float,
-        before: Line = (0.0, 0.0),
+        before: Line = ZERO,
         waiting: Sequence[float] = (),
     ) -> StageFootprint:
         """Return the footprint of consecutive parts on a device with `share` of what is split.
@@ -149,31 +150,27 @@ class StageFootprint:
         left = sum(gradients)
         for number, part in enumerate(parts):
             left -= gradients[number]
-            made, waits = (left, 0.0), (waiting[number] if waiting else 0.0, 0.0)
+            made, waits = Line(left), Line(waiting[number] if waiting else 0.0)
             for kept, *most in part.lines(share):
-                ahead, back, again = (_sum(before, line) for line in most)
+                ahead, back, again = (before + line for line in most)
                 forward.append(ahead)
-                backward.append(_sum(back, made))
-                later.append(_sum(again, waits))
-                before = _sum(before, kept)
+                backward.append(back + made)
+                later.append(again + waits)
+                before = before + kept
         largest = max((part.largest.at(0, share) for part in parts), default=0.0)
         return cls(before, _highest(forward), _highest(backward), _highest(later), largest)
 
 
 def highest_at(lines: Sequence[Line], rows: float) -> float:
     """Return the most that one of the lines says."""
-    return max((fixed + per_row * rows for fixed, per_row in lines), default=0.0)
-
-
-def _sum(first: Line, second: Line) -> Line:
-    return first[0] + second[0], first[1] + second[1]
+    return max((line(rows) for line in lines), default=0.0)
 
 
 def _highest(lines: Sequence[Line]) -> tuple[Line, ...]:
     """Leave out lines that are the highest for no number of rows."""
     kept: list[Line] = []
-    for line in sorted(set(lines), key=lambda line: (line[1], line[0])):
-        while kept and (kept[-1][0] <= line[0] or (len(kept) > 1 and _is_covered(kept[-2], kept[-1], line))):
+    for line in sorted(set(lines), key=lambda line: (line.slope, line.fixed)):
+        while kept and (kept[-1].fixed <= line.fixed or (len(kept) > 1 and _is_covered(kept[-2], kept[-1], line))):
             kept.pop()
         kept.append(line)
     return tuple(kept)
@@ -181,4 +178,5 @@ def _highest(lines: Sequence[Line]) -> tuple[Line, ...]:
 
 def _is_covered(flat: Line, middle: Line, steep: Line) -> bool:
     """Tell whether a line is nowhere above both a flatter one that begins higher and a steeper one."""
-    return (flat[0] - middle[0]) * (steep[1] - middle[1]) >= (middle[0] - steep[0]) * (middle[1] - flat[1])
+    above, below = flat.fixed - middle.fixed, middle.fixed - steep.fixed
+    return above * (steep.slope - middle.slope) >= below * (middle.slope - flat.slope)

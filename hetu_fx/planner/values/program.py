@@ -14,6 +14,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.device_memory import Shard
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums
 from hetu_fx.planner.values.tied import Tied, gradients_of, pending_of
@@ -208,8 +209,7 @@ class ProgramCosts:
         if (start, stop, share) not in self._footprints:
             first, last = self.numbers(start, stop)
             memory = self.memory or _assumed(self.parts)
-            fixed, per_row = memory.everywhere.line(share)
-            before = fixed, per_row + self.boundary(start)
+            before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
             counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
             gradients = gradients_of(counted, self.tied, first, share)
             waiting = pending_of(self.tied, first, last - first, share)

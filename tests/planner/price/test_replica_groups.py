@@ -3,7 +3,8 @@ import pytest
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.price import step
 from hetu_fx.planner.price.replica_groups import Columns
-from hetu_fx.planner.price.step import predict, sync_seconds
+from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import paper, transformer
 

@@ -4,7 +4,8 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
-from hetu_fx.planner.price.stage import WEIGHT_MOVES, Line, compute_lines, tensor_parallel_lines
+from hetu_fx.planner.price.stage import WEIGHT_MOVES, compute_lines, tensor_parallel_lines
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Stage
 from tests.planner.examples import FAST_LINK, paper
@@ -14,13 +15,13 @@ def test_compute_is_three_forwards_over_the_speed_now() -> None:
     parts = PartCosts(flops=1e9)
     cluster = paper(10, 10).with_rates({1: 2})
     lines = [compute_lines(Stage((rank,)), parts, cluster)[0] for rank in (0, 1)]
-    assert [line.per_row for line in lines] == [pytest.approx(0.3), pytest.approx(0.6)]
+    assert [line.slope for line in lines] == [pytest.approx(0.3), pytest.approx(0.6)]
 
 
 def test_parameters_are_moved_once_per_micro_batch_whatever_its_rows_are() -> None:
     parts = PartCosts(parameter_bytes=4e6, split_parameter_bytes=4e6)
     first, second = compute_lines(Stage((0, 1), (3, 1)), parts, paper(1, 1))
-    assert (first.per_row, second.per_row) == (0.0, 0.0)
+    assert (first.slope, second.slope) == (0.0, 0.0)
     assert first.fixed == pytest.approx(WEIGHT_MOVES * 3e6 * FLOPS_PER_BYTE / 1e9)
     assert second.fixed == pytest.approx(first.fixed / 3)
 
@@ -31,13 +32,13 @@ def test_memory_is_moved_as_fast_as_is_known_of_the_device_or_of_its_kind() -> N
     given = replace(cluster.devices[1], memory_bytes_per_second=2e12)
     cluster = replace(cluster, devices=(cluster.devices[0], given, cluster.devices[2])).with_rates({1: 3.0})
     lines = [compute_lines(Stage((rank,)), parts, cluster)[0] for rank in range(3)]
-    assert [line.per_row for line in lines] == pytest.approx([3 / 3350, 3 * 3 / 2000, 3e9 * FLOPS_PER_BYTE / 1e14])
+    assert [line.slope for line in lines] == pytest.approx([3 / 3350, 3 * 3 / 2000, 3e9 * FLOPS_PER_BYTE / 1e14])
 
 
 def test_only_what_is_cut_shrinks_with_the_share() -> None:
     parts = PartCosts(flops=8e9, split_flops=6e9)
     first, second = compute_lines(Stage((0, 1), (2, 1)), parts, paper(1, 1))
-    assert (first.per_row, second.per_row) == (pytest.approx(3 * 6), pytest.approx(3 * 4))
+    assert (first.slope, second.slope) == (pytest.approx(3 * 6), pytest.approx(3 * 4))
 
 
 def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
@@ -46,9 +47,9 @@ def test_tensor_parallel_costs_nothing_alone_and_latency_per_message() -> None:
     assert tensor_parallel_lines(Stage((0,)), parts, cluster) == (Line(), Line())
     forward, backward = tensor_parallel_lines(Stage((0, 1)), parts, cluster)
     assert forward.fixed == pytest.approx(2 * 2 * FAST_LINK.latency_seconds)
-    assert forward.per_row == pytest.approx(2 * 50 / 1e10)
+    assert forward.slope == pytest.approx(2 * 50 / 1e10)
     assert backward.fixed == pytest.approx(2 * FAST_LINK.latency_seconds)
-    assert backward.per_row == pytest.approx(2 * 30 / 1e10)
+    assert backward.slope == pytest.approx(2 * 30 / 1e10)
 
 
 def test_each_turn_of_a_group_costs_what_its_latest_device_loses_to_meet() -> None:
@@ -56,7 +57,7 @@ def test_each_turn_of_a_group_costs_what_its_latest_device_loses_to_meet() -> No
     late = Cluster.on_paper([1e9] * 3, intra=FAST_LINK, meeting_seconds=[1e-3, 5e-3, 0.0])
     sums, returns = tensor_parallel_lines(Stage((0, 1, 2)), parts, late)
     on_time, _ = tensor_parallel_lines(Stage((0, 1, 2)), parts, paper(1, 1, 1))
-    assert sums == Line(pytest.approx(on_time.fixed + 2 * 2 * 5e-3), on_time.per_row)
+    assert sums == Line(pytest.approx(on_time.fixed + 2 * 2 * 5e-3), on_time.slope)
     assert returns.fixed == pytest.approx(2 * 5e-3 + on_time.fixed / 2)
     gathers, _ = tensor_parallel_lines(Stage((0, 1), context=2), parts, late)
     assert gathers.fixed == pytest.approx(2 * 5e-3 + 2 * FAST_LINK.latency_seconds)

@@ -6,16 +6,10 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import GATHER, SUM, Line, hand_over_line
-from hetu_fx.planner.price.step import (
-    TERMS,
-    TURN_MOVES,
-    memory_problems,
-    pipeline_seconds,
-    predict,
-    stage_costs,
-    sync_seconds,
-)
+from hetu_fx.planner.price.stage import GATHER, SUM, hand_over_line
+from hetu_fx.planner.price.step import TERMS, memory_problems, pipeline_seconds, predict, stage_costs
+from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -47,9 +41,9 @@ def test_devices_that_share_the_sequence_cut_all_work_and_hold_all_parameters() 
     stage = Stage((0, 1), (3, 1), 1, context=2)
     (priced,) = stage_costs(Pipeline((stage,)), costs, cluster)
     first, second = priced.compute
-    assert first.per_row == pytest.approx(3 * second.per_row)
+    assert first.slope == pytest.approx(3 * second.slope)
     assert priced.tensor_parallel.fixed == pytest.approx(2 * 2 * FAST_LINK.latency_seconds)
-    assert priced.tensor_parallel.per_row == pytest.approx(2 * 500 / 1e10)
+    assert priced.tensor_parallel.slope == pytest.approx(2 * 500 / 1e10)
     held = [dict(d.bytes) for d in predict(Plan((Pipeline((stage,)),)), costs, cluster).devices]
     assert [d["copies"] for d in held] == [block.parameter_bytes] * 2
     assert [d["optimizer"] for d in held] == [block.parameter_bytes] * 2  # two moments of a half
@@ -65,15 +59,15 @@ def test_a_grid_sums_in_its_tensor_groups_and_gathers_between_them() -> None:
     stage = Stage((0, 1, 2, 3), (2, 1), 1, context=2, context_ratios=(3, 1))
     (priced,) = stage_costs(Pipeline((stage,)), costs, cluster)
     flops = [block.flops_at(tensor) * context for context, tensor in stage.shares]
-    assert priced.compute[0].per_row > priced.compute[1].per_row > priced.compute[3].per_row
-    assert [line.per_row for line in priced.compute] >= [3 * count / 1e9 for count in flops]
+    assert priced.compute[0].slope > priced.compute[1].slope > priced.compute[3].slope
+    assert [line.slope for line in priced.compute] >= [3 * count / 1e9 for count in flops]
     # gathers of two thirds of the heads in each direction, sums of three quarters of the tokens
     (gathers, _), (sums, _) = ([r for r in priced.rounds if r.kind == kind] for kind in (GATHER, SUM))
     assert (gathers.ranks, gathers.forward) == ((0, 2), pytest.approx(1000 * 2 / 3))
     assert (sums.ranks, sums.forward) == ((0, 1), pytest.approx(block.reduced_bytes * 3 / 4))
     latency = 2 * block.num_reductions + 2
     assert priced.sums.fixed == pytest.approx(latency * FAST_LINK.latency_seconds)
-    assert priced.sums.per_row == pytest.approx((gathers.forward / 2 + sums.forward) / 1e10)
+    assert priced.sums.slope == pytest.approx((gathers.forward / 2 + sums.forward) / 1e10)
     devices = predict(Plan((Pipeline((stage,)),)), costs, cluster).devices
     synced = [dict(device.seconds)["gradient_sync"] for device in devices]
     assert synced[0] == synced[2] > synced[1] == synced[3] > 0
@@ -100,7 +94,7 @@ def test_stages_pay_for_what_they_send() -> None:
     first, last = stage_costs(PIPELINE, transformer(), paper(1, 1))
     assert first.to_previous == last.to_next == Line()
     assert first.to_next == last.to_previous
-    assert first.to_next.per_row == pytest.approx(4 * 64 * 64 / 1e10)
+    assert first.to_next.slope == pytest.approx(4 * 64 * 64 / 1e10)
 
 
 def test_every_device_accounts_for_the_whole_step() -> None:
@@ -186,7 +180,7 @@ def test_a_hand_over_and_a_gradient_sync_wait_for_the_later_end() -> None:
     stages = Stage((0,)), Stage((1,))
     lines = [hand_over_line(*stages, 100.0, cluster) for cluster in (on_time, late)]
     assert lines[1].fixed - lines[0].fixed == pytest.approx(5e-3)
-    assert lines[1].per_row == lines[0].per_row
+    assert lines[1].slope == lines[0].slope
     for zero, lost in ((0, (1e-2, 0.0)), (1, (5e-3, 5e-3))):
         pairs = zip(*(sync_seconds(100.0, (0, 1, 2), cluster, zero) for cluster in (late, on_time)), strict=True)
         assert [one - other for one, other in pairs] == pytest.approx(list(lost))

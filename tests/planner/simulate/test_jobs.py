@@ -1,8 +1,8 @@
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.price.stage import Line
 from hetu_fx.planner.simulate.jobs import Jobs, loads_of, ring_traffic
+from hetu_fx.planner.values.line import Line
 from tests.planner.examples import paper
 
 

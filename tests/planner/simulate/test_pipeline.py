@@ -1,9 +1,9 @@
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import Line
 from hetu_fx.planner.simulate.pipeline import Lane
 from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, Work
+from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.examples import paper, transformer
 

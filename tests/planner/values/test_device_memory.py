@@ -3,8 +3,9 @@ import pytest
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.planner.values.device_memory import UNBOUNDED, Shard, fixed_bytes, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.footprint import StageFootprint
+from hetu_fx.planner.values.line import Line
 
-PRINT = StageFootprint(kept=(0, 10), forward=((0, 12),), backward=((5, 14),), later=((0, 15),), largest=8)
+PRINT = StageFootprint(Line(0, 10), (Line(0, 12),), (Line(5, 14),), (Line(0, 15),), largest=8)
 ALONE = Shard(parameters=100, owned=100, copied=0, synced=0, footprint=PRINT)
 SPREAD = Shard(parameters=100, owned=25, copied=100, synced=100, footprint=PRINT)
 
@@ -72,7 +73,7 @@ def test_most_rows_fill_what_is_left(shard: Shard) -> None:
 
 
 def test_rows_have_no_limit_where_they_hold_nothing_and_none_fit_where_states_do_not() -> None:
-    empty = StageFootprint((0, 0), (), (), ())
+    empty = StageFootprint(Line(), (), (), ())
     shard = Shard(100, 100, 0, 0, empty)
     assert most_rows(400, shard, 1, 1) == UNBOUNDED
     assert most_rows(399, shard, 1, 1) == 0

@@ -5,6 +5,7 @@ import pytest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.footprint import PartMemory, StageFootprint, highest_at
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.recompute_memory import Again, Piece
 
 PART = PartMemory(kept=Amount(per_row=10), forward=Amount(per_row=14), backward=Amount(per_row=3), later=Amount(2, 3))
@@ -27,7 +28,7 @@ def test_pieces_come_back_one_after_another() -> None:
     first = Piece(Amount(), sent=Amount(per_row=2), forward=Amount(per_row=6), backward=Amount(8, 7), later=Amount())
     second = Piece(kept=Amount(per_row=1), forward=Amount(per_row=9), backward=Amount(0, 9), later=Amount(per_row=9))
     block = replace(PART, again=Again(tensor=(first, second))).recomputed("tensor", Amount(per_row=50))
-    stage = StageFootprint.of([block, PART], [0, 30], share=1.0, before=(0, 5))
+    stage = StageFootprint.of([block, PART], [0, 30], share=1.0, before=Line(0, 5))
     assert stage.kept == (0, 5 + 2 + 1 + 10)
     assert stage.forward == ((0, 5 + 2 + 1 + 14),)
     # the last part with all that is kept, the second piece with what the first has sent, or the first alone
@@ -53,7 +54,7 @@ def test_sums_are_spread_over_those_that_share_the_sequence() -> None:
 
 
 def test_parts_stack_up_forward_and_their_gradients_backward() -> None:
-    stage = StageFootprint.of([PART, PART], [100, 50], share=1.0, before=(7, 1))
+    stage = StageFootprint.of([PART, PART], [100, 50], share=1.0, before=Line(7, 1))
     assert stage.kept == (7, 21)
     assert highest_at(stage.forward, 2) == 7 + 2 * (1 + 10 + 14)
     assert highest_at(stage.later, 2) == 7 + 2 + 2 * (21 + 3)

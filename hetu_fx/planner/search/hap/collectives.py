@@ -13,30 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import cheapest_all_reduce_cost, cheapest_ring_cost, padded_cost, ring_cost, send_cost
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.values.line import Line
 
 REFERENCE_BYTES = 1 << 24
 """Size at which a cluster's costs are taken as lines through their value at no bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Seconds of a collective: `fixed_seconds + bytes * seconds_per_byte`."""
-
-    fixed_seconds: float
-    seconds_per_byte: float
-
-    def __post_init__(self) -> None:
-        values = self.fixed_seconds, self.seconds_per_byte
-        if not all(math.isfinite(value) and value >= 0 for value in values):
-            raise PlanError(f"a collective has {values[0]} seconds, {values[1]} per byte; give 0 or more")
-
-    def __call__(self, num_bytes: float) -> float:
-        return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +39,12 @@ class Collectives:
     shift: Line
     grouped_all_gather: Line | None = None
     grouped_reduce_scatter: Line | None = None
+
+    def __post_init__(self) -> None:
+        lines = (getattr(self, field.name) for field in fields(self))
+        for seconds, per_byte in (line for line in lines if line is not None):
+            if not all(math.isfinite(value) and value >= 0 for value in (seconds, per_byte)):
+                raise PlanError(f"a collective has {seconds} seconds, {per_byte} per byte; give 0 or more")
 
     @classmethod
     def of_bandwidths(

@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.collectives import Collectives, Line
+from hetu_fx.planner.search.hap.collectives import Collectives
 from hetu_fx.planner.search.hap.forms import OpForm
 from hetu_fx.planner.search.hap.states import ChangeKind, Layout, changes
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.tensor_program import Tensor
 
 Ratios = tuple[tuple[float, ...], ...]
@@ -152,7 +153,7 @@ class RatioPrices:
         line: Line = getattr(self.collectives, change.name.lower())
         if change is ChangeKind.ALL_REDUCE:
             return PricedCollective(*start, line(tensor.bytes))
-        padded = PricedCollective(*start, line.fixed_seconds, line.seconds_per_byte * swell * tensor.bytes, follows)
+        padded = PricedCollective(*start, line.fixed, line.slope * swell * tensor.bytes, follows)
         grouped_line: Line | None = getattr(self.collectives, f"grouped_{change.name.lower()}", None)
         if grouped_line is None:
             return padded

@@ -64,7 +64,7 @@ def _priced(problem: Problem, costs: ProgramCosts, size: int, stages: int) -> tu
 
 def _estimated(priced: dict[int, tuple[StageCosts, ...]]) -> TimeFit:
     """Fit the seconds that the slowest stage takes for a row of each length."""
-    samples = [(length, max(stage.seconds.per_row for stage in stages)) for length, stages in priced.items()]
+    samples = [(length, max(stage.seconds.slope for stage in stages)) for length, stages in priced.items()]
     fit = fit_times(samples).fit
     fixed = max(stage.seconds.fixed for stages in priced.values() for stage in stages)
     return TimeFit(fit.a, fit.b, fit.c + fixed)

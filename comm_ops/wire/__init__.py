@@ -1,4 +1,5 @@
 """The one place where bytes move: groups, collectives, point-to-point messages, meeting and leaving.
 
-`groups` makes process groups, `collectives` and `bsr_run` run plans on them, `consensus` makes ranks agree.
+`groups` makes process groups, `p2p` posts messages; `collectives`, `two_level`, `split_run` and `bsr_run` run on them;
+`consensus` makes ranks agree.
 """

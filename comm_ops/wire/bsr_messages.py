@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire import p2p
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 
-# Keeps these messages apart from a pipeline's own between the same two ranks.
-_TAG = 0x4253
+_WHAT = {p2p.Tag.SLICES: "batched send-receive", p2p.Tag.STAGES: "hand-over between stages"}
 
 
 class Room:
@@ -66,8 +67,9 @@ class Sending:
     """Messages under way."""
 
     messages: Messages
-    works: Sequence[dist.Work]
+    works: list[dist.Work]
     table: GroupTable
+    what: str
 
     def wait(self) -> dict[int, Tensor]:
         """Wait until all have left and arrived; gives all that is for this rank, by sender. Raises CommError as `post`.
@@ -75,28 +77,25 @@ class Sending:
         They stand in the room that was made for them.
         """
         if self.works:
-            with guarded("batched send-receive", [self.table.rank, *self.messages.peers]):
+            with self.guarded():
                 for work in self.works:
                     work.wait()
         arrived = {**self.messages.arriving, **self.messages.here}
         return {sender: message.to(self.messages.device) for sender, message in arrived.items()}
 
+    def guarded(self) -> AbstractContextManager[None]:
+        """Count as waiting for the peers, and name them where they fail."""
+        return guarded(self.what, [self.table.rank, *self.messages.peers], self.table)
 
-def post(messages: Messages, table: GroupTable) -> Sending:
+
+def post(messages: Messages, table: GroupTable, tag: p2p.Tag = p2p.Tag.SLICES) -> Sending:
     """Start to send messages and to receive those that arrive. Raises CommError where a peer is dead."""
-    if not messages.peers:
-        return Sending(messages, (), table)
-    with guarded("batched send-receive", [table.rank, *messages.peers]):
-        return Sending(messages, _posted(table, messages.arriving, messages.leaving), table)
-
-
-def _posted(table: GroupTable, arriving: Mapping[int, Tensor], leaving: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Post every receive before any send: gloo's send ends only once its receive is posted."""
-    receives = [(dist.irecv, message, table.to_global(peer)) for peer, message in sorted(arriving.items())]
-    sends = [(dist.isend, message, table.to_global(peer)) for peer, message in sorted(leaving.items())]
-    if any(message.device.type != "cpu" for message in (*arriving.values(), *leaving.values())):
-        # NCCL needs one group call, or sends and receives of a pair wait for each other.
-        batch = [dist.P2POp(op, message, peer, table.base, _TAG) for op, message, peer in receives + sends]
-        return list(dist.batch_isend_irecv(batch))
-    works = [op(message, peer, group=table.base, tag=_TAG) for op, message, peer in receives + sends]
-    return [work for work in works if work is not None]
+    sending = Sending(messages, [], table, _WHAT[tag])
+    if messages.peers:
+        with sending.guarded():
+            receives, sends = (
+                [(peer, message, tag) for peer, message in sorted(by_peer.items())]
+                for by_peer in (messages.arriving, messages.leaving)
+            )
+            sending.works.extend(p2p.post(receives, sends, table))
+    return sending

@@ -1,28 +1,67 @@
 """The collectives as they run: unequal parts, ranks in any order, host staging, bounded waits.
 
-Tensors on the device run native collectives. On the host (gloo) the same is done by messages, measured on
-2 and 4 ranks of one machine (float32, milliseconds, 16 KiB / 256 KiB / 4 MiB):
+Each is started now and ended by wait(); what is waited for at once is started and ended in one. Tensors on the device
+run native collectives, but for the summands of buckets. On the host (gloo) the same is done by messages, measured on 2
+and 4 ranks of one machine (float32, milliseconds, 16 KiB / 256 KiB / 4 MiB):
   all-reduce, 2 ranks:      all_reduce 0.25 / 0.36 / 4.2; everybody to everybody 0.17 / 0.26 / 3.0
   all-reduce, 4 ranks:      all_reduce 4.7 / 4.6 / 11; everybody to everybody 2.6 / 2.8 / 49
   all-gather, 2 ranks:      all_gather 0.23 / 0.29 / 3.5; a broadcast per part 0.19 / 0.25 / 2.5
   reduce-scatter, 4 ranks:  reduce_scatter 15 / 19 / 47; messages, summed in rank order 0.9 / 1.5 / 15
-gloo's all_gather also refuses unequal parts, which broadcasts take without padding.
+and for buckets (25 MB in all, milliseconds on 2 ranks / 4 ranks, even sizes):
+  all-gather:     a broadcast per part 10 / 23; isend and irecv 12 / 22; all_gather_into_tensor (even sizes only)
+                  14 / 26; all_to_all_single 20 / 34; padded 23 / 31 (sizes 2:1:1:1: 51 / 86)
+  reduce-scatter: messages, then a sum 15 / 25; all_to_all_single, then a sum 18 / 30; all_reduce and a slice 23 / 42;
+                  list-form reduce_scatter 26 / 53
+gloo's all_gather also refuses unequal parts, which broadcasts take without padding. Sums are made in the order of the
+ranks, so that they have the same bits whatever the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
+from hetu_fx.comm_ops.wire.p2p import Tag, post
 
-# Keeps these messages apart from others between the same two ranks.
-_TAG = 0x5752
 # Above this many bytes to send, more than two ranks do better with a ring than everybody to everybody.
 _DIRECT_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A collective under way; `wait` ends it, once, and then works out the result in place."""
+
+    ranks: tuple[int, ...] = ()
+    works: list[Any] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Block until all messages are through, or raise CommError after the group's timeout."""
+        with guarded("exchange", self.ranks):
+            self._arrive()
+        self._finish()
+
+    def end(self) -> None:
+        """Do what `wait` does for a caller that guards start and end as one."""
+        self._arrive()
+        self._finish()
+
+    def _arrive(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def _finish(self) -> None:
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
 
 
 def to_wire(x: Tensor, table: GroupTable) -> Tensor:
@@ -31,56 +70,137 @@ def to_wire(x: Tensor, table: GroupTable) -> Tensor:
     return x.cpu() if table.staged(x.device) else x
 
 
+def fresh(x: Tensor) -> Tensor:
+    """Copy `x` to a new contiguous tensor, as an op must not give its input back."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def segments(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Cut a flat buffer in views of `sizes` entries, end to end."""
+    ends = list(accumulate(sizes))
+    return [buffer[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
+    """Fill `parts`, one of each of `ranks` and this rank's own among them, with what those have. Collective."""
+    group = table.group(ranks)
+    if parts[0].device.type != "cpu" and all(part.numel() for part in parts):
+        ordered = [parts[i] for i in table.order(ranks)]
+        work = dist.all_gather(ordered, parts[table.position(ranks)], group=group, async_op=True)
+        return Exchange(tuple(ranks), [work])
+    works = [
+        dist.broadcast(part, src=table.to_global(rank), group=group, async_op=True)
+        for rank, part in zip(ranks, parts, strict=True)
+        if part.numel()
+    ]
+    return Exchange(tuple(ranks), works)
+
+
+def start_sum(
+    outgoing: Mapping[int, Tensor], result: Tensor, ranks: Sequence[int], table: GroupTable, tag: int
+) -> Exchange:
+    """Send `outgoing[rank]` to every other rank, and sum this rank's own with those that come, by rank. Collective.
+
+    `result` may be this rank's own.
+    """
+    mine, here = outgoing[table.rank], list(ranks).index(table.rank)
+    summands = {rank: mine if rank == table.rank else torch.empty_like(mine) for rank in sorted(ranks)}
+    receives = [(rank, x, tag) for rank, x in summands.items() if rank != table.rank and mine.numel()]
+    # Every rank starts with the one after it, so that no rank is sent to by all at once.
+    turned = [*ranks[here + 1 :], *ranks[:here]]
+    sends = [(rank, outgoing[rank], tag) for rank in turned if outgoing[rank].numel()]
+    works = post(receives, sends, table, table.group(ranks))
+    return Exchange(tuple(ranks), works, lambda: _sum_into(result, list(summands.values())))
+
+
+def _sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:
+    """Sum in order; where `result` is one of the summands, the first one is written to."""
+    first, second, *rest = summands
+    total = torch.add(first, second, out=first if any(result is summand for summand in summands) else result)
+    for summand in rest:
+        total += summand
+    if total is not result:
+        result.copy_(total)
+
+
+def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) -> Exchange:
+    """Fill every rank's segment of `buffer` with what that rank has there. Collective over `ranks`.
+
+    A buffer is one contiguous tensor, the segments of `ranks` end to end, `sizes[i]` entries for `ranks[i]`.
+    """
+    return Exchange() if len(ranks) == 1 else start_gather(segments(buffer, sizes), ranks, active())
+
+
+def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int = 0) -> Exchange:
+    """Sum every rank's segment over what all `ranks` have there, in their order. Collective over `ranks`.
+
+    The sum stands in this rank's own segment after wait(); the other segments are its summands and stay.
+    Exchanges of different numbers may be under way together.
+    """
+    if len(ranks) == 1:
+        return Exchange()
+    parts, table = segments(buffer, sizes), active()
+    mine = parts[table.position(ranks)]
+    return start_sum(dict(zip(ranks, parts, strict=True)), mine, ranks, table, Tag.BUCKETS + number)
+
+
+def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
+    """Sum a buffer over `ranks`, in place."""
+    if len(ranks) == 1:
+        return Exchange()
+    work = dist.all_reduce(buffer, group=active().group(tuple(ranks)), async_op=True)
+    return Exchange(tuple(ranks), [work])
+
+
+def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """Reduce a small tensor over all ranks of the world, in place, and give it back."""
+    if world > 1:
+        with guarded("all-reduce", range(world)):
+            dist.all_reduce(value, op=op, group=active().group(range(world)))
+    return value
+
+
 def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
-    """Give the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
+    """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if len(ranks) == 1 or x.numel() == 0:
         return fresh(x)
     wire = to_wire(x, table)
     others = len(ranks) - 1
     with guarded("all-reduce", ranks, table):
         if wire.device.type == "cpu" and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
-            return _sum_of_messages(dict.fromkeys(ranks, wire), ranks, table).to(x.device)
-        result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
-        dist.all_reduce(result, group=table.group(ranks))
+            result = torch.empty_like(wire)
+            start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
+        else:
+            result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
+            dist.all_reduce(result, group=table.group(ranks))
     return result.to(x.device)
 
 
 def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
-    """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order; this rank's is `x` itself."""
+    """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order; this rank's is `x` itself."""
     here = table.position(ranks)
     parts = [x if i == here else x.new_empty(list(shape)) for i, shape in enumerate(shapes)]
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return parts
     wires = [to_wire(part, table) for part in parts]
     with guarded("all-gather", ranks, table):
-        group = table.group(ranks)
-        if wires[here].device.type == "cpu":
-            works = [
-                dist.broadcast(wire, table.to_global(rank), group=group, async_op=True)
-                for rank, wire in zip(ranks, wires, strict=True)
-                if wire.numel()
-            ]
-            for work in works:
-                work.wait()
-        else:
-            dist.all_gather([wires[i] for i in table.order(ranks)], wires[here], group=group)
+        start_gather(wires, ranks, table).end()
     return [wire.to(x.device) for wire in wires]
 
 
 def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
-    """Give the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
-    mine = parts[table.position(ranks)]
+    """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
+    here = table.position(ranks)
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
-        return fresh(mine)
+        return fresh(parts[here])
     wires = [to_wire(part, table) for part in parts]
+    result = torch.empty_like(wires[here])
     with guarded("reduce-scatter", ranks, table):
-        if wires[0].device.type == "cpu":
-            result = _sum_of_messages(dict(zip(ranks, wires, strict=True)), ranks, table)
+        if result.device.type == "cpu":
+            start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
         else:
-            result = torch.empty_like(wires[table.position(ranks)])
-            ordered = [wires[i] for i in table.order(ranks)]
-            dist.reduce_scatter(result, ordered, group=table.group(ranks))
-    return result.to(mine.device)
+            dist.reduce_scatter(result, [wires[i] for i in table.order(ranks)], group=table.group(ranks))
+    return result.to(parts[here].device)
 
 
 def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
@@ -110,33 +230,5 @@ def reduce_padded(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTab
     return result[: mine.numel()].view(mine.shape).to(mine.device, copy=True)
 
 
-def fresh(x: Tensor) -> Tensor:
-    """Copy `x` to a new contiguous tensor, as an op must not give its input back."""
-    return x.detach().clone(memory_format=torch.contiguous_format)
-
-
 def _padded(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x.reshape(-1), (0, size - x.numel()))
-
-
-def _sum_of_messages(outgoing: Mapping[int, Tensor], ranks: Sequence[int], table: GroupTable) -> Tensor:
-    """Send `outgoing[rank]` to every other rank, and sum this rank's own with those that come, by rank."""
-    group, mine = table.group(ranks), outgoing[table.rank]
-    arrived = {rank: mine if rank == table.rank else torch.empty_like(mine) for rank in sorted(ranks)}
-    works = []
-    for rank in arrived:
-        if rank != table.rank and mine.numel():
-            works.append(dist.irecv(arrived[rank], table.to_global(rank), group=group, tag=_TAG))
-    # Every rank starts with the one after it, so that no rank is sent to by all at once.
-    here = list(ranks).index(table.rank)
-    for rank in [*ranks[here + 1 :], *ranks[:here]]:
-        if outgoing[rank].numel():
-            works.append(dist.isend(outgoing[rank], table.to_global(rank), group=group, tag=_TAG))
-    for work in works:
-        if work is not None:
-            work.wait()
-    first, second, *rest = arrived.values()
-    total = first + second
-    for part in rest:
-        total += part
-    return total

@@ -5,20 +5,34 @@ across first, a reduce-scatter inside first. Across, ranks meet in lanes of one 
 unequal numbers of ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the
 smallest node has ranks. The first and second level of an all-gather copy bits; sums are made per node first.
 
-Collectives in the algorithm that their op carries: the one place where flat, padded and two-level ways part.
+`..._by` runs a collective by the algorithm that its op carries: the one place where flat, padded and two-level part.
+`start_in_levels` runs one beside what else a rank does. A level can only start when the one before has arrived, and a
+rank in its backward cannot wait for that: its peers may need what it has yet to work out. So a thread takes the
+levels, exchange by exchange in the order in which all ranks start them. Its messages are in groups of its own
+(`GroupTable.beside`), where no other message comes in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
 from hetu_fx.comm_ops.plans.algorithm import Algorithm, by_node, lanes
-from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
-from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.collectives import (
+    Exchange,
+    gather_padded,
+    gather_parts,
+    reduce_padded,
+    reduce_parts,
+    segments,
+    sum_over,
+)
+from hetu_fx.comm_ops.wire.groups import GroupTable, active
+from hetu_fx.comm_ops.wire.serial_threads import InTurn
 
 Levels = tuple[tuple[int, ...], ...]
 
@@ -125,3 +139,52 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
         return reduce_in_levels(parts, ranks, algorithm.nodes, table)
     reduce = reduce_padded if algorithm.pads(num_bytes) else reduce_parts
     return reduce(parts, ranks, table)
+
+
+# Each takes the buffer, the sizes of its segments, the ranks, their nodes and a table, and works in place.
+OnBuffer = Callable[[Tensor, Sequence[int], Sequence[int], Sequence[int], GroupTable], None]
+
+_turns: WeakKeyDictionary[GroupTable, InTurn] = WeakKeyDictionary()
+
+
+def start_in_levels(
+    run: OnBuffer, buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], algorithm: Algorithm
+) -> Exchange:
+    """Start an exchange of host memory in two levels. Collective over `ranks`."""
+    table = active()
+    beside = table.beside("levels")
+    for group in groups_in_levels(ranks, algorithm.nodes, table.rank):
+        beside.group(group)  # created here, as threads must not create groups side by side
+
+    def work() -> None:
+        with torch.no_grad():
+            run(buffer, sizes, ranks, algorithm.nodes, beside)
+
+    turn = _turns.setdefault(table, InTurn()).start(work)
+    return Exchange(tuple(ranks), [turn])
+
+
+def sum_all_in_levels(
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> None:
+    """Do what `sum_all` does; sums are made per node first."""
+    buffer.copy_(sum_in_levels(buffer, ranks, nodes, table))
+
+
+def sum_segments_in_levels(
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> None:
+    """Do what `sum_segments` does; sums are made per node first."""
+    parts = segments(buffer, sizes)
+    parts[table.position(ranks)].copy_(reduce_in_levels(parts, ranks, nodes, table))
+
+
+def gather_segments_in_levels(
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+) -> None:
+    """Do what `gather_segments` does."""
+    parts = segments(buffer, sizes)
+    found = gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, nodes, table)
+    for part, rank, value in zip(parts, ranks, found, strict=True):
+        if rank != table.rank:
+            part.copy_(value)

@@ -12,18 +12,14 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box, Region
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.async_collectives import (
-    Exchange,
-    gather_segments,
+from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.two_level import (
     gather_segments_in_levels,
-    segments,
     start_in_levels,
-    sum_all,
     sum_all_in_levels,
-    sum_segments,
     sum_segments_in_levels,
 )
-from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.bridge.plan import Message, MessageKind, ParameterBox
 from hetu_fx.switching.home.layout import to_local
 

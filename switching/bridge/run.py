@@ -13,8 +13,8 @@ from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.slices import finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.async_collectives import Exchange
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.message import Arrivals, Cuts, LocalTensor, MessageRun, narrowed

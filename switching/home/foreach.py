@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.base.torch_private import schema
-from hetu_fx.comm_ops.wire.async_collectives import reduce_world
+from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.tensor import HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hetu_fx.base.torch_private import make_subclass
-from hetu_fx.comm_ops.wire.async_collectives import reduce_world
+from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import run_whole
 from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like

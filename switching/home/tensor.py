@@ -24,7 +24,7 @@ from hetu_fx.base.torch_private import (
     set_versions,
     version,
 )
-from hetu_fx.comm_ops.wire.async_collectives import gather_segments
+from hetu_fx.comm_ops.wire.collectives import gather_segments
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 

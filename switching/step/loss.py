@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import make_subclass
-from hetu_fx.comm_ops.wire.async_collectives import Exchange, sum_all
+from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step.timer import ComputeTimer

@@ -13,18 +13,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_on_links
-from hetu_fx.comm_ops.wire.bsr_run import exchange, message_bytes, pack, unpack
-from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.bsr_messages import Sending, post
+from hetu_fx.comm_ops.wire.bsr_run import exchange, prepare, unpack
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.p2p import Tag
 from hetu_fx.program.sizes import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
-
-# Keeps these messages apart from other ones between the same two ranks.
-_TAG = 0x4846
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -43,7 +41,7 @@ class Channel:
         self._table = table
         self._forward_plan = lru_cache(maxsize=512)(self._plan_forward)
         self._backward_plan = lru_cache(maxsize=512)(self._plan_backward)
-        self._flying: list[tuple[dist.Work | None, Tensor]] = []
+        self._in_flight: list[Sending] = []
 
     def send(self, values: Sequence[Tensor], bindings: Bindings) -> None:
         """Start sending this rank's pieces of the values forward."""
@@ -63,11 +61,9 @@ class Channel:
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken."""
-        flying, self._flying = self._flying, []
-        with guarded("hand-over between stages", [self._table.rank]):
-            for work, _ in flying:
-                if work is not None:
-                    work.wait()
+        in_flight, self._in_flight = self._in_flight, []
+        for sending in in_flight:
+            sending.wait()
 
     def _forward(self, bindings: Bindings) -> BsrPlan:
         return self._forward_plan(_shapes(self.handovers, bindings))
@@ -82,33 +78,15 @@ class Channel:
         return plan_on_links(_backward_moves(self.returning, shapes), self._table.topology)
 
     def _post(self, plan: BsrPlan, tensors: Sequence[Tensor]) -> None:
-        rank, table = self._table.rank, self._table
-        contiguous = [tensor.detach() for tensor in tensors]
-        with guarded("hand-over between stages", [rank]):
-            for peer in sorted(plan.outgoing.get(rank, {})):
-                message = pack(plan, rank, peer, contiguous, contiguous)
-                message = message.cpu() if table.staged(message.device) else message
-                work = dist.isend(message, table.to_global(peer), group=table.base, tag=_TAG)
-                self._flying.append((work, message))
+        pieces = [tensor.detach() for tensor in tensors]
+        self._in_flight.append(post(prepare(plan, self._table, pieces, pieces), self._table, Tag.STAGES))
 
     def _fetch(self, plan: BsrPlan, handovers: Sequence[Handover]) -> list[Tensor]:
         rank, table = self._table.rank, self._table
         like = [torch.empty(0, dtype=handover.value.dtype, device=self._device) for handover in handovers]
-        host = torch.device("cpu") if table.staged(self._device) else self._device
-        senders = sorted({t.sender for t in plan.incoming.get(rank, ()) if t.sender != rank})
-        messages: dict[int, Tensor] = {}
-        with guarded("hand-over between stages", [rank, *senders]):
-            works = []
-            for sender in senders:
-                transfers = [t for t in plan.incoming[rank] if t.sender == sender]
-                messages[sender] = torch.empty(message_bytes(plan, transfers, like), dtype=torch.uint8, device=host)
-                to = table.to_global(sender)
-                works.append(dist.irecv(messages[sender], to, group=table.base, tag=_TAG))
-            for work in works:
-                if work is not None:
-                    work.wait()
-        messages = {sender: message.to(self._device) for sender, message in messages.items()}
-        pieces = unpack(plan, rank, [None] * len(handovers), like, messages)
+        nothing = [None] * len(handovers)
+        messages = post(prepare(plan, table, like, nothing), table, Tag.STAGES).wait()
+        pieces = unpack(plan, rank, nothing, like, messages)
         if plan.relay is not None:
             # Only ranks of this stage meet here, and all of them do.
             pieces = unpack(plan.relay, rank, pieces, like, exchange(plan.relay, table, like, pieces))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hetu_fx.comm_ops.ops import table  # noqa: F401 - registers hetu::ring_attention
+from hetu_fx.comm_ops.ops.ring_attention import RING_ATTENTION
 from hetu_fx.comm_ops.wire.collectives import gather_parts
 from hetu_fx.comm_ops.wire.groups import active
 
@@ -25,7 +25,7 @@ def same(rank, ranks, sizes, mask, is_causal):
     wholes = tensors(sum(sizes))
     parts = [x.split(sizes, 2)[position].clone().requires_grad_() for x in wholes[:3]]
     own = None if mask is None or mask.shape[-2] == 1 else mask.split(sizes, -2)[position]
-    out, _ = torch.ops.hetu.ring_attention(*parts, mask if own is None else own, ranks, sizes, sizes, is_causal, None)
+    out, _ = RING_ATTENTION.overload(*parts, mask if own is None else own, ranks, sizes, sizes, is_causal, None)
     out.backward(wholes[3].split(sizes, 2)[position])
     given = [x.clone().requires_grad_() for x in wholes[:3]]
     expected = attention(*given, attn_mask=mask, is_causal=is_causal, enable_gqa=True)
@@ -60,8 +60,8 @@ def check_two_layers_one_after_the_other(rank, world, folder):
     wholes = tensors(10)
     parts = [x.split(sizes, 2)[rank].clone().requires_grad_() for x in wholes[:3]]
     layout = (None, [0, 1, 2], sizes, sizes, True, None)
-    first, _ = torch.ops.hetu.ring_attention(*parts, *layout)
-    second, _ = torch.ops.hetu.ring_attention(first, parts[1] * 2, parts[2], *layout)
+    first, _ = RING_ATTENTION.overload(*parts, *layout)
+    second, _ = RING_ATTENTION.overload(first, parts[1] * 2, parts[2], *layout)
     second.sum().backward()
     given = [x.clone().requires_grad_() for x in wholes[:3]]
     before = attention(*given, is_causal=True, enable_gqa=True)

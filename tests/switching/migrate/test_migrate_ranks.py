@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.comm_ops.wire import bsr_messages, bsr_run
+from hetu_fx.comm_ops.wire import bsr_run, p2p
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, StateError
@@ -105,7 +105,7 @@ def check_what_ranks_of_one_machine_share_is_not_sent(rank: int, world: int, fol
     before = {*SHARED_MEMORY.glob("hetu_fx_switch-*")}  # of other jobs
     for targets, transport in ((ELSEWHERE, Transport.DIRECT), (BEFORE, Transport.SHARED)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bsr_messages, "_posted", lambda *arguments: pytest.fail("a message was sent"))
+            patch.setattr(p2p, "post", lambda *arguments: pytest.fail("a message was sent"))
             forbid_reading(patch, transport is Transport.SHARED and rank == 1)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is transport

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetu_fx.comm_ops.wire.async_collectives import Exchange
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step

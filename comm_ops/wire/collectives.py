@@ -168,7 +168,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     others = len(ranks) - 1
     with guarded("all-reduce", ranks, table):
         if wire.device.type == "cpu" and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
-            result = torch.empty_like(wire)
+            result = torch.empty_like(wire, memory_format=torch.contiguous_format)
             start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
         else:
             result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
@@ -194,7 +194,7 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     if len(ranks) == 1 or all(part.numel() == 0 for part in parts):
         return fresh(parts[here])
     wires = [to_wire(part, table) for part in parts]
-    result = torch.empty_like(wires[here])
+    result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     with guarded("reduce-scatter", ranks, table):
         if result.device.type == "cpu":
             start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.sharding import DeviceGroup
-from hetu_fx.annotations.states import Duplicate, Partial, Split
+from hetu_fx.annotations.states import Duplicate, Partial
 from hetu_fx.comm_ops.plans.axes import Atom, SplitLevel, refine, restore
+from hetu_fx.comm_ops.plans.routes import kind_between
 from hetu_fx.comm_ops.plans.split_plan import fits
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps, dual
@@ -42,18 +43,11 @@ def across_groups(edge: ReshardEdge) -> Steps | None:
     source, target = edge.source, edge.target
     if source.groups != target.groups or source.shardings != target.shardings:
         return None
-    op = _TOP_OPS.get((type(source.top), type(target.top)))
-    if op is None or not fits(Transition(source, target, edge.shape)):
+    route = kind_between(source.top, target.top)
+    if route is None or not fits(Transition(source, target, edge.shape)):
         return None
     kind = "partial" if isinstance(edge.gradient.top, Partial) else "duplicate"
-    return (TopStep(op, source, target, edge.shape, kind),)
-
-
-_TOP_OPS = {
-    (Partial, Duplicate): "split_all_reduce",
-    (Partial, Split): "split_reduce_scatter",
-    (Split, Duplicate): "split_all_gather",
-}
+    return (TopStep(f"split_{route}", source, target, edge.shape, kind),)
 
 
 def same_top(edge: ReshardEdge) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box, Region
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
+from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.wire.collectives import Exchange, gather_segments, segments, sum_all, sum_segments
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -20,7 +21,7 @@ from hetu_fx.comm_ops.wire.two_level import (
     sum_all_in_levels,
     sum_segments_in_levels,
 )
-from hetu_fx.switching.bridge.plan import Message, MessageKind, ParameterBox
+from hetu_fx.switching.bridge.plan import Message, ParameterBox
 from hetu_fx.switching.home.layout import to_local
 
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
@@ -57,12 +58,11 @@ class PackedBox:
     cuts: Cuts
 
 
-# The ops that messages are, and how they go in two levels.
-_OPS = {MessageKind.SUM: "all_reduce", MessageKind.SCATTER: "reduce_scatter", MessageKind.GATHER: "all_gather"}
+# How messages go in two levels.
 _LEVELS = {
-    MessageKind.SUM: sum_all_in_levels,
-    MessageKind.SCATTER: sum_segments_in_levels,
-    MessageKind.GATHER: gather_segments_in_levels,
+    RouteKind.SUM: sum_all_in_levels,
+    RouteKind.SCATTER: sum_segments_in_levels,
+    RouteKind.GATHER: gather_segments_in_levels,
 }
 
 
@@ -83,16 +83,16 @@ class MessageRun:
         lowering: Lowering,
     ) -> None:
         self.lane, self.sizes, self.tag = message.lane, message.sizes, tag
-        self.algorithm = lowering.algorithm(_OPS[message.lane.kind], message.lane.ranks)
+        self.algorithm = lowering.algorithm(message.lane.kind, message.lane.ranks)
         self.gives = not self.lane.givers or rank in self.lane.givers
         every = range(len(self.sizes))
-        self.here = 0 if self.lane.kind is MessageKind.SUM else self.lane.ranks.index(rank)
+        self.here = 0 if self.lane.kind is RouteKind.SUM else self.lane.ranks.index(rank)
         match self.lane.kind:
-            case MessageKind.SUM:
+            case RouteKind.SUM:
                 packed, unpacked = list(every), list(every)
-            case MessageKind.SCATTER:
+            case RouteKind.SCATTER:
                 packed, unpacked = list(every), [self.here]
-            case MessageKind.GATHER:
+            case RouteKind.GATHER:
                 packed, unpacked = [self.here], [i for i in every if i != self.here]
         starts = [sum(map(len, message.segments[:i])) for i in every]
         self.packed = [s for i in packed for s in _slots(starts[i], message.segments[i], sources)]
@@ -110,7 +110,7 @@ class MessageRun:
         The gradient of a message of its own, if it is contiguous, is its own buffer.
         """
         pieces = [self._piece(slot, values.get(slot.name), empty) for slot in self.packed]
-        if self.lane.kind is not MessageKind.GATHER:
+        if self.lane.kind is not RouteKind.GATHER:
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         buffer = empty.new_empty(sum(self.sizes))
         if pieces:
@@ -136,11 +136,11 @@ class MessageRun:
         if self._in_levels(buffer.nbytes, on_host=buffer.device.type == "cpu"):
             return start_in_levels(_LEVELS[self.lane.kind], buffer, self.sizes, self.lane.ranks, self.algorithm)
         match self.lane.kind:
-            case MessageKind.SUM:
+            case RouteKind.SUM:
                 return sum_all(buffer, self.lane.ranks)
-            case MessageKind.SCATTER:
+            case RouteKind.SCATTER:
                 return sum_segments(buffer, self.sizes, self.lane.ranks, self.tag)
-            case MessageKind.GATHER:
+            case RouteKind.GATHER:
                 return gather_segments(buffer, self.sizes, self.lane.ranks)
 
     def unpack(self, buffer: Tensor, arrivals: Arrivals) -> None:
@@ -151,7 +151,7 @@ class MessageRun:
         parts = unflatten_dense_tensors(buffer, self.templates)
         sources, targets = [], []
         for slot in self.unpacked:
-            if not slot.cuts and self.lane.kind is MessageKind.SUM:
+            if not slot.cuts and self.lane.kind is RouteKind.SUM:
                 arrivals.tensors[slot.name] = parts[slot.position].to(arrivals.device)
             else:
                 sources.append(parts[slot.position])

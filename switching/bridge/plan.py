@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.region import Box
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
+from hetu_fx.comm_ops.plans.routes import Route, RouteKind, routes_of
 from hetu_fx.comm_ops.plans.slices import Slice, finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.errors import AnnotationError, StateError
@@ -50,19 +50,11 @@ class BridgeEntry:
             )
 
 
-class MessageKind(StrEnum):
-    """How a message works."""
-
-    SUM = "all-reduce"
-    SCATTER = "reduce-scatter"
-    GATHER = "all-gather"
-
-
 @dataclass(frozen=True, slots=True)
-class Lane:
+class BridgeLane:
     """Who talks how; parts of equal lanes share a message. `givers` of `ranks` hold summands that count."""
 
-    kind: MessageKind
+    kind: RouteKind
     ranks: tuple[int, ...]
     givers: tuple[int, ...]
 
@@ -85,7 +77,7 @@ class ParameterBox:
 class Message:
     """Parts that travel together: one segment, or for scatter and gather one per rank of the lane."""
 
-    lane: Lane
+    lane: BridgeLane
     segments: tuple[tuple[ParameterBox, ...], ...]
 
     @property
@@ -129,70 +121,40 @@ def plan_bridge(entries: Sequence[BridgeEntry], bucket_bytes: int = BUCKET_BYTES
     )
 
 
-Route = tuple[Lane, Slice, int | None]
-Routes = tuple[Route, ...] | None  # None: to be moved
+Routes = tuple[tuple[BridgeLane, Slice, int | None], ...] | None
+"""The lane of every slice that travels, and who owns it there; None: to be moved."""
 
 
 @lru_cache(maxsize=4096)
 def _gather_routes(home: Annotation, compute: Annotation, shape: Shape) -> Routes:
     """Say how every slice that is not read by its owners alone comes to its readers."""
-    routes: list[Route] = []
-    for part in finest_slices(Transition(home, compute, shape)):
-        ((owners,),) = part.owners
-        missing = sorted(set(part.receivers) - set(owners))
-        if missing:
-            reading = [owner for owner in owners if owner in part.receivers]
-            if not reading:
-                return None
-            ranks = tuple(sorted([reading[0], *missing]))
-            routes.append((Lane(MessageKind.GATHER, ranks, (reading[0],)), part, reading[0]))
-    return _one_lane_per_group(routes)
-
-
-def _one_lane_per_group(routes: Sequence[Route]) -> tuple[Route, ...]:
-    """Forget who owns what in the lane of a gather: each owner has its own segment."""
-    return tuple((Lane(lane.kind, lane.ranks, ()), part, owner) for lane, part, owner in routes)
+    routes = _routes(Transition(home, compute, shape))
+    # Each owner has its own segment, so that it does not matter whose a lane is.
+    return None if routes is None else tuple((replace(lane, givers=()), part, owner) for lane, part, owner in routes)
 
 
 @lru_cache(maxsize=4096)
 def _reduce_routes(gradient: Annotation, home: Annotation, shape: Shape) -> Routes:
-    """Say how every slice whose value is a sum over ranks is summed."""
-    routes: list[Route] = []
-    for part in finest_slices(Transition(gradient, home, shape)):
-        left = set(part.receivers)
-        for summands in part.owners:
-            members = {rank for ranks in summands for rank in ranks}
-            found = _sum_routes(part, summands, sorted(left & members))
-            if found is None:
-                return None
-            routes += found
-            left -= members
-        if left:
+    """Say how every slice whose value is a sum over ranks is summed; what would have to be gathered is moved."""
+    routes = _routes(Transition(gradient, home, shape))
+    is_summed = routes is not None and all(lane.kind is not RouteKind.GATHER for lane, _, _ in routes)
+    return routes if is_summed else None
+
+
+def _routes(transition: Transition) -> Routes:
+    found: list[tuple[BridgeLane, Slice, int | None]] = []
+    for part in finest_slices(transition):
+        routes = routes_of(part)
+        if routes is None:
             return None
-    return tuple(routes)
+        found += [(lane, part, owner) for route in routes for lane, owner in _lanes(route)]
+    return tuple(found)
 
 
-def _sum_routes(part: Slice, summands: Sequence[tuple[int, ...]], receivers: Sequence[int]) -> list[Route] | None:
-    """Sum one copy's summands for those of its ranks that want them; None where no collective does that."""
-    members = sorted(rank for ranks in summands for rank in ranks)
-    if len(summands) == 1 or not receivers:
-        return []
-    if len(receivers) == 1:
-        column = _column(summands, receivers[0])
-        return [(Lane(MessageKind.SCATTER, column, column), part, receivers[0])]
-    if list(receivers) != members:
-        return None
-    if len({len(ranks) for ranks in summands}) > 1:
-        givers = tuple(sorted(ranks[0] for ranks in summands))
-        return [(Lane(MessageKind.SUM, tuple(members), givers), part, None)]
-    columns = sorted({_column(summands, rank) for rank in members})
-    return [(Lane(MessageKind.SUM, column, column), part, None) for column in columns]
-
-
-def _column(summands: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    """Pick one holder of every summand: `rank` for its own, and those at its place for the others."""
-    place = next(ranks.index(rank) for ranks in summands if rank in ranks)
-    return tuple(sorted(ranks[place % len(ranks)] for ranks in summands))
+def _lanes(route: Route) -> list[tuple[BridgeLane, int | None]]:
+    """List the lanes of a route by ranks, each with the one that has the value or gets the sum."""
+    owners = {tuple(sorted(ranks)): None if route.home is None else ranks[route.home] for ranks in route.columns()}
+    return [(BridgeLane(route.kind, ranks, route.givers or ranks), owners[ranks]) for ranks in sorted(owners)]
 
 
 def _buckets(
@@ -207,7 +169,7 @@ def _buckets(
     return tuple(_bucket(part, routes_of) for group in groups.values() for part in _cut_by_size(group, bucket_bytes))
 
 
-def _lane_key(lane: Lane) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _lane_key(lane: BridgeLane) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     return lane.kind.value, lane.ranks, lane.givers
 
 
@@ -226,7 +188,7 @@ def _cut_by_size(entries: Sequence[BridgeEntry], bucket_bytes: int) -> Iterator[
 
 
 def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], Routes]) -> BridgeBucket:
-    parts: dict[Lane, list[ParameterBox]] = {}
+    parts: dict[BridgeLane, list[ParameterBox]] = {}
     moved = []
     for entry in entries:
         routes = routes_of(entry)
@@ -245,8 +207,8 @@ def boxes_of(piece: Slice) -> tuple[Box, ...]:
     return tuple(Box(bounds) for bounds in itertools.product(*piece.dims))
 
 
-def _message(lane: Lane, parts: Sequence[ParameterBox]) -> Message:
-    if lane.kind is MessageKind.SUM:
+def _message(lane: BridgeLane, parts: Sequence[ParameterBox]) -> Message:
+    if lane.kind is RouteKind.SUM:
         return Message(lane, (tuple(parts),))
     by_owner: Mapping[int, list[ParameterBox]] = {rank: [] for rank in lane.ranks}
     for part in parts:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
+from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import AnnotationError, StateError
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry, plan_bridge
-from hetu_fx.switching.bridge.plan import MessageKind
 
 COPIES = Annotation.on((0, 1, 2), Duplicate(3))
 SUMMANDS = Annotation.on((0, 1, 2), Partial(3))
@@ -28,14 +28,14 @@ def test_equal_replicas_with_copies_at_home_only_sum() -> None:
     plan = plan_bridge([entry("w", COPIES)])
     assert plan.gathers[0].messages == ()
     (message,) = plan.reduces[0].messages
-    assert (message.lane.kind, message.lane.ranks) == (MessageKind.SUM, (0, 1, 2))
+    assert (message.lane.kind, message.lane.ranks) == (RouteKind.SUM, (0, 1, 2))
 
 
 def test_equal_replicas_owning_once_scatter_and_gather() -> None:
     plan = plan_bridge([entry("w", ROWS), entry("b", Annotation.on((1,)))])
     (scatter,), (gather,) = plan.reduces[0].messages, plan.gathers[0].messages
-    assert (scatter.lane.kind, scatter.sizes) == (MessageKind.SCATTER, (24, 12 + 48, 12))
-    assert (gather.lane.kind, gather.sizes) == (MessageKind.GATHER, (24, 12 + 48, 12))
+    assert (scatter.lane.kind, scatter.sizes) == (RouteKind.SCATTER, (24, 12 + 48, 12))
+    assert (gather.lane.kind, gather.sizes) == (RouteKind.GATHER, (24, 12 + 48, 12))
 
 
 def test_tensor_parallel_replicas_sum_within_those_that_read_the_same() -> None:

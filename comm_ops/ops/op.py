@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.plans.cost import Cost
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class OpRecord:
     """Holds what is to be known of any op `hetu::name`.
 
     Every op takes tensors, then ranks and layouts by value (args: ints, strings and the like), and gives new
@@ -55,7 +55,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class CommOp(Record):
+class CommOp(OpRecord):
     """Holds all there is to know of an op that moves one tensor, x.
 
     The last of its args is the algorithm by which it is carried out (left out: flat). `adjoint(gradient, *args)` maps
@@ -78,7 +78,7 @@ class CommOp(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class FusedOp(Record):
+class FusedOp(OpRecord):
     """Holds all there is to know of an op that computes while tensors travel, which it therefore does not give back.
 
     `tensors` is how many of its inputs are tensors, or None in the place of one; all of them are kept for the

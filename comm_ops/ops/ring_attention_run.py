@@ -24,7 +24,7 @@ Message = tuple[int, int, Tensor]
 _FORWARD, _BACK, _HOME = 0, 1, 2
 
 
-class Links(Protocol):
+class RingLinks(Protocol):
     """How positions of a ring reach each other."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
@@ -47,7 +47,7 @@ class Attention:
     mask: Tensor | None
     scale: float | None
 
-    def forward(self, links: Links) -> tuple[Tensor, Tensor]:
+    def forward(self, links: RingLinks) -> tuple[Tensor, Tensor]:
         """Give the result (..., Q, e) and the log-sum-exp (..., Q), in the dtype of sums."""
         dtype, found = work_dtype(self.query.dtype), None
         held: Tensor | None = self._packed(self.key, self.value)
@@ -63,7 +63,7 @@ class Attention:
         nothing = self.query.new_zeros(*self.query.shape[:-1], self.value.shape[-1], dtype=dtype)
         return nothing, self.query.new_full(self.query.shape[:-1], -torch.inf, dtype=dtype)
 
-    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, links: Links) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, links: RingLinks) -> tuple[Tensor, Tensor, Tensor]:
         """Give the gradients of the position's queries, keys and values, from that of its result."""
         dtype, own = work_dtype(self.query.dtype), self.position
         of_queries = torch.zeros_like(self.query, dtype=dtype)
@@ -90,7 +90,7 @@ class Attention:
     def _reads(self, step: int) -> bool:
         return self.ring.reads(self.position, self.ring.part_at(self.position, step))
 
-    def _pass_on(self, held: Tensor | None, step: int, links: Links) -> tuple[Tensor | None, Callable[[], None]]:
+    def _pass_on(self, held: Tensor | None, step: int, links: RingLinks) -> tuple[Tensor | None, Callable[[], None]]:
         """Start to send on the keys and values of a step, and to receive those of the next."""
         ring, ways, after = self.ring, len(self.ring.keys), step + 1
         sends: list[Message] = []
@@ -104,7 +104,7 @@ class Attention:
         return arriving, links.start(sends, receives)
 
     def _give_back(
-        self, total: Tensor | None, of_own: Tensor, step: int, links: Links
+        self, total: Tensor | None, of_own: Tensor, step: int, links: RingLinks
     ) -> tuple[Tensor | None, Callable[[], None]]:
         """Start to send the gradients of a step's part to its next reader, or home, and to receive others."""
         ring, ways, part = self.ring, len(self.ring.keys), self.ring.part_at(self.position, step)

@@ -81,7 +81,7 @@ def segments(buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [buffer[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
+def _start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTable) -> Exchange:
     """Fill `parts`, one of each of `ranks` and this rank's own among them, with what those have. Collective."""
     group = table.group(ranks)
     if parts[0].device.type != "cpu" and all(part.numel() for part in parts):
@@ -96,7 +96,7 @@ def start_gather(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     return Exchange(tuple(ranks), works)
 
 
-def start_sum(
+def _start_sum(
     outgoing: Mapping[int, Tensor], result: Tensor, ranks: Sequence[int], table: GroupTable, tag: int
 ) -> Exchange:
     """Send `outgoing[rank]` to every other rank, and sum this rank's own with those that come, by rank. Collective.
@@ -128,7 +128,7 @@ def gather_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int]) 
 
     A buffer is one contiguous tensor, the segments of `ranks` end to end, `sizes[i]` entries for `ranks[i]`.
     """
-    return Exchange() if len(ranks) == 1 else start_gather(segments(buffer, sizes), ranks, active())
+    return Exchange() if len(ranks) == 1 else _start_gather(segments(buffer, sizes), ranks, active())
 
 
 def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], number: int = 0) -> Exchange:
@@ -141,7 +141,7 @@ def sum_segments(buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], num
         return Exchange()
     parts, table = segments(buffer, sizes), active()
     mine = parts[table.position(ranks)]
-    return start_sum(dict(zip(ranks, parts, strict=True)), mine, ranks, table, Tag.BUCKETS + number)
+    return _start_sum(dict(zip(ranks, parts, strict=True)), mine, ranks, table, Tag.BUCKETS + number)
 
 
 def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
@@ -169,7 +169,7 @@ def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:
     with guarded("all-reduce", ranks, table):
         if wire.device.type == "cpu" and (others == 1 or others * wire.nbytes <= _DIRECT_BYTES):
             result = torch.empty_like(wire, memory_format=torch.contiguous_format)
-            start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
+            _start_sum(dict.fromkeys(ranks, wire), result, ranks, table, Tag.SUMMANDS).end()
         else:
             result = wire.clone() if wire.data_ptr() == x.data_ptr() else wire
             dist.all_reduce(result, group=table.group(ranks))
@@ -184,7 +184,7 @@ def gather_parts(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int
         return parts
     wires = [to_wire(part, table) for part in parts]
     with guarded("all-gather", ranks, table):
-        start_gather(wires, ranks, table).end()
+        _start_gather(wires, ranks, table).end()
     return [wire.to(x.device) for wire in wires]
 
 
@@ -197,7 +197,7 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     result = torch.empty_like(wires[here], memory_format=torch.contiguous_format)
     with guarded("reduce-scatter", ranks, table):
         if result.device.type == "cpu":
-            start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
+            _start_sum(dict(zip(ranks, wires, strict=True)), result, ranks, table, Tag.SUMMANDS).end()
         else:
             dist.reduce_scatter(result, [wires[i] for i in table.order(ranks)], group=table.group(ranks))
     return result.to(parts[here].device)

@@ -37,7 +37,7 @@ from hetu_fx.comm_ops.wire.serial_threads import InTurn
 Levels = tuple[tuple[int, ...], ...]
 
 
-def sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
+def _sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
     """Give the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     levels = by_node(tuple(ranks), tuple(nodes))
     inside = _inside(levels, table.rank)
@@ -49,7 +49,7 @@ def sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: 
     return torch.cat(gather_parts(mine, [[size] for size in sizes], inside, table)).view(x.shape)
 
 
-def gather_in_levels(
+def _gather_in_levels(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
 ) -> list[Tensor]:
     """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
@@ -70,7 +70,7 @@ def gather_in_levels(
     return [found[rank].view(list(shape)) for rank, shape in zip(ranks, shapes, strict=True)]
 
 
-def reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
+def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
     """Give the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     levels = by_node(tuple(ranks), tuple(nodes))
     inside = _inside(levels, table.rank)
@@ -87,7 +87,7 @@ def reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Seque
     return mine.view(parts[list(ranks).index(table.rank)].shape)
 
 
-def groups_in_levels(ranks: Sequence[int], nodes: Sequence[int], rank: int) -> Iterator[tuple[int, ...]]:
+def _groups_in_levels(ranks: Sequence[int], nodes: Sequence[int], rank: int) -> Iterator[tuple[int, ...]]:
     """List the groups that `rank` may meet in, inside its node and in its lanes, in the one order of all ranks."""
     levels = by_node(tuple(ranks), tuple(nodes))
     members = (_inside(levels, rank), *(lane for _, lane in _own_lanes(levels, rank)))
@@ -117,7 +117,7 @@ def _brought(levels: Levels, place: int, count: int) -> list[int]:
 def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
     """Give the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
-        return sum_in_levels(x, ranks, algorithm.nodes, table)
+        return _sum_in_levels(x, ranks, algorithm.nodes, table)
     return sum_over(x, ranks, table)
 
 
@@ -127,7 +127,7 @@ def all_gather_by(
     """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
     if algorithm.in_two_levels(num_bytes):
-        return gather_in_levels(x, shapes, ranks, algorithm.nodes, table)
+        return _gather_in_levels(x, shapes, ranks, algorithm.nodes, table)
     gather = gather_padded if algorithm.pads(num_bytes) else gather_parts
     return gather(x, shapes, ranks, table)
 
@@ -136,7 +136,7 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
     """Give the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
-        return reduce_in_levels(parts, ranks, algorithm.nodes, table)
+        return _reduce_in_levels(parts, ranks, algorithm.nodes, table)
     reduce = reduce_padded if algorithm.pads(num_bytes) else reduce_parts
     return reduce(parts, ranks, table)
 
@@ -153,7 +153,7 @@ def start_in_levels(
     """Start an exchange of host memory in two levels. Collective over `ranks`."""
     table = active()
     beside = table.beside("levels")
-    for group in groups_in_levels(ranks, algorithm.nodes, table.rank):
+    for group in _groups_in_levels(ranks, algorithm.nodes, table.rank):
         beside.group(group)  # created here, as threads must not create groups side by side
 
     def work() -> None:
@@ -168,7 +168,7 @@ def sum_all_in_levels(
     buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
 ) -> None:
     """Do what `sum_all` does; sums are made per node first."""
-    buffer.copy_(sum_in_levels(buffer, ranks, nodes, table))
+    buffer.copy_(_sum_in_levels(buffer, ranks, nodes, table))
 
 
 def sum_segments_in_levels(
@@ -176,7 +176,7 @@ def sum_segments_in_levels(
 ) -> None:
     """Do what `sum_segments` does; sums are made per node first."""
     parts = segments(buffer, sizes)
-    parts[table.position(ranks)].copy_(reduce_in_levels(parts, ranks, nodes, table))
+    parts[table.position(ranks)].copy_(_reduce_in_levels(parts, ranks, nodes, table))
 
 
 def gather_segments_in_levels(
@@ -184,7 +184,7 @@ def gather_segments_in_levels(
 ) -> None:
     """Do what `gather_segments` does."""
     parts = segments(buffer, sizes)
-    found = gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, nodes, table)
+    found = _gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, nodes, table)
     for part, rank, value in zip(parts, ranks, found, strict=True):
         if rank != table.rank:
             part.copy_(value)

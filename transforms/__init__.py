@@ -1,5 +1,5 @@
 """Passes from the captured graph to one graph per device.
 
 `rewrites` (the program) -> `layouts` (annotate, deduce) -> `specialize` (one graph per device) -> `lowering` (what is
-compiled); `passes` lists them in the order in which they run.
+compiled); `passes` lists and runs all of them, `show` prints what they make.
 """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from hetu_fx.deduction.factors.factors import ClassDim, FactorClass
+from hetu_fx.deduction.factors.factors import ClassDim
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.show import call_text, show
@@ -59,24 +59,21 @@ def _class_lines(analysed: AnalysedGraph) -> Iterator[str]:
 def _plan_lines(annotated: AnnotatedGraph) -> Iterator[str]:
     yield f"plan with {len(annotated.stages)} pipelines"
     for layout in annotated.layouts:
-        yield f"  stage {_place(layout)} on devices {list(layout.devices)}{_parts_text(layout)}"
+        yield f"  stage {_stage_name(layout.key)} on devices {list(layout.devices)}{_parts_text(layout)}"
 
 
-def _place(layout: StageLayout) -> str:
-    return f"{layout.pipeline}.{layout.index}"
+def _stage_name(key: tuple[int, int]) -> str:
+    pipeline, index = key
+    return f"{pipeline}.{index}"
 
 
 def _parts_text(layout: StageLayout) -> str:
     parts = [
-        f"; {name} {_of_class(factor)}: {list(sizes)}"
+        f"; {name} #{factor.id}: {list(sizes)}"
         for name, axis in zip(("context", "tensor"), layout.axes, strict=True)
         for factor, sizes in axis.sizes.items()
     ]
     return "".join(parts)
-
-
-def _of_class(factor: FactorClass) -> str:
-    return f"#{factor.id}"
 
 
 def _stage_text(annotated: AnnotatedGraph, node: fx.Node) -> str:
@@ -107,16 +104,16 @@ def _axis_texts(name: str, axis: AxisDeduction, node: fx.Node) -> Iterator[str]:
 def _state_text(state: AxisState) -> str:
     match state:
         case SplitOn(factor):
-            return f"split on {_of_class(factor)}"
+            return f"split on #{factor.id}"
         case Spread(factor):
-            return f"spread by {_of_class(factor)}"
+            return f"spread by #{factor.id}"
         case Whole():
             return "whole"
     return "summed"
 
 
 def _device_lines(device: DeviceGraph) -> Iterator[str]:
-    yield f"rank {device.rank}, stage {_place(device.layout)} of {device.num_stages}"
+    yield f"rank {device.rank}, stage {_stage_name(device.layout.key)} of {device.num_stages}"
     slots = dict(zip(device.graph.find_nodes(op="placeholder"), device.slots, strict=True))
     runs = {node: number for number, run in enumerate(device.recomputed) for node in run}
     for node in device.graph.nodes:
@@ -133,12 +130,11 @@ def _device_lines(device: DeviceGraph) -> Iterator[str]:
 
 
 def _handover_text(handover: Handover) -> str:
-    source, target = (".".join(map(str, place)) for place in (handover.source, handover.target))
-    return f"{handover.value.name} from stage {source} to {target}"
+    return f"{handover.value.name} from stage {_stage_name(handover.source)} to {_stage_name(handover.target)}"
 
 
 def _module_lines(name: str, module: fx.GraphModule) -> Iterator[str]:
-    yield f"{name}"
+    yield name
     for node in module.graph.nodes:
         match node.op:
             case "placeholder":

@@ -6,6 +6,7 @@ How parameters and gradients travel between home and where they are computed wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hetu_fx.comm_ops.plans.algorithm import by_node, spans
@@ -24,20 +25,27 @@ class Topology(Protocol):
         """Number of the node that `rank` stands on; the ranks of a node share its link to the others."""
 
 
-class _EqualLinks:
-    """Links that differ in nothing, carry a byte a second and start at once, inside one node."""
+@dataclass(frozen=True)
+class EqualLinks:
+    """Links that differ in nothing, inside one node; left out, they carry a byte a second and start at once."""
+
+    speed: float = 1.0
+    latency: float = 0.0
 
     def bytes_per_second(self, a: int, b: int) -> float:
-        return 1.0
+        """Bandwidth between any two ranks."""
+        return self.speed
 
     def latency_seconds(self, a: int, b: int) -> float:
-        return 0.0
+        """Seconds that an empty message takes between any two ranks."""
+        return self.latency
 
     def node_of(self, rank: int) -> int:
+        """All ranks stand on one node."""
         return 0
 
 
-EQUAL_LINKS: Topology = _EqualLinks()
+EQUAL_LINKS: Topology = EqualLinks()
 
 Cost = Callable[[float, Sequence[int], Topology], float]
 

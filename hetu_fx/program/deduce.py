@@ -7,8 +7,7 @@ from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.flops import travelling_work
-from hetu_fx.transforms.layouts.reshard_cost import bytes_of
+from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
 from hetu_fx.transforms.passes import run_pass
 
 

@@ -1,10 +1,8 @@
-"""The stages of a graph on its way to a device; a pass takes one type and returns the next.
+"""A graph with a plan put on it, and what a pipeline stage of it consists of: devices, ops, what it receives and sends.
 
-    Graph -> AnnotatedGraph -> DeducedGraph -> DeviceGraph
+A graph comes to a device in stages, one type each; a pass takes one and returns the next:
 
-This module has the second, and what a pipeline stage consists of.
-
-Values of a stage that others than its ops on tensors read.
+    Graph -> AnalysedGraph -> AnnotatedGraph -> DeducedGraph -> DeviceGraph
 """
 
 from __future__ import annotations

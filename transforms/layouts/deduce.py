@@ -19,8 +19,7 @@ from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.layouts.context_parallel import check_shared, context_cut
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.flops import travelling_work
-from hetu_fx.transforms.layouts.reshard_cost import TYPICAL_LINKS, Prices, bytes_of
+from hetu_fx.transforms.layouts.reshard_cost import TYPICAL_LINKS, Prices, bytes_of, travelling_work
 from hetu_fx.transforms.layouts.ring_choice import Rings
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut, sequence_cut
 from hetu_fx.transforms.layouts.states import Summed

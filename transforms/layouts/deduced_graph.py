@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Shape, Sharding, Split, State
@@ -15,8 +17,36 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Leaf, LeafKind, OutputKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout, stage_nodes
 from hetu_fx.transforms.layouts.axis import AxisDeduction
-from hetu_fx.transforms.layouts.dim_views import DimView
 from hetu_fx.transforms.layouts.states import SUMMED, AxisState, SplitOn, States, Summed, Whole
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class DimView:
+    """A dim seen as three, (outer, factor, inner), while a value changes its state; before and after it is one dim.
+
+    For a split factor that shares its dim with rows or positions, whose number no annotation can say: of `outer` and
+    `inner`, the sizes around the factor, one may be None (unknown).
+    """
+
+    dim: int
+    factor: FactorClass
+    outer: int | None
+    inner: int | None
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return the logical shape of a value seen so."""
+        return (*shape[: self.dim], self.outer, self.factor.size, self.inner, *shape[self.dim + 1 :])
+
+    def unflattened(self, value: fx.Node, part: int) -> tuple[Any, ...]:
+        """Return the op and the arguments that make the dim three; `part` of the factor is the device's."""
+        sizes = [-1 if size is None else size for size in (self.outer, part, self.inner)]
+        return aten.unflatten.int, value, self.dim, sizes
+
+    def flattened(self, value: fx.Node) -> tuple[Any, ...]:
+        """Return the op and the arguments that make one dim of the three again."""
+        return aten.flatten.using_ints, value, self.dim, self.dim + 2
 
 
 @dataclass(frozen=True, eq=False)

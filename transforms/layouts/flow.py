@@ -1,8 +1,7 @@
-"""What every value of the graph depends on, and which values gradients flow through.
+"""What every value of a graph depends on: inputs, parameters, the op it is an item of, one that it is linear in.
 
-Items: nodes that take one tensor out of an op with several results.
-
-Values that are linear in one other: what such a one sends can be sent of the other instead.
+Gradients flow through what parameters that are trained reach. What is linear in one other value need not be sent: that
+other can be sent instead.
 """
 
 from __future__ import annotations

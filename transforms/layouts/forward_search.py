@@ -21,10 +21,9 @@ from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 from hetu_fx.transforms.layouts.beam import beam
-from hetu_fx.transforms.layouts.flops import product_flops
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.output_states import OutputStates
-from hetu_fx.transforms.layouts.reshard_cost import Prices
+from hetu_fx.transforms.layouts.reshard_cost import Prices, product_flops
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn
 from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly
 

@@ -8,6 +8,7 @@ of accelerators in one node and those of a few nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,34 +16,20 @@ from enum import Enum
 from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split, State, cotangent
-from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.plans.cost import EqualLinks, Topology
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
+from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph
 from hetu_fx.transforms.layouts.states import AxisState, SplitOn, Summed
 
-BYTES_PER_SECOND = 1e10
-LATENCY_SECONDS = 1e-5
 FLOPS_PER_SECOND = 1e13
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
 
 _LARGE = 1 << 20  # bytes of an entry, to tell the price of a byte from that of a message
 
 
-class _TypicalLinks:
-    """Links that are all alike, inside one node."""
-
-    def bytes_per_second(self, a: int, b: int) -> float:
-        return BYTES_PER_SECOND
-
-    def latency_seconds(self, a: int, b: int) -> float:
-        return LATENCY_SECONDS
-
-    def node_of(self, rank: int) -> int:
-        return 0
-
-
-TYPICAL_LINKS: Topology = _TypicalLinks()
+TYPICAL_LINKS: Topology = EqualLinks(speed=1e10, latency=1e-5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +56,7 @@ class Prices:
     groups: tuple[tuple[int, ...], ...]
     num_bytes: Mapping[fx.Node, float]
     topology: Topology = TYPICAL_LINKS
-    _known: dict[tuple[_Kind, _Kind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
+    _known: dict[tuple[_StateKind, _StateKind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
 
     def change(self, node: fx.Node, state: AxisState, wanted: AxisState, *, summed: bool, trained: bool) -> float:
         """Return the seconds of bringing a value into the state that an op wants.
@@ -87,7 +74,7 @@ class Prices:
 
         They travel with those of other parameters, so no message starts for them alone.
         """
-        prices = self._of(_Kind.SUMMED, _Kind.WHOLE, False, False)
+        prices = self._of(_StateKind.SUMMED, _StateKind.WHOLE, False, False)
         return self.num_bytes.get(node, 0.0) * max((price.per_byte for price in prices), default=0.0)
 
     def repeated(self, flops: float) -> float:
@@ -95,7 +82,7 @@ class Prices:
         ways = max(map(len, self.groups), default=1)
         return FORWARD_AND_BACKWARD * flops * (1 - 1 / ways) / FLOPS_PER_SECOND
 
-    def _of(self, kind: _Kind, wanted: _Kind, summed: bool, trained: bool) -> tuple[Price, ...]:
+    def _of(self, kind: _StateKind, wanted: _StateKind, summed: bool, trained: bool) -> tuple[Price, ...]:
         """Return the prices of a change in all groups."""
         key = (kind, wanted, summed, trained)
         if key not in self._known:
@@ -113,7 +100,29 @@ def _bytes(node: fx.Node) -> float:
     return max(0.0, float(meta.numel(node) * meta.dtype(node).itemsize)) if is_tensor else 0.0
 
 
-class _Kind(Enum):
+def product_flops(node: fx.Node, op: OpFactors) -> float:
+    """Return a multiply-add count: result elements times the factors contracted between operands; 0 for no product."""
+    shared = (c for c in op.reduced - op.sharded if sum(c in operand.classes for operand in op.operands) > 1)
+    contracted = [c.size or 1 for c in shared]
+    return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
+
+
+def travelling_work(graph: Graph, factors: FactorMap) -> tuple[float, ...]:
+    """Return what each node of a graph computes with operands that may travel, at the sizes of the example batch."""
+    return tuple(_travelling_flops(node, factors) for node in graph.graph.nodes)
+
+
+def _travelling_flops(node: fx.Node, factors: FactorMap) -> float:
+    """Return the FLOPs of the products of queries with keys and of weights with values; causal ones have half."""
+    if not factors.is_op(node) or not factors.op(node).travelling:
+        return 0.0
+    op = factors.op(node)
+    keys, values = (meta.hints(op.operands[position].node) for position in sorted(op.travelling))
+    is_placed = bool(op.placed) or any(seen.placed for seen in op.apart.values())
+    return 2.0 * meta.numel(node) * keys[-2] * (1 + keys[-1] / values[-1]) / (2 if is_placed else 1)
+
+
+class _StateKind(Enum):
     """The kinds of states that differ in price; of two splits the second is another than the first."""
 
     WHOLE = "whole"
@@ -122,24 +131,24 @@ class _Kind(Enum):
     SPLIT_OTHERWISE = "split otherwise"
 
 
-def _kinds(state: AxisState, wanted: AxisState) -> tuple[_Kind, _Kind]:
+def _kinds(state: AxisState, wanted: AxisState) -> tuple[_StateKind, _StateKind]:
     first, second = _kind(state), _kind(wanted)
-    other = first == second == _Kind.SPLIT and state != wanted
-    return first, _Kind.SPLIT_OTHERWISE if other else second
+    other = first == second == _StateKind.SPLIT and state != wanted
+    return first, _StateKind.SPLIT_OTHERWISE if other else second
 
 
-def _kind(state: AxisState) -> _Kind:
+def _kind(state: AxisState) -> _StateKind:
     match state:
         case SplitOn():
-            return _Kind.SPLIT
+            return _StateKind.SPLIT
         case Summed():
-            return _Kind.SUMMED
+            return _StateKind.SUMMED
         case _:
-            return _Kind.WHOLE
+            return _StateKind.WHOLE
 
 
 def _change(
-    ranks: tuple[int, ...], kind: _Kind, wanted: _Kind, summed: bool, trained: bool, topology: Topology
+    ranks: tuple[int, ...], kind: _StateKind, wanted: _StateKind, summed: bool, trained: bool, topology: Topology
 ) -> Price:
     """Price a change of a value with an entry for each pair of ranks."""
     source, target = (Annotation.on(ranks, _axis(end, len(ranks))) for end in (kind, wanted))
@@ -148,15 +157,15 @@ def _change(
     return price + _one_way(back, cotangent(source), cotangent(source), topology) if trained else price
 
 
-def _axis(kind: _Kind, ways: int) -> State:
+def _axis(kind: _StateKind, ways: int) -> State:
     match kind:
-        case _Kind.SPLIT:
+        case _StateKind.SPLIT:
             return Split.even(0, ways)
-        case _Kind.SPLIT_OTHERWISE:
+        case _StateKind.SPLIT_OTHERWISE:
             return Split.even(1, ways)
-        case _Kind.SUMMED:
+        case _StateKind.SUMMED:
             return Partial(ways)
-        case _Kind.WHOLE:
+        case _StateKind.WHOLE:
             return Duplicate(ways)
 
 

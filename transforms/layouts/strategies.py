@@ -11,8 +11,8 @@ from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors
 from hetu_fx.deduction.rules.forms import Lacking
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
-from hetu_fx.transforms.layouts.flops import product_flops
 from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.layouts.sequence_parallel import SequenceCut
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn, Spread, Summed, Whole
 

@@ -1,10 +1,8 @@
 """Global counts: numbers of rows or tokens that the whole batch decides, fed to the graph from outside.
 
 A count is hoisted: its local value becomes an output of kind COUNT, computed from inputs alone, and the graph
-reads a new leaf of kind COUNT instead. The runtime sums the local values over micro-batches and replicas (see
-`hetu_fx.transforms.rewrites.counts`) and feeds the sum.
-
-The part of a program that computes the local counts of some rows from inputs alone, before the step.
+reads a new leaf of kind COUNT instead. The runtime runs the part of the program that makes the local values before the
+step, as a prologue, sums them over micro-batches and replicas, and feeds the sum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The sizes that factor classes have in one device's graph: as numbers, or read off values as the graph runs.
+"""The sizes that factor classes have in one device's graph, and its part of each that is cut.
 
-How a device graph knows its device's part of a split dim: as numbers, or computed from a length as it runs.
+Both are numbers, or are computed as the graph runs from the length of a value.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from hetu_fx.comm_ops.resolve.resolution import Resolution, resized
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
-from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, cut_twice
-from hetu_fx.transforms.layouts.dim_views import DimView
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
 from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
 

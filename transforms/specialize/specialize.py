@@ -121,15 +121,15 @@ class _Builder:
             if (length := self._length(node)) is not None:
                 return length
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
-            return self._settled(node, self._emit(node, callee(node), *args, **kwargs))
+            return self._in_output_states(node, self._emit(node, callee(node), *args, **kwargs))
         cut = [factor for factor in self._cut(node) if factor is not None]
         op = reduce(OpFactors.cut_at, cut, self.annotated.factors.op(node))
         sizes = self.sizes.in_op(cut)
         args, kwargs = localized_call(node, op, self._operands(node), self.values, cut, sizes)
         if cut and op.traits.counter_at is not None:
             args = self._with_cuts(node, args, op.traits.counter_at, cut)
-        result = self._in_form(node, args, kwargs)
-        return self._settled(node, self._emit(node, callee(node), *args, **kwargs) if result is None else result)
+        result = self._in_form(node, args, kwargs) or self._emit(node, callee(node), *args, **kwargs)
+        return self._in_output_states(node, result)
 
     def _cut(self, node: fx.Node) -> tuple[FactorClass | None, FactorClass | None]:
         """Return the factors that an op computes a part of, by axis."""
@@ -223,7 +223,7 @@ class _Builder:
         given = bound(overload(node), args, kwargs)
         return RingCall(given, self.peers[axis], own, parts, partial(self._fused, node))
 
-    def _settled(self, node: fx.Node, result: fx.Node) -> fx.Node:
+    def _in_output_states(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
         context, tensor = (deduction.made.get(node) for deduction in self.inside)
         if context is None or tensor is None or not meta.is_tensor(node):

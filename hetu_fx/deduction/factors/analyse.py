@@ -232,19 +232,5 @@ def _item_op(node: fx.Node, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> Op
     """Return the factors of taking one result of an op: it passes everything on."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    nothing: frozenset[FactorClass] = frozenset()
-    none: frozenset[int] = frozenset()
-    return OpFactors(
-        operands=(OperandFactors(source, (0,), dims[node][0]),),
-        results=dims[node],
-        reduced=nothing,
-        whole=nothing,
-        linear=(frozenset({0}),),
-        additive=none,
-        averaged=nothing,
-        counted=none,
-        unread=none,
-        size_args=(),
-        random=False,
-        known=True,
-    )
+    operand = OperandFactors(source, (0,), dims[node][0])
+    return OpFactors((operand,), dims[node], linear=(frozenset({0}),))

@@ -102,16 +102,16 @@ class OpFactors:
 
     operands: tuple[OperandFactors, ...]
     results: tuple[ClassDims, ...]
-    reduced: frozenset[FactorClass]
-    whole: frozenset[FactorClass]
-    linear: tuple[frozenset[int], ...]
-    additive: frozenset[int]
-    averaged: frozenset[FactorClass]
-    counted: frozenset[int]
-    unread: frozenset[int]
-    size_args: tuple[SizeArg, ...]
-    random: bool
-    known: bool
+    reduced: frozenset[FactorClass] = frozenset()
+    whole: frozenset[FactorClass] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    additive: frozenset[int] = frozenset()
+    averaged: frozenset[FactorClass] = frozenset()
+    counted: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
+    size_args: tuple[SizeArg, ...] = ()
+    random: bool = False
+    known: bool = True
     sharded: frozenset[FactorClass] = frozenset()
     placed: frozenset[FactorClass] = frozenset()
     travelling: Mapping[int, FactorClass] = field(default_factory=dict)

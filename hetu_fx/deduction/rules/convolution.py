@@ -122,6 +122,15 @@ def shuffled(call: Call) -> Factoring:
     return replace(_over_space(call, 3), linear=(frozenset({0}),))
 
 
+POOLED_LINEARLY = """
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    upsample_nearest2d upsample_nearest2d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_bicubic2d
+    upsample_bicubic2d.vec upsample_nearest1d upsample_nearest1d.vec upsample_linear1d upsample_linear1d.vec
+    upsample_nearest3d upsample_nearest3d.vec upsample_trilinear3d upsample_trilinear3d.vec
+    _upsample_bilinear2d_aa _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec reflection_pad1d
+    reflection_pad2d replication_pad1d replication_pad2d replication_pad3d
+""".split()
+
 RULES: tuple[Rule, ...] = (
     *built(_convolved, "conv1d", "conv2d", "conv3d", "convolution"),
     *built(_convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
@@ -129,16 +138,7 @@ RULES: tuple[Rule, ...] = (
     *built(_pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
     *built(_pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
     *built(_sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-    *built(
-        _pooled_linearly,
-        *("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
-        *("adaptive_avg_pool3d", "upsample_nearest2d", "upsample_nearest2d.vec", "upsample_bilinear2d"),
-        *("upsample_bilinear2d.vec", "upsample_bicubic2d", "upsample_bicubic2d.vec", "upsample_nearest1d"),
-        *("upsample_nearest1d.vec", "upsample_linear1d", "upsample_linear1d.vec", "upsample_nearest3d"),
-        *("upsample_nearest3d.vec", "upsample_trilinear3d", "upsample_trilinear3d.vec"),
-        *("_upsample_bilinear2d_aa", "_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec"),
-        *("reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d", "replication_pad3d"),
-    ),
+    *built(_pooled_linearly, *POOLED_LINEARLY),
     *built(shuffled, "pixel_shuffle", "pixel_unshuffle"),
     *built(unfolded, "im2col"),
     *built(_folded, "col2im"),

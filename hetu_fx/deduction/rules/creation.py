@@ -24,27 +24,7 @@ def counting(call: Call) -> Factoring:
     return Factoring(operands, (dims,), whole=names(dims, range(len(dims))))
 
 
-RULES: tuple[Rule, ...] = (
-    *built(
-        constant,
-        "zeros",
-        "ones",
-        "empty.memory_format",
-        "full",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    ),
-    *built(
-        counting,
-        "arange",
-        "arange.start",
-        "arange.start_step",
-        "linspace",
-        "eye",
-        "eye.m",
-        "scalar_tensor",
-        "hann_window",
-    ),
-)
+CONSTANTS = "zeros ones empty.memory_format full new_zeros new_ones new_full new_empty".split()
+COUNTING = "arange arange.start arange.start_step linspace eye eye.m scalar_tensor hann_window".split()
+
+RULES: tuple[Rule, ...] = (*built(constant, *CONSTANTS), *built(counting, *COUNTING))

@@ -109,6 +109,11 @@ def _cast_back(shard: ShardedCall, result: fx.Node) -> fx.Node:
     return shard.emit(aten.to.dtype, result, dtype) if narrow else result
 
 
+BATCH_NORMS = """
+    batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+    _batch_norm_with_update_functional
+""".split()
+
 RULES: tuple[Rule, ...] = (
     *built(softmax, "softmax.int", traits=Traits(sharded=ShardedForm(_softmax_over_parts))),
     *built(softmax, "log_softmax.int", traits=Traits(sharded=ShardedForm(_log_softmax_over_parts))),
@@ -116,15 +121,6 @@ RULES: tuple[Rule, ...] = (
     *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
     *built(_over_groups, "group_norm"),
     *built(_over_all_but_one, "_weight_norm"),
-    *built(
-        _over_batch,
-        *(
-            "batch_norm",
-            "native_batch_norm",
-            "_native_batch_norm_legit",
-            "_native_batch_norm_legit_functional",
-        ),
-        "_batch_norm_with_update_functional",
-    ),
+    *built(_over_batch, *BATCH_NORMS),
     *built(_over_instance, "instance_norm"),
 )

@@ -1,6 +1,7 @@
 """Ops that draw random numbers: every factor passes through.
 
-What makes masks equal under every plan is another matter (transforms): here it is only said which calls draw.
+What makes masks equal under every plan is another matter (transforms): here it is only said which calls draw, and where
+those that draw by counter are told which part of the whole tensor they draw.
 """
 
 from __future__ import annotations

@@ -63,37 +63,17 @@ def _running_sum(call: Call) -> Factoring:
     return kept(call, [call.dim("dim", len(call.operands[0].shape))], linear=True)
 
 
+LOOKED_OVER = """
+    amax amin aminmax max min max.dim min.dim argmax argmin median median.dim prod prod.dim_int any any.dim any.dims
+    all all.dim all.dims logsumexp std std.dim std.correction var var.dim var.correction var_mean.correction
+    std_mean.correction std_mean.dim var_mean.dim norm.Scalar norm.ScalarOpt_dim linalg_vector_norm mode
+""".split()
+
 RULES: tuple[Rule, ...] = (
     *built(_summed_away, "sum", "sum.dim_IntList", "nansum"),
     *built(_counted_away, "count_nonzero", "count_nonzero.dim_IntList"),
     *built(_averaged_away, "mean", "mean.dim"),
-    *built(
-        _looked_over,
-        *(
-            "amax",
-            "amin",
-            "aminmax",
-            "max",
-            "min",
-            "max.dim",
-            "min.dim",
-            "argmax",
-            "argmin",
-            "median",
-            "median.dim",
-        ),
-        *("prod", "prod.dim_int", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims", "logsumexp"),
-        *("std", "std.dim", "std.correction", "var", "var.dim", "var.correction", "var_mean.correction"),
-        *(
-            "std_mean.correction",
-            "std_mean.dim",
-            "var_mean.dim",
-            "norm.Scalar",
-            "norm.ScalarOpt_dim",
-            "linalg_vector_norm",
-            "mode",
-        ),
-    ),
+    *built(_looked_over, *LOOKED_OVER),
     *built(_compared_along, "cosine_similarity"),
     *built(running, "cumprod", "logcumsumexp", "cummax", "cummin"),
     *built(_running_sum, "cumsum"),

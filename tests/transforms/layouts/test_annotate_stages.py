@@ -10,9 +10,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.show import op_name
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.annotate import Annotate, cut_stages
 from hetu_fx.transforms.layouts.annotated_graph import StageNodes, stage_nodes
-from hetu_fx.transforms.layouts.cut_stages import cut_stages
 from tests.transforms.plans import pipeline, program_of, zoo_program
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -57,30 +58,21 @@ get_default_group = _get_default_group
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
 
 
-def schema(op: Any) -> FunctionSchema:
-    """Return an op's schema: names, defaults and aliases of its arguments and results."""
-    found: FunctionSchema = op._schema
-    return found
+# Attributes of ops.
+schema: Callable[[Any], FunctionSchema] = attrgetter("_schema")  # names, defaults and aliases of arguments and results
+short_name: Callable[[Any], str] = attrgetter("_opname")  # without namespace and overload
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")
+dispatch_name: Callable[[Any], str] = attrgetter("_name")  # as the dispatcher's tables have it
+
+# Attributes of tensors, storages and modules.
+version: Callable[[Tensor], int] = attrgetter("_version")  # how often it has been written in place
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one, however many objects stand for it
+parameter_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")  # takes tensors of any kind
 
 
 def has_schema(target: Any) -> bool:
     """Tell whether what a node calls is an op with a schema."""
     return hasattr(target, "_schema")
-
-
-def short_name(op: OpOverload[..., Any]) -> str:
-    """Return an op's name without namespace and overload."""
-    return str(op._opname)
-
-
-def overload_name(op: Any) -> str:
-    """Return what names one of an op's overloads."""
-    return str(op._overloadname)
-
-
-def dispatch_name(op: OpOverload[..., Any] | HigherOrderOperator) -> str:
-    """Return an op's name as the dispatcher's tables have it."""
-    return op._name
 
 
 def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
@@ -91,21 +83,6 @@ def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
 def rename(node: fx.Node, name: str) -> None:
     """Give a node another name, as near to this one as its graph has free."""
     node._rename(name)
-
-
-def version(tensor: Tensor) -> int:
-    """Return how often a tensor has been written in place."""
-    return tensor._version
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what a storage is known by, as long as it lives, however many objects stand for it."""
-    return int(storage._cdata)
-
-
-def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict of a module's own parameters, in which tensors of any kind can be put in their places."""
-    return module._parameters
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -26,33 +25,33 @@ while os.getppid() == parent and time.monotonic() < end:
 _COMPETES_SECONDS = 600
 
 
-class Devices(Protocol):
-    """What the demo does to the devices that it runs on."""
+class Devices:
+    """What the demo does to the devices that it runs on; these stay as they are.
+
+    Attributes:
+        slowed_rank: the device that can be slowed down.
+    """
 
     slowed_rank: int
 
     def make_unequal(self) -> None:
         """Give every device its own speed."""
-        ...
 
     def slow(self) -> str:
         """Slow one device down; say what was done."""
-        ...
+        return "no device is slowed"
 
     def heal(self) -> None:
         """Undo `slow`."""
-        ...
 
     def make_equal(self) -> None:
         """Share the same cores equally, where that can be done."""
-        ...
 
     def favour_first(self) -> None:
         """Give rank 0, which works while the others wait, nearly all cores, where that can be done."""
-        ...
 
 
-class Quotas:
+class Quotas(Devices):
     """Devices whose speeds are CPU quotas."""
 
     def __init__(self, settings: DemoSettings) -> None:
@@ -81,15 +80,12 @@ class Quotas:
         _set_speeds(self.settings.speeds_for_one(current_cores()))
 
 
-class SharedCores:
-    """Devices pinned to cores, slow ones to a core they share; the fastest one can be slowed down."""
+class SharedCores(Devices):
+    """Devices pinned to cores, slow ones to a core they share from the start; the fastest one can be slowed down."""
 
     def __init__(self, settings: DemoSettings) -> None:
         self.slowed_rank = settings.speeds.index(max(settings.speeds))
         self._competitor: subprocess.Popen[bytes] | None = None
-
-    def make_unequal(self) -> None:
-        """Do nothing: they are from the start."""
 
     def slow(self) -> str:
         """Start a process on the slowed device's core; say so."""
@@ -105,12 +101,6 @@ class SharedCores:
             self._competitor.wait()
             self._competitor = None
         dist.barrier()
-
-    def make_equal(self) -> None:
-        """Do nothing: cores stay as they are."""
-
-    def favour_first(self) -> None:
-        """Do nothing: cores stay as they are."""
 
 
 def devices_for(settings: DemoSettings, *, quotas: bool) -> Devices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 EVERY = 4
 """Without a terminal, a line for so many steps."""
@@ -25,39 +25,13 @@ class Shown:
         return f"loss {self.loss:.4f}  {self.tokens_per_second:6.0f} tokens/s  {self.variant}"
 
 
-class Screen(Protocol):
-    """Where the demo tells what happens."""
+class Screen:
+    """Where the demo tells what happens; it shows nothing itself, for all ranks but one."""
+
+    _began: float | None = None
 
     def head(self, text: str) -> None:
         """Begin a new part; say how long the one before took."""
-        ...
-
-    def say(self, text: str) -> None:
-        """Say something, on one line or several."""
-        ...
-
-    def event(self, text: str) -> None:
-        """Say that something has happened during training."""
-        ...
-
-    def step(self, shown: Shown) -> None:
-        """Show a step."""
-        ...
-
-    def finish(self) -> None:
-        """End the progress bar, if there is one."""
-        ...
-
-    def end(self) -> None:
-        """End the last part."""
-        ...
-
-
-class Silence:
-    """Shows nothing: for all ranks but one."""
-
-    def head(self, text: str) -> None:
-        """Begin a new part."""
 
     def say(self, text: str) -> None:
         """Say something, on one line or several."""
@@ -74,25 +48,15 @@ class Silence:
     def end(self) -> None:
         """End the last part."""
 
-
-class Parts:
-    """Knows how long the part of now has taken."""
-
-    def __init__(self) -> None:
-        self._began: float | None = None
-
-    def took(self) -> str:
+    def _took(self) -> str:
         """Say how long the part that ends now took; nothing if none had begun. The next one begins."""
         now, before = time.monotonic(), self._began
         self._began = now
         return "" if before is None else f"({now - before:.0f} s)"
 
 
-class Plain(Silence):
+class Plain(Screen):
     """Prints lines; a step's now and then."""
-
-    def __init__(self) -> None:
-        self._parts = Parts()
 
     def head(self, text: str) -> None:
         """Begin a new part; say how long the one before took."""
@@ -114,18 +78,17 @@ class Plain(Silence):
 
     def end(self) -> None:
         """End the last part."""
-        if took := self._parts.took():
+        if took := self._took():
             print(took, flush=True)
 
 
-class Terminal:
+class Terminal(Screen):
     """Draws with rich: headings, and a progress bar that stays below what is said."""
 
     def __init__(self) -> None:
         from rich.console import Console
 
         self.console = Console(highlight=False)
-        self._parts = Parts()
         self._progress: Any = None
         self._task: Any = None
 
@@ -158,7 +121,7 @@ class Terminal:
 
     def end(self) -> None:
         """End the last part."""
-        if took := self._parts.took():
+        if took := self._took():
             self.console.print(took, style="dim")
 
     def _start(self, steps: int) -> None:
@@ -174,7 +137,7 @@ class Terminal:
 def make_screen(*, shows: bool = True) -> Screen:
     """Choose how to show: rich on a terminal where it is installed, else plain lines."""
     if not shows:
-        return Silence()
+        return Screen()
     if not sys.stdout.isatty():
         return Plain()
     try:

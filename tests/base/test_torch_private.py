@@ -18,7 +18,7 @@ from tests.house import trees
 
 HOME = "hetu_fx.base.torch_private"
 PUBLIC = {"_exit", "_make", "_replace"}  # documented of os and of named tuples
-ASKED_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr", "object")
+ASKED_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr", "object", "attrgetter", "methodcaller")
 
 
 def is_private(name: str) -> bool:
@@ -85,10 +85,10 @@ def private_of_objects(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if "aten" not in (parts := chain(node)) and parts[:2] != ["torch", "ops"]:
                 yield parts[0], node.attr, node.lineno
-        elif isinstance(node, ast.Call) and chain(node.func)[-1] in ASKED_BY_TEXT and len(node.args) > 1:
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
-                yield "", name.value, node.lineno
+        elif isinstance(node, ast.Call) and chain(node.func)[-1] in ASKED_BY_TEXT:
+            for name in node.args[:2]:
+                if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
+                    yield "", name.value, node.lineno
 
 
 def resolves(name: str) -> bool:

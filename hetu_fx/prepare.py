@@ -174,7 +174,7 @@ def _rows_of_examples(wanted: Preparation, execution: Execution[Any], table: Gro
     """Return how many rows all ranks' examples have together, once they are found to fit together."""
     batch = wanted.batch
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    reading = together(table, lambda: execution.read(args, kwargs, True))
+    reading = together(table, lambda: execution.read(args, kwargs, True, shared=True))
     rows = agree(table, reading.facts).rows
     return max(1, rows[0] if wanted.settings.shared else sum(rows))
 

@@ -7,9 +7,8 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs, batch_of
@@ -27,7 +27,7 @@ from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
-from hetu_fx.switching.step.execution import Reading, Run, StepInputs, StepOutputs
+from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs
 from hetu_fx.switching.step.gradients import KeptBack
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.run_step import run_step, stage_of
@@ -85,26 +85,41 @@ class GraphExecution:
             compute.expect(self.program, deduced)
         return GraphVariant(name, plan, compute, planned_rates)
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[GraphVariant]:
+    def read(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
+    ) -> Reading[GraphVariant]:
         """Read the arguments of a call, and capture the model if they have a form not seen yet."""
         sequences = sequences_of(batch_of(self.programs.signature, args, kwargs))
         if sequences is not None:
-            return self.sequences.read(sequences, training)
-        batch = read_batch(args, kwargs, self.programs, training)
-        run = partial(_run, batch)
-        return Reading(batch.facts, run, partial(_build, batch), rehearse=partial(_rehearse, run))
+            return self.sequences.read(sequences, training, shared=shared)
+        return RowReading(read_batch(args, kwargs, self.programs, training))
 
 
-def _run(batch: ReadBatch, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
-    return run_step(variant, batch, inputs)
+@dataclass(frozen=True)
+class RowReading:
+    """A batch of rows, as graphs run it."""
 
+    batch: ReadBatch
 
-def _build(batch: ReadBatch, variant: GraphVariant, inputs: StepInputs) -> object:
-    return stage_of(variant, batch, inputs)
+    @property
+    def facts(self) -> LocalFacts:
+        """What the other ranks must know of it."""
+        return self.batch.facts
 
+    def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
+        """Make the variant's graphs."""
+        stage_of(variant, self.batch, inputs)
 
-def _rehearse(run: Run[GraphVariant], variant: GraphVariant, inputs: StepInputs) -> None:
-    rehearse(variant, inputs, run)
+    def rehearse(self, variant: GraphVariant, inputs: StepInputs) -> None:
+        """Run it and leave no trace."""
+        rehearse(variant, inputs, self.run)
+
+    def divide(self, variants: Sequence[GraphVariant], rates: Mapping[int, float]) -> None:
+        """Return None: one variant runs all rows."""
+
+    def run(self, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+        """Run it."""
+        return run_step(self.batch, variant, inputs)
 
 
 class ReadOnly(Buffers):

@@ -170,7 +170,7 @@ class Runtime:
     def _warm(self, variant: Variant, batch: Reading[Any], facts: StepFacts) -> None:
         inputs = replace(self._inputs(facts.counts, self._rows(variant.plan, facts)), stand_by=_rest)
         batch.build(variant, inputs)
-        if batch.rehearse is not None and variant.facts.fits(_batch_facts(facts)):
+        if variant.facts.fits(_batch_facts(facts)):
             with torch.set_grad_enabled(self.model.training):
                 batch.rehearse(variant, inputs)
 
@@ -181,8 +181,9 @@ class Runtime:
             batch, facts = self._agree(args, kwargs)
             for watcher in self._watchers:
                 watcher.observe(facts)
-            if batch.divide is not None:
-                return self._run_division(batch.divide(self.variants.able(), self.variants.health.rates))
+            division = batch.divide(self.variants.able(), self.variants.health.rates)
+            if division is not None:
+                return self._run_division(division)
             self._switch(self.variants.chosen(_batch_facts(facts)))
             self._settle()
             return self._run(batch, facts)
@@ -212,9 +213,7 @@ class Runtime:
         batch: Reading[Any] | None = None
         local: LocalFacts | Exception
         try:
-            batch = self.execution.read(args, kwargs, self.model.training)
-            if batch.divide is not None and not self.settings.shared:
-                raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
+            batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
             told = {"compute_seconds": self.report.timer.seconds}
             for watcher in self._watchers:
                 told.update(watcher.tell())
@@ -232,7 +231,6 @@ class Runtime:
         check_takes_any_row(plan, facts.longest)
         rows = self._rows(plan, facts)
         self._count_step()
-        assert batch.run is not None
         inputs = self._inputs(facts.counts, rows)
         with self.idle.use(self.variants[self.current], self.step) as variant:
             built = len(self.idle.events)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
+from hetu_fx.graph.containers import unflatten
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.program.captures import Batch
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.eager.module import EagerBatch, EagerModule
-from hetu_fx.switching.eager.step import run_eager_step
+from hetu_fx.switching.eager.module import EagerBatch, EagerModule, EagerOutput
+from hetu_fx.switching.eager.outputs import OutputForm, common_form, eager_routes, form_of_output, tell
 from hetu_fx.switching.eager.variant import EagerVariant, on_replicas
 from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
+from hetu_fx.switching.step.frame import StepFrame
+from hetu_fx.switching.step.outputs import anchored
+from hetu_fx.switching.step.row_exchange import rows_for_pipeline
 
 BY_ROWS = (
     "capture='eager' with several replicas: each replica's loss is weighted by its share of the rows. That is exact "
@@ -86,15 +92,125 @@ class EagerExecution:
         compute = Compute(table, homes) if twin is None else twin.compute
         return EagerVariant(name, plan, compute, planned_rates)
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[EagerVariant]:
+    def read(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
+    ) -> Reading[EagerVariant]:
         """Read the arguments of a call."""
-        batch = self.module.read(args, kwargs, training)
-        return Reading(batch.facts, partial(_run, self.module, batch), lambda variant, _: variant.bridge)
-
-
-def _run(module: EagerModule, batch: EagerBatch, variant: EagerVariant, inputs: StepInputs) -> StepOutputs:
-    return run_eager_step(module, variant, batch, inputs)
+        return EagerReading(self.module, self.module.read(args, kwargs, training))
 
 
 def _told(pipeline: Pipeline) -> str:
     return f"{pipeline} in {pipeline.micro_batches} micro-batches"
+
+
+@dataclass(frozen=True)
+class EagerReading:
+    """A batch of rows, as the module runs it."""
+
+    module: EagerModule
+    batch: EagerBatch
+
+    @property
+    def facts(self) -> LocalFacts:
+        """What the other ranks must know of it."""
+        return self.batch.facts
+
+    def build(self, variant: EagerVariant, inputs: StepInputs) -> None:
+        """Lead the bridge to the present homes."""
+        variant.renew()
+
+    def rehearse(self, variant: EagerVariant, inputs: StepInputs) -> None:
+        """Do nothing: what the module does in its forward cannot be undone."""
+
+    def divide(self, variants: Sequence[EagerVariant], rates: Mapping[int, float]) -> None:
+        """Return None: one variant runs all rows."""
+
+    def run(self, variant: EagerVariant, inputs: StepInputs) -> StepOutputs:
+        """Run it."""
+        return _EagerStep(self.module, variant, self.batch, inputs).run()
+
+
+class _EagerStep:
+    """One step: read top to bottom in `run`."""
+
+    def __init__(self, module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> None:
+        self.module, self.variant, self.batch, self.inputs = module, variant, batch, inputs
+        self.table, self.plan = variant.table, variant.plan
+        self.frame = StepFrame(variant, inputs)
+
+    def run(self) -> StepOutputs:
+        rows = self._own_rows()
+        parameters = self.variant.compute.gather(self.variant.bridge)
+        anchor: Tensor | None = None
+        if self.frame.trains:
+            collector = self.frame.collector(
+                self.variant.bridge, parameters, overlaps=True, used=self.variant.used_anywhere
+            )
+            collector.listen()
+            parameters, anchor = collector.leaves, collector.anchor()
+        self._share_buffers()
+        made, told = self._attempt(rows, parameters)
+        forms = tell(self.table, told)
+        form = common_form(forms)
+        values = self._values(forms, form, made, anchor)
+        loss = self._loss(form, made, anchor) if form.loss_name else None
+        if loss is not None:
+            values[form.loss_name] = loss
+        return StepOutputs(unflatten(form.tree, values), loss)
+
+    def _own_rows(self) -> dict[str, Tensor]:
+        per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}
+        return rows_for_pipeline(per_row, self.inputs.rows, self.plan, self.table, shared=self.inputs.shared)
+
+    def _share_buffers(self) -> None:
+        """Let all ranks evaluate with the same buffers; in training each replica writes its own.
+
+        Which of them it writes cannot be told: batch normalization does not count up a tensor's version.
+        """
+        model, buffers = self.module.model, self.inputs.buffers
+        if model.training:
+            buffers.mark_written((name for name, _ in model.named_buffers()), self.plan.devices[0])
+        else:
+            buffers.sync()
+
+    def _attempt(
+        self, rows: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+    ) -> tuple[EagerOutput | None, OutputForm | Exception | None]:
+        """Run the module if this rank has rows; return what it made, and what the others are told of it."""
+        if len(self.frame.interval) == 0:
+            self.inputs.stand_by()
+            return None, None
+        try:
+            with self.inputs.timer:
+                made = self.module.call(self.batch, rows, parameters)
+        except Exception as error:  # whatever the user's code raises is told to all ranks, and raised by `tell`
+            return None, error
+        return made, form_of_output(made)
+
+    def _values(
+        self, forms: Mapping[int, OutputForm], form: OutputForm, made: EagerOutput | None, anchor: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Return the outputs other than the loss that belong to this rank's rows."""
+        training = self.module.model.training
+        if not self.inputs.wants_values(has_loss=bool(form.loss_name), training=training):
+            return {}
+        routes = eager_routes(forms, self.plan, self.inputs.rows, shared=self.inputs.shared)
+        values = {} if made is None else made.values
+        if anchor is not None and not form.loss_name:
+            values = anchored(routes, values, anchor)
+        return self.frame.hand_out(routes, values, has_work=made is not None, has_loss=bool(form.loss_name))
+
+    def _loss(self, form: OutputForm, made: EagerOutput | None, anchor: Tensor | None) -> Tensor:
+        """Return the mean over all rows, from each replica's mean over its own."""
+        share = len(self.frame.interval) / self.inputs.rows.total
+        if made is None or made.loss is None:
+            local = torch.zeros((), dtype=form.loss_dtype, device=_device(self.module.model))
+        else:
+            local = made.loss * share
+        if anchor is not None:
+            local = local + anchor.to(local.dtype)
+        return self.frame.global_loss(local, made is not None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

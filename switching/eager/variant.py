@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.comm_ops.wire.consensus import any_of
@@ -12,9 +12,6 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.ops import layout_of
-from hetu_fx.switching.step.gradients import Collector
-from hetu_fx.switching.step.loss import LossGradient
-from hetu_fx.switching.step.timer import ComputeTimer
 from hetu_fx.switching.step.variant import Variant
 
 
@@ -28,9 +25,13 @@ class EagerVariant(Variant):
     @property
     def bridge(self) -> Bridge:
         """Return the bridge to and from the replicas."""
+        self.renew()
+        return self._bridge
+
+    def renew(self) -> None:
+        """Lead the bridge to the present homes."""
         if self._bridge.is_outdated:
             self._bridge = self._made()
-        return self._bridge
 
     def _made(self) -> Bridge:
         with self.first_use.making():
@@ -47,63 +48,19 @@ class EagerVariant(Variant):
     def flush(self) -> None:
         """Bring gradients that were kept back home, of the parameters that some rank has used; collective."""
         if self.kept_back.bridge is not None:
-            used = _used_anywhere(self.kept_back.local.keys(), self)
+            used = self.used_anywhere(self.kept_back.local.keys())
             self.kept_back.flush({name: self.homes[name] for name in used})
 
+    def used_anywhere(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the trained parameters that are among some rank's `names`; collective.
 
-def _used_anywhere(names: Collection[str], variant: EagerVariant) -> tuple[str, ...]:
-    """Return the trained parameters that are among some rank's `names`; collective."""
-    trained = [name for name in variant.homes if name in variant.trained]
-    flags = any_of(variant.table, [name in names for name in trained])
-    return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
+        A module may leave out parts of itself in some steps.
+        """
+        trained = [name for name in self.homes if name in self.trained]
+        flags = any_of(self.table, [name in names for name in trained])
+        return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
 
 
 def on_replicas(plan: Plan) -> Annotation:
     """Return the annotation of a parameter: whole on each of the plan's devices."""
     return Annotation.on(plan.devices, Duplicate(len(plan.devices)))
-
-
-class UsedOnly(Collector):
-    """Collects a step's gradients, and gives none to parameters that no replica has used.
-
-    A module may leave out parts of itself in some steps. On one device their parameters then have no gradient, which
-    is not a gradient of zeros: optimizers pass them over, weight decay included.
-    """
-
-    def __init__(
-        self,
-        variant: EagerVariant,
-        compute: Mapping[str, Tensor],
-        *,
-        syncs: bool,
-        loss_gradient: LossGradient,
-        timer: ComputeTimer,
-    ) -> None:
-        self._used: set[str] = set()
-        self._variant = variant
-        super().__init__(
-            variant.bridge,
-            compute,
-            variant.trained,
-            variant.homes,
-            variant.kept_back,
-            syncs=syncs,
-            loss_gradient=loss_gradient,
-            ran_ahead=False,
-            overlaps=True,
-            timer=timer,
-        )
-        self.listen()
-
-    def _arrived(self, name: str, leaf: Tensor) -> None:
-        self._used.add(name)
-        super()._arrived(name, leaf)
-
-    def finish(self) -> dict[str, Tensor]:
-        """Return the home gradients of the parameters that some rank has used; collective if they are synchronised."""
-        self._used |= self.kept.local.keys()
-        self._used |= {name for name, leaf in self.leaves.items() if leaf.grad is not None}
-        home = super().finish()
-        if not home:
-            return home
-        return {name: home[name] for name in _used_anywhere(self._used, self._variant)}

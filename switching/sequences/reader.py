@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.errors import BatchError, StateError
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, candidate_of, device_seconds
+from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, Planned, candidate_of, device_seconds
 from hetu_fx.planner.dispatch.policies import SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -29,7 +31,7 @@ from hetu_fx.switching.sequences.form import (
 from hetu_fx.switching.sequences.planner import SequencePlanner
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant
-from hetu_fx.switching.step.execution import Division, Part, Reading, StepInputs, StepOutputs
+from hetu_fx.switching.step.execution import Division, Part, StepInputs, StepOutputs
 from hetu_fx.switching.step.run_step import run_step
 from hetu_fx.switching.step.variant import Variant
 
@@ -46,14 +48,16 @@ class SequenceReader:
 
     Attributes:
         planner: plans what runs a batch.
+        forms: the forms that batches have had, by a text for each.
+        costs: what a row of some lengths costs, by form.
     """
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self._options = SequenceOptions()
         self.planner = SequencePlanner()
-        self._forms: dict[str, SequenceForm] = {}
-        self._costs: dict[str, dict[int, ProgramCosts]] = {}
+        self.forms: dict[str, SequenceForm] = {}
+        self.costs: dict[str, dict[int, ProgramCosts]] = {}
         self._known: dict[tuple[str, str], tuple[Plan, Cluster, EligibleVariant]] = {}
 
     @property
@@ -64,7 +68,7 @@ class SequenceReader:
     @options.setter
     def options(self, options: SequenceOptions) -> None:
         self._options = options
-        self._forms.clear()
+        self.forms.clear()
         self._known.clear()
 
     @property
@@ -76,8 +80,8 @@ class SequenceReader:
     def policy(self, policy: SequencePolicy) -> None:
         self.planner.policy = policy
 
-    def read(self, sequences: Sequences, training: bool) -> Reading[GraphVariant]:
-        """Read a batch.
+    def read(self, sequences: Sequences, training: bool, *, shared: bool) -> SequenceReading:
+        """Read a batch, which must be `shared`: the same one on every rank.
 
         Raises:
             BatchError, CaptureError: the model cannot run it.
@@ -90,25 +94,32 @@ class SequenceReader:
             signature=f"{key}; {len(sequences.lengths)} sequences, lengths {digest}",
             longest=max(sequences.lengths),
         )
-        return Reading(facts, None, partial(self._build, key), partial(self._divide, key, sequences))
+        if not shared:
+            raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
+        return SequenceReading(self, key, sequences, facts)
+
+    def plan(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> Planned:
+        """Return what runs a batch now."""
+        request = self.forms[key].request(sequences.lengths, self.options.tokens)
+        return self.planner.take(self._candidates(key, variants, rates), request)
 
     def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant], rates: Rates) -> None:
         """Begin to plan for a batch to come, on devices of these rates, once one of its form has run."""
         sequences = sequences_of(batch)
         key = "" if sequences is None else _key(sequences, training)
-        if sequences is not None and key in self._forms:
+        if sequences is not None and key in self.forms:
             candidates = self._candidates(key, variants, rates)
-            self.planner.ahead(candidates, self._forms[key].request(sequences.lengths, self.options.tokens))
+            self.planner.ahead(candidates, self.forms[key].request(sequences.lengths, self.options.tokens))
 
     def _form(self, key: str, sequences: Sequences, training: bool) -> SequenceForm:
-        if key not in self._forms:
+        if key not in self.forms:
             form = form_of_sequences(self.programs, sequences, self.options, training)
             samples = {
                 length: form.sample(sequences, length) for length in (longest_row(sequences) // s for s in _SHARES)
             }
-            self._costs[key] = {length: _row_costs(form.program, sample) for length, sample in samples.items()}
-            self._forms[key] = form
-        return self._forms[key]
+            self.costs[key] = {length: _row_costs(form.program, sample) for length, sample in samples.items()}
+            self.forms[key] = form
+        return self.forms[key]
 
     def _candidates(self, key: str, variants: Sequence[Variant], rates: Rates) -> tuple[EligibleVariant, ...]:
         return tuple(self._candidate(key, variant, _cluster_of(variant).with_rates(rates)) for variant in variants)
@@ -116,46 +127,57 @@ class SequenceReader:
     def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> EligibleVariant:
         plan, devices, known = self._known.get((key, variant.name), (None, None, None))
         if known is None or plan is not variant.plan or devices != cluster:  # what is predicted of it may have changed
-            known = candidate_of(variant.name, variant.plan, self._costs[key], cluster)
+            known = candidate_of(variant.name, variant.plan, self.costs[key], cluster)
             self._known[key, variant.name] = variant.plan, cluster, known
         return known
 
-    def _build(self, key: str, variant: GraphVariant, inputs: StepInputs) -> object:
-        return variant.stage(self._forms[key].program, False, splits=True)
 
-    def _divide(
-        self, key: str, sequences: Sequences, variants: Sequence[GraphVariant], rates: Rates
-    ) -> Division[GraphVariant]:
-        form = self._forms[key]
-        request = form.request(sequences.lengths, self.options.tokens)
-        planned = self.planner.take(self._candidates(key, variants, rates), request)
+@dataclass(frozen=True)
+class SequenceReading:
+    """A batch of sequences of mixed lengths, of a form that its reader knows by `key`."""
+
+    reader: SequenceReader
+    key: str
+    sequences: Sequences
+    facts: LocalFacts
+
+    def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
+        """Make the variant's graphs."""
+        variant.stage(self.reader.forms[self.key].program, False, splits=True)
+
+    def rehearse(self, variant: GraphVariant, inputs: StepInputs) -> None:
+        """Do nothing: which rows a variant runs depends on the others."""
+
+    def divide(self, variants: Sequence[GraphVariant], rates: Rates) -> Division[GraphVariant]:
+        """Divide it among variants, as planned ahead or now."""
+        reader, form = self.reader, self.reader.forms[self.key]
+        planned = reader.plan(self.key, self.sequences, variants, rates)
         assignments = planned.assignments
         numbers = iter(first_rows([micro for found in assignments for micro in found.micro_batches]))
         rows = [
             AssignedRows(
-                form.program, sequences, form.filling, found, tuple(next(numbers) for _ in found.micro_batches)
+                form.program, self.sequences, form.filling, found, tuple(next(numbers) for _ in found.micro_batches)
             )
             for found in assignments
         ]
         world = variants[0].table.size
-        parts = tuple(Part(r.assignment.variant, row_plan(r.assignment, world), partial(_run, r)) for r in rows)
+        parts = tuple(Part(r.assignment.variant, row_plan(r.assignment, world), partial(run_step, r)) for r in rows)
         counts = tuple(map(sum, zip(*(one.counts for one in rows), strict=True)))
-        graph = form.program.graph
 
         def output(loss: Tensor) -> Any:
-            return graph.rebuild({form.program.loss_name: loss})
+            return form.program.graph.rebuild({form.program.loss_name: loss})
 
         plans = {variant.name: variant.plan for variant in variants}
-        return Division(parts, counts, output, planned, partial(_work, assignments, plans, self._costs[key]))
+        return Division(parts, counts, output, planned, partial(_work, assignments, plans, reader.costs[self.key]))
+
+    def run(self, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+        """Raise StateError: one variant runs a part of it."""
+        raise StateError("a batch of sequences of mixed lengths runs in the parts that it is divided into")
 
 
 def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:
     sizes = bind(program.inputs, sample)
     return program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False, sizes=sizes)
-
-
-def _run(rows: AssignedRows, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
-    return run_step(variant, rows, inputs)
 
 
 def _work(

@@ -120,20 +120,24 @@ class Division(Generic[V]):
     work: Work
 
 
-@dataclass(frozen=True)
-class Reading(Generic[V]):
-    """A batch that has been read: what the other ranks must know of it, and how a variant runs it (collective).
+class Reading(Protocol[V]):
+    """A batch that has been read; what runs it is collective."""
 
-    A batch of sequences of mixed lengths has `divide` in place of `run`: from the variants that it may run on, and the
-    devices' straggling rates, to its division. `build` makes what a variant lacks to run it, and `rehearse` runs it and
-    leaves no trace (None where that cannot be); both are collective.
-    """
+    @property
+    def facts(self) -> LocalFacts:
+        """What the other ranks must know of it."""
 
-    facts: LocalFacts
-    run: Run[V] | None
-    build: Callable[[V, StepInputs], object]
-    divide: Callable[[Sequence[V], Mapping[int, float]], Division[V]] | None = None
-    rehearse: Callable[[V, StepInputs], None] | None = None
+    def build(self, variant: V, inputs: StepInputs) -> None:
+        """Make what a variant lacks to run it."""
+
+    def rehearse(self, variant: V, inputs: StepInputs) -> None:
+        """Run it on a variant and leave no trace; nothing where that cannot be."""
+
+    def divide(self, variants: Sequence[V], rates: Mapping[int, float]) -> Division[V] | None:
+        """Divide it among variants, on devices of these straggling rates; None for rows, which one variant runs."""
+
+    def run(self, variant: V, inputs: StepInputs) -> StepOutputs:
+        """Run it on a variant, unless it is to be divided."""
 
 
 class Execution(Protocol[V]):
@@ -177,5 +181,8 @@ class Execution(Protocol[V]):
         `deduced` is what `deduced` has returned for the plan, here or in another process.
         """
 
-    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Reading[V]:
-        """Read the arguments of a call of the model. Raises HetuFxError if they do not fit it."""
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool) -> Reading[V]:
+        """Read the arguments of a call of the model, `shared` where every rank passes the same ones.
+
+        Raises HetuFxError if they do not fit the model.
+        """

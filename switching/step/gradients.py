@@ -8,7 +8,7 @@ the home parameters: its backward runs last, waits for the buckets and gives the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,6 +21,8 @@ from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.step.loss import LossGradient, applied
 from hetu_fx.switching.step.timer import ComputeTimer
+
+UsedAnywhere = Callable[[Collection[str]], Collection[str]]
 
 
 class KeptBack:
@@ -84,6 +86,9 @@ class Collector:
         overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
             messages must not be interleaved with those of the bridge.
         timer: stopped when backward has run.
+        used: tells which parameters some rank has used, of which this one has used the given ones; the others get no
+            gradient. On one device they would have none, which is not a gradient of zeros: optimizers pass them over,
+            weight decay included. None: all are used.
     """
 
     def __init__(
@@ -99,12 +104,14 @@ class Collector:
         ran_ahead: bool,
         overlaps: bool,
         timer: ComputeTimer,
+        used: UsedAnywhere | None = None,
     ) -> None:
         self.bridge, self.homes, self.kept, self.syncs, self.timer = bridge, homes, kept, syncs, timer
         self.trained = tuple(name for name in homes if name in trained)
         self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
         self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
         self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
+        self._used_anywhere, self._handed_on = used, set[str]()
         kept.settle()
         kept.begun.add(self)
 
@@ -164,6 +171,7 @@ class Collector:
 
     def _arrived(self, name: str, leaf: Tensor) -> None:
         assert self._reduction is not None
+        self._handed_on.add(name)
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None and not self._sums_first:
             self._multiply([gradient])
@@ -187,11 +195,14 @@ class Collector:
             self.kept.add(self.bridge, left)
             return {}
         self.kept.bridge = self.kept.under_way = None
+        used = {*self._handed_on, *left, *self.kept.local}
         for name in {**left, **self.kept.local}:
             self._reduction.ready(name, self.kept.take(name, left.get(name)))
         home = self._reduction.finish()
         if sums_first:
             self._multiply(list(home.values()))
+        if self._used_anywhere is not None and home:
+            home = {name: home[name] for name in self._used_anywhere(used)}
         return _as_home(home, self.homes)
 
     def _refuse(self) -> NoReturn:

@@ -17,16 +17,15 @@ from hetu_fx.switching.step.batches import Cut, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatch, Outcome
 from hetu_fx.switching.step.execution import StepInputs, StepOutputs
+from hetu_fx.switching.step.frame import StepFrame
 from hetu_fx.switching.step.gradients import Collector
-from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
-from hetu_fx.switching.step.outputs import ValueRoute, anchored, hand_out, value_routes
-from hetu_fx.switching.step.rows import Interval
+from hetu_fx.switching.step.outputs import ValueRoute, anchored, value_routes
 from hetu_fx.transforms.specialize.device_graph import ResultKind, SlotKind
 
 StepBatch = ReadBatch | AssignedRows
 
 
-def run_step(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StepOutputs:
+def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
     """Run one step; collective over the world."""
     with _without_autocast():
         return _Step(variant, batch, inputs).run()
@@ -52,11 +51,9 @@ class _Step:
         self.wants_values = _wants_values(batch, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
-        self.interval = self._own_interval()
-        self.trains = torch.is_grad_enabled() and bool(variant.trained)
-        self.runs_ahead = self.trains and not self.stage.deduced.annotated.runs_in_step
-        self.scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
-        self.loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / self.scale if self.runs_ahead else None)
+        scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
+        runs_ahead = not self.stage.deduced.annotated.runs_in_step
+        self.frame = StepFrame(variant, inputs, scale=scale, may_run_ahead=runs_ahead)
         self.outcome = Outcome(timer=inputs.timer)
 
     def run(self) -> StepOutputs:
@@ -64,23 +61,18 @@ class _Step:
         compute = self.variant.compute.gather(self.stage.bridge)
         if self.device is None:
             self.inputs.stand_by()
-        if not self.trains:
+        if not self.frame.trains:
             local, values = self._evaluate(micro_batches, compute)
-        elif self.runs_ahead:
+        elif self.frame.runs_ahead:
             local, values = self._run_scheduled(micro_batches, compute)
         else:
             local, values = self._run_under_autograd(micro_batches, compute)
         self._write_buffers()
         made = self._returned(values) if self.wants_values else {}
-        loss = None if local is None else self._global_loss(local)
+        loss = None if local is None else self.frame.global_loss(local, self.stage.contributes_loss)
         if loss is not None:
             made[self.program.loss_name] = loss
         return StepOutputs(self.program.graph.rebuild(made), loss)
-
-    def _own_interval(self) -> Interval:
-        if self.device is None:
-            return Interval(0, 0)
-        return self.inputs.rows.pipelines[self.device.layout.pipeline]
 
     def _micro_batches(self) -> list[MicroBatch]:
         inputs = self.inputs
@@ -167,18 +159,7 @@ class _Step:
 
     def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""
-        return Collector(
-            self.stage.bridge,
-            compute,
-            self.variant.trained,
-            self.variant.homes,
-            self.variant.kept_back,
-            syncs=self.inputs.syncs_gradients,
-            loss_gradient=self.loss_gradient,
-            ran_ahead=self.runs_ahead,
-            overlaps=not self.stage.talks_in_step,
-            timer=self.outcome.timer,
-        )
+        return self.frame.collector(self.stage.bridge, compute, overlaps=not self.stage.talks_in_step)
 
     def _local_loss(self, loss: Tensor | None) -> Tensor | None:
         """Return this rank's part of the loss, zero where it computes none; None for a model without loss."""
@@ -188,31 +169,16 @@ class _Step:
         assert node is not None
         return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=self.variant.device)
 
-    def _global_loss(self, local: Tensor) -> Tensor:
-        contributes, timer = self.stage.contributes_loss, self.outcome.timer
-        loss: Tensor = applied(GlobalLoss, local, self.loss_gradient, contributes, self.scale, timer)
-        return loss
-
     def _routes(self) -> tuple[ValueRoute, ...]:
         bindings = self.batch.bindings
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
 
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        apart = self.trains and not self.program.loss_name
-        return hand_out(
-            self._routes(),
-            values,
-            self.table,
-            shared=self.inputs.shared,
-            has_work=self._has_work(),
-            differentiable=apart,
-        )
-
-    def _has_work(self) -> bool:
-        return self.device is not None and len(self.interval) > 0
+        has_work = self.device is not None and len(self.frame.interval) > 0
+        return self.frame.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
 
     def _write_buffers(self) -> None:
-        if self.trains and self.stage.updates:
+        if self.frame.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
 
 

@@ -1,0 +1,69 @@
+"""What every step does on a rank, however the model runs: its rows, its gradients' way home, one loss, the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hetu_fx.switching.bridge.bridge import Bridge
+from hetu_fx.switching.step.execution import StepInputs
+from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
+from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
+from hetu_fx.switching.step.outputs import ValueRoute, hand_out
+from hetu_fx.switching.step.rows import Interval
+from hetu_fx.switching.step.variant import Variant
+
+
+class StepFrame:
+    """One step of one variant on this rank, around the part in which the model runs.
+
+    Args:
+        variant: runs the step.
+        inputs: what the step needs besides the batch.
+        scale: what the loss is multiplied by.
+        may_run_ahead: in training, backward runs in forward, before the gradient of the loss is known.
+    """
+
+    def __init__(
+        self, variant: Variant, inputs: StepInputs, *, scale: float = 1.0, may_run_ahead: bool = False
+    ) -> None:
+        self.variant, self.inputs, self.table = variant, inputs, variant.table
+        place = variant.plan.place(self.table.rank)
+        self.interval = Interval(0, 0) if place is None else inputs.rows.pipelines[place[0]]
+        self.trains = torch.is_grad_enabled() and bool(variant.trained)
+        self.runs_ahead = self.trains and may_run_ahead
+        self._scale = scale
+        self._loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / scale if self.runs_ahead else None)
+
+    def collector(
+        self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: UsedAnywhere | None = None
+    ) -> Collector:
+        """Make the compute tensors leaves of this step's autograd graph; see `Collector` for `overlaps` and `used`."""
+        return Collector(
+            bridge,
+            compute,
+            self.variant.trained,
+            self.variant.homes,
+            self.variant.kept_back,
+            syncs=self.inputs.syncs_gradients,
+            loss_gradient=self._loss_gradient,
+            ran_ahead=self.runs_ahead,
+            overlaps=overlaps,
+            timer=self.inputs.timer,
+            used=used,
+        )
+
+    def global_loss(self, local: Tensor, contributes: bool) -> Tensor:
+        """Return the loss of the whole batch from each rank's part, of those that contribute one."""
+        loss: Tensor = applied(GlobalLoss, local, self._loss_gradient, contributes, self._scale, self.inputs.timer)
+        return loss
+
+    def hand_out(
+        self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], *, has_work: bool, has_loss: bool
+    ) -> dict[str, Tensor]:
+        """Return the outputs that belong to this rank's rows; a loss may be computed of them if there is none yet."""
+        apart = self.trains and not has_loss
+        shared = self.inputs.shared
+        return hand_out(routes, values, self.table, shared=shared, has_work=has_work, differentiable=apart)

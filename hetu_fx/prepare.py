@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from hetu_fx.base.frameworks import launchers
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import agree, by_first, from_first, together
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections
@@ -56,25 +57,48 @@ class Preparation:
     backend: Any
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What each rank finds out alone: how the model is to run, and what it was given.
+
+    Attributes:
+        execution: runs the model.
+        program: what planning knows of the model.
+        example: what the other ranks must know of the example.
+        plans: those that were given; None where a plan is to be made.
+        cluster: the one that was given, if any.
+    """
+
+    execution: Execution[Any]
+    program: CapturedProgram | ModuleProgram
+    example: LocalFacts
+    plans: Sequence[Plan] | None
+    cluster: Cluster | None
+
+
 def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
-    """Make the runtime, and what watches it; collective. Raises on every rank if it fails on one."""
+    """Make the runtime, and what watches it; collective. Raises on every rank if it fails on one.
+
+    Ranks agree on what each has found out alone, on their examples, on what rank 0 finds out for all (graphs of
+    examples of unequal sizes differ), and on what follows from that.
+    """
     join_world()
     table = GroupTable(wanted.process_group)
     _warn_if_alone(table)
     _check_group(table)
-    together(table, lambda: _check_model(wanted.model))
-    execution, program = together(table, lambda: _execution_of(wanted))
+    found = together(table, lambda: _found(wanted))
     with using(table):
-        rows = _rows_of_examples(wanted, execution, table)
-        costs, cluster = _measured(wanted, program, rows, table)
-        table.topology = cluster
-        planner: Planner = program.at(costs).plan
-        plans = _plans(wanted, costs, cluster, planner, table)
-        layouts = together(table, lambda: _checked_layouts(execution, plans, wanted.model, cluster, table))
+        rows = agree(table, found.example).rows
+        rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
+        costs, seed = by_first(table, lambda: _costs_and_seed(wanted, found.program, rows_of_all))
+        cluster = table.topology = found.cluster or _measured(wanted, table)
+        planner: Planner = found.program.at(costs).plan
+        given = found.plans or (by_first(table, partial(_planned, planner, cluster)),)
+        plans, layouts = together(table, lambda: _checked(wanted, found.execution, given, costs, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:
         move_optimizer_state(wanted.optimizer, homes, layouts)
-    runtime = Runtime(wanted.model, table, execution, homes, _seeded(wanted.settings, table))
+    runtime = Runtime(wanted.model, table, found.execution, homes, replace(wanted.settings, seed=seed))
     for name, plan in zip(names_of(plans), plans, strict=True):
         runtime.add_variant(plan, name)
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
@@ -83,6 +107,17 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
+
+
+def _found(wanted: Preparation) -> Findings:
+    """Find out what takes no other rank."""
+    _check_model(wanted.model)
+    execution, program = _execution_of(wanted)
+    batch, cluster = wanted.batch, wanted.cluster
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    example = execution.read(args, kwargs, True, shared=True).facts
+    given = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.read(cluster)
+    return Findings(execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given)
 
 
 def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:
@@ -170,49 +205,26 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _rows_of_examples(wanted: Preparation, execution: Execution[Any], table: GroupTable) -> int:
-    """Return how many rows all ranks' examples have together, once they are found to fit together."""
-    batch = wanted.batch
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-    reading = together(table, lambda: execution.read(args, kwargs, True, shared=True))
-    rows = agree(table, reading.facts).rows
-    return max(1, rows[0] if wanted.settings.shared else sum(rows))
+def _costs_and_seed(
+    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
+) -> tuple[ProgramCosts, int]:
+    costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
+    return costs, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
 
 
-def _measured(
-    wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int, table: GroupTable
-) -> tuple[ProgramCosts, Cluster | None]:
-    # Examples of unequal sizes cost differently, so that all ranks plan with the first one's.
-    plans = wanted.plan == "auto" or wanted.cluster is not None
-    costs = from_first(table, together(table, lambda: program.costs(rows, memory=plans and table.rank == 0)))
-    match wanted.cluster:
-        case Cluster():
-            return costs, wanted.cluster
-        case None:
-            device = str(next(wanted.model.parameters()).device)
-            return costs, Cluster.measure(table, device=device) if wanted.plan == "auto" else None
-        case path:
-            return costs, together(table, lambda: Cluster.read(path))
+def _measured(wanted: Preparation, table: GroupTable) -> Cluster | None:
+    """Measure the devices where a plan is to be made for them; collective then."""
+    device = str(next(wanted.model.parameters()).device)
+    return Cluster.measure(table, device=device) if wanted.plan == "auto" else None
 
 
-def _plans(
-    wanted: Preparation, costs: ProgramCosts, cluster: Cluster | None, planner: Planner, table: GroupTable
-) -> tuple[Plan, ...]:
-    if wanted.plan == "auto":
-        assert cluster is not None
-        # Graphs of examples of unequal sizes differ, so that one rank plans for all.
-        return (by_first(table, lambda: planner(cluster, "auto")),)
-    return together(table, lambda: _priced(_given_plans(wanted), costs, cluster))
+def _planned(planner: Planner, cluster: Cluster | None) -> Plan:
+    assert cluster is not None, "devices are measured where a plan is to be made for them"
+    return planner(cluster, "auto")
 
 
-def _priced(plans: Sequence[Plan], costs: ProgramCosts, cluster: Cluster | None) -> tuple[Plan, ...]:
-    if cluster is None:
-        return tuple(plans)
-    return tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
-
-
-def _given_plans(wanted: Preparation) -> Sequence[Plan]:
-    match wanted.plan:
+def _given_plans(given: Plans) -> Sequence[Plan]:
+    match given:
         case str() as word if not Path(word).exists():
             raise PlanError(f"plan={word!r} is neither 'auto' nor a plan file; write one by Plan.write, or use 'auto'")
         case str() | Path() as path:
@@ -225,23 +237,26 @@ def _given_plans(wanted: Preparation) -> Sequence[Plan]:
             return tuple(plans)
 
 
-def _checked_layouts(
-    execution: Execution[Any], plans: Sequence[Plan], model: nn.Module, cluster: Cluster | None, table: GroupTable
-) -> dict[str, HomeLayout]:
-    """Check all plans; return where each parameter's home is: near where the first plan reads it.
+def _checked(
+    wanted: Preparation,
+    execution: Execution[Any],
+    plans: Sequence[Plan],
+    costs: ProgramCosts,
+    cluster: Cluster | None,
+    table: GroupTable,
+) -> tuple[tuple[Plan, ...], dict[str, HomeLayout]]:
+    """Price and check all plans; return them, and where each parameter's home is: near where the first plan reads it.
 
     Shares are in proportion to the devices' speed.
     """
-    for plan in plans:
+    priced = tuple(plans)
+    if cluster is not None:
+        priced = tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
+    for plan in priced:
         execution.check(plan, table.size)
-    for plan in plans[1:]:
+    for plan in priced[1:]:
         execution.compute_annotations(plan)  # raises what is wrong with it
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    annotations = choose_homes(execution, plans[0], shapes, speeds(cluster, table.size))
-    return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
-
-
-def _seeded(settings: Settings, table: GroupTable) -> Settings:
-    """Return settings with a seed that all ranks share: the given one, or rank 0's."""
-    seed = torch.initial_seed() % 2**62 if settings.seed is None else settings.seed
-    return replace(settings, seed=from_first(table, seed))
+    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.model.named_parameters()}
+    annotations = choose_homes(execution, priced[0], shapes, speeds(cluster, table.size))
+    layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
+    return priced, layouts

@@ -207,16 +207,21 @@ def of_all(table: GroupTable, value: T) -> list[T]:
 
 
 def by_first(table: GroupTable, act: Callable[[], T]) -> T:
-    """Do something on rank 0 alone, and return its result, or raise its error, on every rank; collective."""
-    outcome: T | Exception | None = None
+    """Do something on rank 0 alone, and return its result on every rank; collective.
+
+    Raises:
+        Exception: rank 0's own; on the others one of the same kind if it is a HetuFxError, else an OtherRankError.
+    """
+    outcome: T | _RankError | None = None
     if table.rank == 0:
         try:
             outcome = act()
         except Exception as error:  # whatever it is, the others must not wait for this rank
-            outcome = error
+            from_first(table, _RankError(0, type(error).__name__, str(error)))
+            raise
     told = from_first(table, outcome)
-    if isinstance(told, Exception):
-        raise told
+    if isinstance(told, _RankError):
+        raise told.as_raised(told.text)
     return cast(T, told)
 
 

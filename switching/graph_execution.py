@@ -48,6 +48,8 @@ class GraphExecution:
         CaptureError: the model cannot be captured.
     """
 
+    variant = GraphVariant
+
     def __init__(self, programs: Programs, example: Batch, backend: Any) -> None:
         check_backend(backend)
         self.programs, self.backend = programs, backend
@@ -69,21 +71,14 @@ class GraphExecution:
         deduce = Deduce(topology, *sizes_of(self.program))
         return serialize(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
 
-    def variant(
-        self,
-        name: str,
-        plan: Plan,
-        table: GroupTable,
-        homes: Mapping[str, nn.Parameter],
-        planned_rates: Mapping[int, float],
-        twin: GraphVariant | None = None,
-        deduced: bytes | None = None,
-    ) -> GraphVariant:
-        """Make a variant; its device graphs are those of its twin, or made when a batch first needs them."""
-        compute = GraphCompute(table, homes, plan, self.backend) if twin is None else twin.compute
-        if deduced is not None and twin is None:
-            compute.expect(self.program, deduced)
-        return GraphVariant(name, plan, compute, planned_rates)
+    def compute(
+        self, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], deduced: bytes | None = None
+    ) -> GraphCompute:
+        """Return what makes the device graphs of the plan's layout."""
+        made = GraphCompute(table, homes, plan, self.backend)
+        if deduced is not None:
+            made.expect(self.program, deduced)
+        return made
 
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool

@@ -62,15 +62,12 @@ class Variants(Mapping[str, Variant]):
         if name in ("", ".", "..") or not set("/\\\0").isdisjoint(name):
             raise StateError(f"a variant cannot be named {name!r}: exports have a folder of its name; use letters")
         self._execution.check(plan, self._table.size)
-        rates, twin = dict(planned_rates or {}), self._twin(plan)
-        made: Variant = self._execution.variant(name, plan, self._table, self._homes, rates, twin, deduced)
+        layout = compute_layout(plan)
+        compute = next((v.compute for v in self.values() if compute_layout(v.plan) == layout), None)
+        compute = compute or self._execution.compute(plan, self._table, self._homes, deduced)
+        made: Variant = self._execution.variant(name, plan, compute, dict(planned_rates or {}))
         self._by_name[name] = made
         return made
-
-    def _twin(self, plan: Plan) -> Variant | None:
-        """Return a variant of the same compute layout."""
-        layout = compute_layout(plan)
-        return next((v for v in self.values() if compute_layout(v.plan) == layout), None)
 
     def layouts(self) -> frozenset[Plan]:
         """Return the compute layouts of the variants there are."""

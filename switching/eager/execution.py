@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.program.captures import Batch
+from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.eager.module import EagerBatch, EagerModule, EagerOutput
 from hetu_fx.switching.eager.outputs import OutputForm, common_form, eager_routes, form_of_output, tell
-from hetu_fx.switching.eager.variant import EagerVariant, on_replicas
+from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame
 from hetu_fx.switching.step.outputs import anchored
 from hetu_fx.switching.step.row_exchange import rows_for_pipeline
+from hetu_fx.switching.step.variant import Variant
 
 BY_ROWS = (
     "capture='eager' with several replicas: each replica's loss is weighted by its share of the rows. That is exact "
@@ -33,6 +35,57 @@ BY_ROWS = (
     "differs from that of one device, as the module does not tell what it divides by. What the forward works out from "
     "all rows (batch statistics), it works out from each replica's own"
 )
+
+
+class EagerVariant(Variant):
+    """A data parallel plan, and the bridge to and from its replicas."""
+
+    def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
+        super().__init__(name, plan, compute, planned_rates)
+        self._bridge = self._made()
+
+    @property
+    def bridge(self) -> Bridge:
+        """Return the bridge to and from the replicas."""
+        self.renew()
+        return self._bridge
+
+    def renew(self) -> None:
+        """Lead the bridge to the present homes."""
+        if self._bridge.is_outdated:
+            self._bridge = self._made()
+
+    def _made(self) -> Bridge:
+        with self.first_use.making():
+            return self.compute.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
+
+    def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
+        """Every replica reads a copy, and has a summand of the gradient."""
+        copies = on_replicas(self.plan)
+        gradient = Annotation.on(self.plan.devices, Partial(len(self.plan.devices)))
+        trained = name in self.trained
+        at_home = layout_of(home).annotation
+        return BridgeEntry(name, tuple(home.shape), home.dtype, at_home, copies, gradient if trained else copies)
+
+    def flush(self) -> None:
+        """Bring gradients that were kept back home, of the parameters that some rank has used; collective."""
+        if self.kept_back.bridge is not None:
+            used = self.used_anywhere(self.kept_back.local.keys())
+            self.kept_back.flush({name: self.homes[name] for name in used})
+
+    def used_anywhere(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the trained parameters that are among some rank's `names`; collective.
+
+        A module may leave out parts of itself in some steps.
+        """
+        trained = [name for name in self.homes if name in self.trained]
+        flags = any_of(self.table, [name in names for name in trained])
+        return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
+
+
+def on_replicas(plan: Plan) -> Annotation:
+    """Return the annotation of a parameter: whole on each of the plan's devices."""
+    return Annotation.on(plan.devices, Duplicate(len(plan.devices)))
 
 
 class EagerExecution:
@@ -46,6 +99,8 @@ class EagerExecution:
     Raises:
         BatchError: the example has no rows.
     """
+
+    variant = EagerVariant
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.module = EagerModule(model, loss_fn, example)
@@ -78,19 +133,11 @@ class EagerExecution:
         """Return None: there is no graph."""
         return None
 
-    def variant(
-        self,
-        name: str,
-        plan: Plan,
-        table: GroupTable,
-        homes: Mapping[str, nn.Parameter],
-        planned_rates: Mapping[int, float],
-        twin: EagerVariant | None = None,
-        deduced: bytes | None = None,
-    ) -> EagerVariant:
-        """Make the bridge between home and the plan's replicas."""
-        compute = Compute(table, homes) if twin is None else twin.compute
-        return EagerVariant(name, plan, compute, planned_rates)
+    def compute(
+        self, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], deduced: bytes | None = None
+    ) -> Compute:
+        """Return the way of parameters to replicas and back."""
+        return Compute(table, homes)
 
     def read(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool

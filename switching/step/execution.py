@@ -16,6 +16,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.rows import RowPlan
@@ -166,20 +167,17 @@ class Execution(Protocol[V]):
         It takes a while, and depends on no rank: another process can do it, while this one trains.
         """
 
-    def variant(
-        self,
-        name: str,
-        plan: Plan,
-        table: GroupTable,
-        homes: Mapping[str, nn.Parameter],
-        planned_rates: Mapping[int, float],
-        twin: V | None = None,
-        deduced: bytes | None = None,
-    ) -> V:
-        """Make a plan ready to run; `twin` is a variant of the same compute layout, whose graphs it shares.
+    def compute(
+        self, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], deduced: bytes | None = None
+    ) -> Compute:
+        """Return what runs under the plan's compute layout, and makes its graphs when a batch first needs them.
 
         `deduced` is what `deduced` has returned for the plan, here or in another process.
         """
+
+    @property
+    def variant(self) -> Callable[[str, Plan, Any, Mapping[int, float]], V]:
+        """What makes a variant of a name, a plan, what runs under its layout, and the rates it was planned for."""
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool) -> Reading[V]:
         """Read the arguments of a call of the model, `shared` where every rank passes the same ones.

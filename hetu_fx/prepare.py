@@ -29,7 +29,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import choose_homes, speeds
-from hetu_fx.switching.adapt.replanning import Planner, Situation
+from hetu_fx.switching.adapt.replanning import Conditions, Planner
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
@@ -103,7 +103,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         runtime.add_variant(plan, name)
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
-        adaptation.book.plans[Situation()] = plans[0]
+        adaptation.book.plans[Conditions()] = plans[0]
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation

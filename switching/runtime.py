@@ -32,7 +32,7 @@ from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.policy import BatchFacts
-from hetu_fx.switching.step.report import LossAndOutput, StepReport, StepTimes
+from hetu_fx.switching.step.report import LastStep, LossAndOutput, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, plan_rows
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from hetu_fx.switching.step.variant import Variant
@@ -73,7 +73,7 @@ class Runtime:
         self._syncs_gradients = True
         self.step = 0
         self.guess = Guess()
-        self.report = StepReport()
+        self.report = LastStep()
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
@@ -237,7 +237,7 @@ class Runtime:
             made = batch.run(variant, inputs)
         if self._trains:
             self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
-        self.report = StepReport(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
+        self.report = LastStep(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
         return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
 
     def _run_division(self, division: Division[Any]) -> Any:
@@ -258,7 +258,7 @@ class Runtime:
             assert made.loss is not None, "sequences are read for models with a loss alone"
             losses.append(made.loss)
             rows = tuple(map(len, part.rows.pipelines))
-            self.report = StepReport(self.current, rows, timer, division.planned, division.work)
+            self.report = LastStep(self.current, rows, timer, division.planned, division.work)
         loss = functools.reduce(operator.add, losses)
         return division.output(loss) if self.execution.loss_fn is None else LossAndOutput(loss, None)
 

@@ -53,7 +53,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class LoggedVariant:
     """A variant, as a log tells it."""
 
     plan: Plan
@@ -78,7 +78,7 @@ class State:
     step: int = 0
     variant: str = ""
     rows: tuple[int, ...] = ()
-    variants: Mapping[str, Variant] = field(default_factory=dict)
+    variants: Mapping[str, LoggedVariant] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
     planned: Planned | None = None
     graphs: Sequence[GraphEvent] = ()
@@ -201,5 +201,5 @@ class RunLog:
             sink.tell({**entry, "time": time.time()})
 
 
-def _variants(runtime: Runtime) -> dict[str, Variant]:
-    return {name: Variant(variant.plan, variant.predicted_seconds) for name, variant in runtime.variants.items()}
+def _variants(runtime: Runtime) -> dict[str, LoggedVariant]:
+    return {name: LoggedVariant(variant.plan, variant.predicted_seconds) for name, variant in runtime.variants.items()}

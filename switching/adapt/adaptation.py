@@ -19,10 +19,10 @@ from hetu_fx.planner.price.step import predict, stage_costs
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Asked, Made, PlanBook, Planner, Replanning, Situation
+from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made, PlanBook, Planner, Replanning
 from hetu_fx.switching.adapt.standby import Probe, Standby
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.report import StepReport
+from hetu_fx.switching.step.report import LastStep
 
 _log = logging.getLogger("hetu_fx.health")
 
@@ -135,7 +135,7 @@ class Adaptation:
         if self.cluster is not None and self.runtime.table.rank not in self.runtime.variants.drained:
             self.standby.run()
 
-    def _expected(self, cluster: Cluster, report: StepReport) -> Mapping[int, float]:
+    def _expected(self, cluster: Cluster, report: LastStep) -> Mapping[int, float]:
         """Return the compute seconds that each device is expected to take for a step while it is healthy.
 
         Not just FLOPs: what an op takes besides its work would make a device with few rows look slow, so that it
@@ -167,17 +167,17 @@ class Adaptation:
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
                 variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
-        situation = Situation.of({}, self.runtime.variants.drained)
-        self.replanning.ask(Asked(situation, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
+        conditions = Conditions.of({}, self.runtime.variants.drained)
+        self.replanning.ask(Asked(conditions, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
 
     def adapt(self, rates: Mapping[int, float]) -> None:
         """Go by new rates: the policy weighs the variants there are by them at once, and one made for them later."""
-        situation = Situation.of(rates, self.runtime.variants.drained)
-        self.runtime.variants.go_by(dict(situation.rates))
-        _log.info("devices' rates are %s", dict(situation.rates) or "those of healthy ones")
-        known = self.book.nearest(situation)
+        conditions = Conditions.of(rates, self.runtime.variants.drained)
+        self.runtime.variants.go_by(dict(conditions.rates))
+        _log.info("devices' rates are %s", dict(conditions.rates) or "those of healthy ones")
+        known = self.book.nearest(conditions)
         if known is None:
-            self.replanning.ask(self._asked(situation), self._known_cluster())
+            self.replanning.ask(self._asked(conditions), self._known_cluster())
         else:
             self.replanning.drop()
             self._adopt(self._asked(known), Made(self.book.plans[known]))
@@ -188,15 +188,15 @@ class Adaptation:
         Drained devices are left out. Collective. Returns the new variant's name.
         """
         cluster = self._known_cluster()
-        asked = self._asked(Situation.of(rates, self.runtime.variants.drained))
-        known = self.book.plans.get(asked.situation)
+        asked = self._asked(Conditions.of(rates, self.runtime.variants.drained))
+        known = self.book.plans.get(asked.conditions)
         made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
         self.replanning.drop()
-        self.runtime.variants.go_by(dict(asked.situation.rates))
+        self.runtime.variants.go_by(dict(asked.conditions.rates))
         return self._adopt(asked, made)
 
-    def _asked(self, situation: Situation) -> Asked:
-        return Asked(situation, situation.name, self.runtime.step)
+    def _asked(self, conditions: Conditions) -> Asked:
+        return Asked(conditions, conditions.name, self.runtime.step)
 
     def _known_cluster(self) -> Cluster:
         if self.cluster is None:
@@ -210,19 +210,19 @@ class Adaptation:
         """Get the plan that is ready; where it could not be made, go on with those there are. Collective."""
         asked, outcome = self.replanning.take()
         if isinstance(outcome, HetuFxError):
-            _log.warning("no plan for %r, training goes on as planned before: %s", asked.situation.name, outcome)
+            _log.warning("no plan for %r, training goes on as planned before: %s", asked.conditions.name, outcome)
             return
         current = self.runtime.variants[self.runtime.current]
         if asked.least_gain is not None and not _gains(outcome.plan, current.predicted_seconds, asked.least_gain):
-            self.book.plans[asked.situation] = current.plan
+            self.book.plans[asked.conditions] = current.plan
             return
         self._adopt(asked, outcome)
 
     def _adopt(self, asked: Asked, made: Made) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""
-        self.book.plans[asked.situation] = made.plan
-        rates = dict(asked.situation.rates)
-        name = self._variant_for(rates, made, asked.situation.name)
+        self.book.plans[asked.conditions] = made.plan
+        rates = dict(asked.conditions.rates)
+        name = self._variant_for(rates, made, asked.conditions.name)
         self.tracker.restart()
         self.changes.append(Replanned(self.runtime.step, rates, name, asked.step, made.seconds))
         _log.info("%s, planned in %.2g s for rates %s: %s", name, made.seconds, rates, made.plan.summary())

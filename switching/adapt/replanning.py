@@ -48,7 +48,7 @@ class Asked:
     `least_gain` is the share by which it must be faster than what runs, None where it is taken in any case.
     """
 
-    situation: Situation
+    conditions: Conditions
     name: str
     step: int
     least_gain: float | None = None
@@ -97,8 +97,8 @@ class Replanning:
         return self.asked is not None and self._background is not None and self._background.is_done
 
     def ask(self, asked: Asked, cluster: Cluster) -> None:
-        """Begin to make a plan, in place of one for another situation that is being made."""
-        if self.asked is not None and self.asked.situation.distance(asked.situation) < NEAR:
+        """Begin to make a plan, in place of one for other conditions that is being made."""
+        if self.asked is not None and self.asked.conditions.distance(asked.conditions) < NEAR:
             return
         self.drop()
         self.asked = asked
@@ -125,8 +125,8 @@ class Replanning:
         return by_first(self.table, lambda: self._made(Question(asked, cluster, self.layouts())))
 
     def _made(self, question: Question) -> Made:
-        start, situation = perf_counter(), question.asked.situation
-        devices = question.cluster.without(tuple(situation.drained)).with_rates(dict(situation.rates))
+        start, conditions = perf_counter(), question.asked.conditions
+        devices = question.cluster.without(tuple(conditions.drained)).with_rates(dict(conditions.rates))
         plan = self.planner(devices, question.asked.name)
         seconds = perf_counter() - start
         return Made(plan, seconds, self.deducer(plan, question.layouts))
@@ -141,19 +141,19 @@ class Replanning:
 
 
 NEAR = 0.05
-"""Measured rates that differ by less than this are one situation: nearer than that, noise tells them apart."""
+"""Measured rates that differ by less than this are the same conditions: nearer than that, noise tells them apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class Conditions:
     """The devices' straggling rates, of those that are not 1, and the devices that are drained."""
 
     rates: tuple[tuple[int, float], ...] = ()
     drained: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, rates: Mapping[int, float], drained: Collection[int] = ()) -> Situation:
-        """Return the situation of some rates, those of drained devices left out."""
+    def of(cls, rates: Mapping[int, float], drained: Collection[int] = ()) -> Conditions:
+        """Return the conditions that some rates are, those of drained devices left out."""
         slow = ((rank, rate) for rank, rate in sorted(rates.items()) if rate != 1.0 and rank not in drained)
         return cls(tuple(slow), frozenset(drained))
 
@@ -167,7 +167,7 @@ class Situation:
         slow = [f"{rank}x{rate:.3g}" for rank, rate in self.rates]
         return "-".join([*left_out, *(["slow", *slow] if slow else [])]) or "healthy"
 
-    def distance(self, other: Situation) -> float:
+    def distance(self, other: Conditions) -> float:
         """Return by how much the rates of one device differ at most; infinite if other devices are slow or drained."""
         mine, theirs = dict(self.rates), dict(other.rates)
         if mine.keys() != theirs.keys() or self.drained != other.drained:
@@ -177,11 +177,11 @@ class Situation:
 
 @dataclass
 class PlanBook:
-    """The plans that have been made, by situation."""
+    """The plans that have been made, by conditions."""
 
-    plans: dict[Situation, Plan] = field(default_factory=dict)
+    plans: dict[Conditions, Plan] = field(default_factory=dict)
 
-    def nearest(self, situation: Situation) -> Situation | None:
-        """Return the situation with a plan that is this one, as far as can be measured; None if there is none."""
-        near = min(self.plans, key=situation.distance, default=None)
-        return None if near is None or situation.distance(near) >= NEAR else near
+    def nearest(self, conditions: Conditions) -> Conditions | None:
+        """Return the conditions with a plan that are these, as far as can be measured; None if there are none."""
+        near = min(self.plans, key=conditions.distance, default=None)
+        return None if near is None or conditions.distance(near) >= NEAR else near

@@ -16,7 +16,7 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts, any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.containers import unflatten
-from hetu_fx.plans.plan import Pipeline, Plan
+from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
@@ -111,9 +111,10 @@ class EagerExecution:
         for index, pipeline in enumerate(plan.pipelines):
             if len(pipeline.devices) > 1 or pipeline.micro_batches > 1:
                 raise PlanError(
-                    f"pipelines[{index}] of the plan is {_told(pipeline)}, but capture='eager' runs the whole module "
-                    f"on one device in one micro-batch; use hetu_fx.Plan.data_parallel(devices, shares) or plan='auto'"
-                    f", or make the model capturable and use capture='graph'"
+                    f"pipelines[{index}] of the plan is {pipeline} in {pipeline.micro_batches} micro-batches, but "
+                    f"capture='eager' runs the whole module on one device in one micro-batch; use "
+                    f"hetu_fx.Plan.data_parallel(devices, shares) or plan='auto', or make the model capturable and use "
+                    f"capture='graph'"
                 )
             if any(stage.recompute for stage in pipeline.stages):
                 raise PlanError(
@@ -144,10 +145,6 @@ class EagerExecution:
     ) -> Reading[EagerVariant]:
         """Read the arguments of a call."""
         return EagerReading(self.module, self.module.read(args, kwargs, training))
-
-
-def _told(pipeline: Pipeline) -> str:
-    return f"{pipeline} in {pipeline.micro_batches} micro-batches"
 
 
 @dataclass(frozen=True)

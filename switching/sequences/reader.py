@@ -31,7 +31,7 @@ from hetu_fx.switching.sequences.form import (
 from hetu_fx.switching.sequences.planner import SequencePlanner
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant
-from hetu_fx.switching.step.execution import Division, Part, StepInputs, StepOutputs
+from hetu_fx.switching.step.execution import Division, StepInputs, StepOutputs, VariantPart
 from hetu_fx.switching.step.run_step import run_step
 from hetu_fx.switching.step.variant import Variant
 
@@ -161,7 +161,9 @@ class SequenceReading:
             for found in assignments
         ]
         world = variants[0].table.size
-        parts = tuple(Part(r.assignment.variant, row_plan(r.assignment, world), partial(run_step, r)) for r in rows)
+        parts = tuple(
+            VariantPart(r.assignment.variant, row_plan(r.assignment, world), partial(run_step, r)) for r in rows
+        )
         counts = tuple(map(sum, zip(*(one.counts for one in rows), strict=True)))
 
         def output(loss: Tensor) -> Any:

@@ -25,7 +25,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, bind
-from hetu_fx.switching.step.batches import Cut
+from hetu_fx.switching.step.batches import MicroBatchRows
 from hetu_fx.switching.step.rows import Interval, RowPlan
 
 
@@ -146,7 +146,7 @@ class AssignedRows:
         made = [self.program.prologue(self._tensors(micro)) for micro in self.assignment.micro_batches]
         return tuple(map(sum, zip(*made, strict=True)))
 
-    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[Cut]:
+    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[MicroBatchRows]:
         """Return the micro-batches of this rank's pipeline."""
         assert shared, "every rank has all sequences"
         place = plan.place(table.rank)
@@ -156,9 +156,9 @@ class AssignedRows:
         own = self.assignment.pipelines[place[0]]
         return [self._cut(micro, self.first_rows[before + i]) for i, micro in enumerate(own)]
 
-    def _cut(self, micro: PackedMicroBatch, first_row: int) -> Cut:
+    def _cut(self, micro: PackedMicroBatch, first_row: int) -> MicroBatchRows:
         tensors = self._tensors(micro)
-        return Cut(tensors, len(micro.rows), first_row, bind(self.program.inputs, tensors))
+        return MicroBatchRows(tensors, len(micro.rows), first_row, bind(self.program.inputs, tensors))
 
     def _tensors(self, micro: PackedMicroBatch) -> Mapping[str, Tensor]:
         rows = filled(self.sequences.inputs, micro.rows, micro.width, self.filling)

@@ -21,7 +21,7 @@ from hetu_fx.switching.step.rows import Interval, RowPlan
 
 
 @dataclass(frozen=True)
-class Cut:
+class MicroBatchRows:
     """One micro-batch: its tensors by input name, its rows, the number of the first, and what its sizes are."""
 
     tensors: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class ReadBatch:
     bindings: Bindings
     splits: bool = False
 
-    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[Cut]:
+    def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[MicroBatchRows]:
         """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`."""
         per_row = {n: t for n, t in self.tensors.items() if n in self.program.row_inputs}
         others = {n: t for n, t in self.tensors.items() if n not in per_row}
@@ -62,10 +62,10 @@ class ReadBatch:
             for i in rows.micro_batches[place[0]]
         ]
 
-    def _cut(self, tensors: Mapping[str, Tensor], interval: Interval) -> Cut:
+    def _cut(self, tensors: Mapping[str, Tensor], interval: Interval) -> MicroBatchRows:
         symbol = self.program.graph.batch_symbol
         bindings = dict(self.bindings) if symbol is None else {**self.bindings, symbol: len(interval)}
-        return Cut(tensors, len(interval), interval.start, bindings)
+        return MicroBatchRows(tensors, len(interval), interval.start, bindings)
 
 
 def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool) -> ReadBatch:

@@ -23,7 +23,7 @@ Feeds = Mapping[tuple[SlotKind, str], Any]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class MicroBatchFeeds:
     """One micro-batch as one stage sees it: its inputs and random state, and what its sizes are."""
 
     rows: int
@@ -32,7 +32,7 @@ class MicroBatch:
 
 
 @dataclass
-class Outcome:
+class StageOutcome:
     """What a stage has made of a step.
 
     Attributes:
@@ -69,14 +69,14 @@ class Engine:
     def run(
         self,
         order: Sequence[Action],
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatchFeeds],
         shared: Feeds,
         *,
         train: bool,
         timer: ComputeTimer,
         skips_empty: bool = True,
         before_last_backward: Callable[[], None] | None = None,
-    ) -> Outcome:
+    ) -> StageOutcome:
         """Run the actions in order; gradients accumulate in the leaves among `shared`.
 
         Args:
@@ -89,7 +89,7 @@ class Engine:
                 of the model.
             before_last_backward: called once, before the backward that completes the gradients.
         """
-        outcome, flights = Outcome(timer=timer), {}
+        outcome, flights = StageOutcome(timer=timer), {}
         todo = [action for action in order if micro_batches[action.micro_batch].rows or not skips_empty]
         last = max((i for i, action in enumerate(todo) if action.phase is Phase.BACKWARD), default=None)
         for number, action in enumerate(todo):
@@ -104,11 +104,11 @@ class Engine:
             channel.finish()
         return outcome
 
-    def forward(self, micro: MicroBatch, shared: Feeds, outcome: Outcome) -> tuple[Any, ...]:
+    def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> tuple[Any, ...]:
         """Run one micro-batch of a pipeline of one stage under ordinary autograd; return the raw results."""
         return self._call(self._arguments(micro, shared, {}), outcome)
 
-    def _forward(self, micro: MicroBatch, shared: Feeds, outcome: Outcome, train: bool) -> _Flight:
+    def _forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome, train: bool) -> _Flight:
         received = self._receive(micro, train)
         with torch.set_grad_enabled(train):
             results = self._call(self._arguments(micro, shared, received), outcome)
@@ -128,14 +128,14 @@ class Engine:
             channel.send([flight.sent[name].detach() for name in channel.names], micro.bindings)
         return flight
 
-    def _receive(self, micro: MicroBatch, train: bool) -> dict[str, Tensor]:
+    def _receive(self, micro: MicroBatchFeeds, train: bool) -> dict[str, Tensor]:
         received: dict[str, Tensor] = {}
         for channel in self.inward:
             for handover, tensor in zip(channel.handovers, channel.receive(micro.bindings), strict=True):
                 received[handover.value.name] = tensor.requires_grad_(train and handover.value.differentiable)
         return received
 
-    def _backward(self, micro: MicroBatch, flight: _Flight, outcome: Outcome) -> None:
+    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome) -> None:
         cotangents = self._cotangents(micro)
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
@@ -146,7 +146,7 @@ class Engine:
         for channel in self.inward:
             channel.send_back([_gradient(flight.received[name]) for name in channel.returned], micro.bindings)
 
-    def _cotangents(self, micro: MicroBatch) -> dict[str, Tensor]:
+    def _cotangents(self, micro: MicroBatchFeeds) -> dict[str, Tensor]:
         """Collect the cotangents of sent values; one read by several stages gets their sum."""
         total: dict[str, Tensor] = {}
         for channel in self.outward:
@@ -154,16 +154,16 @@ class Engine:
                 total[name] = total[name] + grad if name in total else grad
         return total
 
-    def _arguments(self, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
+    def _arguments(self, micro: MicroBatchFeeds, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
         return [self._feed(slot, micro, shared, received) for slot in self.device.slots]
 
-    def _feed(self, slot: GraphSlot, micro: MicroBatch, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
+    def _feed(self, slot: GraphSlot, micro: MicroBatchFeeds, shared: Feeds, received: Mapping[str, Tensor]) -> Any:
         if slot.kind is SlotKind.RECEIVED:
             return received[slot.name]
         key = (slot.kind, slot.name)
         return micro.feeds[key] if key in micro.feeds else shared[key]
 
-    def _call(self, arguments: list[Any], outcome: Outcome) -> tuple[Any, ...]:
+    def _call(self, arguments: list[Any], outcome: StageOutcome) -> tuple[Any, ...]:
         with outcome.timer:
             return tuple(self.module(*arguments))
 

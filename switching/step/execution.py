@@ -94,7 +94,7 @@ Work = Callable[[Cluster], Mapping[int, float]]
 
 
 @dataclass(frozen=True)
-class Part(Generic[V]):
+class VariantPart(Generic[V]):
     """A part of a step that one variant runs: its name, the rows, and how it runs them (collective)."""
 
     variant: str
@@ -114,7 +114,7 @@ class Division(Generic[V]):
         work: the compute seconds that each of these devices is expected to take while it is healthy.
     """
 
-    parts: tuple[Part[V], ...]
+    parts: tuple[VariantPart[V], ...]
     counts: tuple[float, ...]
     output: Callable[[Tensor], Any]
     planned: Planned

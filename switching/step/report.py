@@ -79,7 +79,7 @@ class StepTimes:
 
 
 @dataclass
-class StepReport:
+class LastStep:
     """What the last step did: for `model.hetu.stats`; `planned` and `work` if sequences had lengths of their own."""
 
     variant: str = ""

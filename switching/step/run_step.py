@@ -13,9 +13,9 @@ from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.plans.schedule import actions, forwards
 from hetu_fx.switching.step.assigned_rows import AssignedRows
-from hetu_fx.switching.step.batches import Cut, ReadBatch
+from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
-from hetu_fx.switching.step.engine import Feeds, MicroBatch, Outcome
+from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import StepInputs, StepOutputs
 from hetu_fx.switching.step.frame import StepFrame
 from hetu_fx.switching.step.gradients import Collector
@@ -28,7 +28,7 @@ StepBatch = ReadBatch | AssignedRows
 def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
     """Run one step; collective over the world."""
     with _without_autocast():
-        return _Step(variant, batch, inputs).run()
+        return _GraphStep(variant, batch, inputs).run()
 
 
 def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> StagePlan:
@@ -41,7 +41,7 @@ def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
     return inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
 
 
-class _Step:
+class _GraphStep:
     """One step: read top to bottom in `run`."""
 
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
@@ -54,7 +54,7 @@ class _Step:
         scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         self.frame = StepFrame(variant, inputs, scale=scale, may_run_ahead=runs_ahead)
-        self.outcome = Outcome(timer=inputs.timer)
+        self.outcome = StageOutcome(timer=inputs.timer)
 
     def run(self) -> StepOutputs:
         micro_batches = self._micro_batches()
@@ -74,16 +74,16 @@ class _Step:
             made[self.program.loss_name] = loss
         return StepOutputs(self.program.graph.rebuild(made), loss)
 
-    def _micro_batches(self) -> list[MicroBatch]:
+    def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs
         cuts = self.batch.cuts(inputs.rows, self.variant.plan, self.table, shared=inputs.shared)
         return [self._micro_batch(cut) for cut in cuts]
 
-    def _micro_batch(self, cut: Cut) -> MicroBatch:
+    def _micro_batch(self, cut: MicroBatchRows) -> MicroBatchFeeds:
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in cut.tensors.items()}
         state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
         feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
-        return MicroBatch(cut.rows, feeds, cut.bindings)
+        return MicroBatchFeeds(cut.rows, feeds, cut.bindings)
 
     def _shared_feeds(self, compute: Mapping[str, Tensor]) -> Feeds:
         feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.PARAMETER, n): t for n, t in compute.items()}
@@ -97,7 +97,7 @@ class _Step:
         return feeds
 
     def _evaluate(
-        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+        self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         engine = self.stage.engine
         if engine is not None:
@@ -114,7 +114,7 @@ class _Step:
         return {route.name: route.joined(made[route.name]) for route in self._routes() if route.name in made}
 
     def _run_under_autograd(
-        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+        self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
         collector = self._collector(compute)
@@ -136,7 +136,7 @@ class _Step:
         return local + anchor.to(local.dtype), values
 
     def _run_scheduled(
-        self, micro_batches: list[MicroBatch], compute: Mapping[str, Tensor]
+        self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Run forwards and backwards now; hand the gradients out in backward."""
         if self.program.loss_name == "":

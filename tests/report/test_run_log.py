@@ -16,13 +16,13 @@ import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.run_log import Batch, Entry, State, Variant, entries
+from hetu_fx.report.run_log import Batch, Entry, LoggedVariant, State, entries
 from hetu_fx.report.sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
 from hetu_fx.report.summary import draw, read_log, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 
-SHORT, LONG = Variant(Plan.single(), 1.5), Variant(Plan.single(), 0.0)
+SHORT, LONG = LoggedVariant(Plan.single(), 1.5), LoggedVariant(Plan.single(), 0.0)
 VARIANTS = {"short": SHORT, "long": LONG}
 
 

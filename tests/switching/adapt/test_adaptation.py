@@ -17,8 +17,8 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.adapt.adaptation import CALIBRATED, Adaptation, calibrated
 from hetu_fx.switching.adapt.health import HealthTracker
-from hetu_fx.switching.adapt.replanning import Situation
-from hetu_fx.switching.step.report import StepReport
+from hetu_fx.switching.adapt.replanning import Conditions
+from hetu_fx.switching.step.report import LastStep
 from tests.planner.examples import paper
 
 
@@ -134,7 +134,7 @@ def test_a_plan_that_corrected_speeds_make_hardly_faster_is_left_alone() -> None
     adaptation.calibrate(expecting(adaptation, 1.0), {0: 2.0})
     take_over(adaptation)
     assert list(adaptation.runtime.variants) == ["variant0"]
-    assert adaptation.book.plans[Situation()] == adaptation.runtime.variants["variant0"].plan
+    assert adaptation.book.plans[Conditions()] == adaptation.runtime.variants["variant0"].plan
 
 
 def test_plans_are_expected_to_take_what_they_do_at_corrected_speeds() -> None:
@@ -173,7 +173,7 @@ def test_a_slow_device_is_planned_for_while_steps_go_on() -> None:
 
 def test_a_situation_that_returns_is_not_planned_again() -> None:
     adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
-    adaptation.book.plans[Situation()] = Plan.single()
+    adaptation.book.plans[Conditions()] = Plan.single()
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
     for rate in (1.0, 2.04):
@@ -221,7 +221,7 @@ def take_over(adaptation: Adaptation) -> None:
 
 
 def test_rates_are_learnt_of_sequences_by_the_work_of_their_parts_without_another_plan() -> None:
-    adaptation, report = adaptation_with(replace(Plan.single(), schedule="gpipe")), StepReport("variant0")
+    adaptation, report = adaptation_with(replace(Plan.single(), schedule="gpipe")), LastStep("variant0")
     adaptation.cluster = Cluster.on_paper((1e9, 1e9))
     adaptation.runtime.report, adaptation._calibrates = report, False
     for step in range(24):

@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.replanning import PlanBook, Situation
+from hetu_fx.switching.adapt.replanning import Conditions, PlanBook
 
 
 @pytest.mark.parametrize(
@@ -14,27 +14,27 @@ from hetu_fx.switching.adapt.replanning import PlanBook, Situation
         ({0: 2.0, 3: 4.0}, (3,), "without-3-slow-0x2"),
     ],
 )
-def test_situations_are_named_for_slow_devices_and_those_left_out(
+def test_conditions_are_named_for_slow_devices_and_those_left_out(
     rates: dict[int, float], drained: tuple[int, ...], name: str
 ) -> None:
-    assert Situation.of(rates, drained).name == name
+    assert Conditions.of(rates, drained).name == name
 
 
-def test_situations_differ_by_the_device_whose_rate_differs_most() -> None:
-    situation = Situation.of({0: 2.0, 1: 3.0})
-    assert situation.distance(Situation.of({0: 2.0, 1: 3.3})) == pytest.approx(0.1)
-    assert situation.distance(Situation.of({0: 1.6, 1: 3.0})) == pytest.approx(0.25)
-    assert Situation().distance(Situation.of({4: 1.0})) == 0
+def test_conditions_differ_by_the_device_whose_rate_differs_most() -> None:
+    conditions = Conditions.of({0: 2.0, 1: 3.0})
+    assert conditions.distance(Conditions.of({0: 2.0, 1: 3.3})) == pytest.approx(0.1)
+    assert conditions.distance(Conditions.of({0: 1.6, 1: 3.0})) == pytest.approx(0.25)
+    assert Conditions().distance(Conditions.of({4: 1.0})) == 0
 
 
-@pytest.mark.parametrize("other", [Situation(), Situation.of({1: 2.0}), Situation.of({0: 2.0}, (1,))])
-def test_situations_of_other_slow_or_drained_devices_have_nothing_in_common(other: Situation) -> None:
-    assert Situation.of({0: 2.0}).distance(other) == float("inf")
+@pytest.mark.parametrize("other", [Conditions(), Conditions.of({1: 2.0}), Conditions.of({0: 2.0}, (1,))])
+def test_conditions_of_other_slow_or_drained_devices_have_nothing_in_common(other: Conditions) -> None:
+    assert Conditions.of({0: 2.0}).distance(other) == float("inf")
 
 
 def test_a_situation_has_the_plan_of_the_nearest_one_if_only_noise_tells_them_apart() -> None:
-    book = PlanBook({Situation.of({0: rate}): Plan.single() for rate in (2.0, 2.08)})
-    assert book.nearest(Situation.of({0: 2.05})) == Situation.of({0: 2.08})
-    assert book.nearest(Situation.of({0: 2.01})) == Situation.of({0: 2.0})
-    assert book.nearest(Situation.of({0: 2.3})) is None
-    assert PlanBook().nearest(Situation()) is None
+    book = PlanBook({Conditions.of({0: rate}): Plan.single() for rate in (2.0, 2.08)})
+    assert book.nearest(Conditions.of({0: 2.05})) == Conditions.of({0: 2.08})
+    assert book.nearest(Conditions.of({0: 2.01})) == Conditions.of({0: 2.0})
+    assert book.nearest(Conditions.of({0: 2.3})) is None
+    assert PlanBook().nearest(Conditions()) is None

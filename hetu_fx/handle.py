@@ -292,14 +292,14 @@ class Handle:
         return log
 
     def save(self, folder: str | Path, **options: Any) -> None:
-        """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `saving.save_model`'s.
+        """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `save_model`'s.
 
         Collective: every process calls it.
         """
         save_model(self._runtime, Path(folder), **options)
 
     def load(self, folder: str | Path, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint under any plan and number of processes; options as `saving.load_model`'s.
+        """Load a checkpoint under any plan and number of processes; options as `load_model`'s.
 
         Collective. Returns what was saved as `extra`.
         """

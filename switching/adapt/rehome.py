@@ -1,6 +1,6 @@
 """Where parameters live is changed while they train: near another plan, on other devices, away from one that leaves.
 
-What the change moves is decided by `switching.switch_plan` and done by `switching.migrate`; here is decided where homes
+What the change moves is decided by `migrate.plan` and done by `migrate.migrate`; here is decided where homes
 are to be, and which devices plans may use.
 """
 

@@ -2,12 +2,8 @@
 
 Every device runs a small probe before the first steps, and those that a plan leaves out run it in every step while
 the others compute. Its seconds over those of the first ones are the device's slowness; they travel with the facts of
-the next step. A probe takes a tenth of a second at most, and a quarter of a step.
-
-How fast a device is that has no work: a small piece of compute, run while the others compute.
-
-Malleus measures suspended devices so (a pair of products, over the seconds that it took at the start). How long it
-may take is given, not how much it does: a device whose speed is a share of time looks fast in a moment.
+the next step. Malleus measures suspended devices so. How long a probe may take is given (a tenth of a second at most,
+and a quarter of a step), not how much it does: a device whose speed is a share of time looks fast in a moment.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from hetu_fx.annotations.annotation import Sharding
+from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, map_leaves, walk, without_opaque
@@ -77,12 +77,8 @@ def tell(table: GroupTable, mine: OutputForm | Exception | None) -> dict[int, Ou
         Exception: this rank's own.
         StateError: another rank failed, or its output cannot be told; on all other ranks.
     """
-    packed, problem = _packed(table, mine)
-    if table.size > 1:
-        everyone: list[bytes | str | None] = [None] * table.size
-        dist.all_gather_object(everyone, packed, group=table.base)
-    else:
-        everyone = [packed]
+    packed, problem = _packed(mine)
+    everyone = of_all(table, packed)
     if problem is not None:
         raise problem
     failed = [f"rank {rank}: {told}" for rank, told in enumerate(everyone) if isinstance(told, str)]
@@ -91,7 +87,7 @@ def tell(table: GroupTable, mine: OutputForm | Exception | None) -> dict[int, Ou
     return {rank: pickle.loads(told) for rank, told in enumerate(everyone) if isinstance(told, bytes)}
 
 
-def _packed(table: GroupTable, mine: OutputForm | Exception | None) -> tuple[bytes | str | None, Exception | None]:
+def _packed(mine: OutputForm | Exception | None) -> tuple[bytes | str | None, Exception | None]:
     if mine is None:
         return None, None
     if isinstance(mine, Exception):

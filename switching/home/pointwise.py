@@ -1,4 +1,4 @@
-"""Ops that act on the pieces of home tensors: point-wise ones, copies, factories; list kernels are in home_lists."""
+"""Ops that act on the pieces of home tensors: point-wise ones, copies, factories; list kernels are in `foreach`."""
 
 from __future__ import annotations
 

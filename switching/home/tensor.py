@@ -1,10 +1,8 @@
 """HomeTensor: the optimizer's view of a parameter (or of its gradient, or of optimizer state).
 
-A wrapper with the global shape around the dense piece that this rank owns. What an op does to it stands in
-OPS, filled by home_local (acts on the pieces), home_reduce (one value over all ranks) and home_whole (all the
-rest: gathered, run whole, cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
-
-The part of any tensor that stands beside the piece of a home tensor.
+A wrapper with the global shape around the dense piece that this rank owns. What an op does to it stands in OPS, filled
+by `pointwise` (acts on the pieces), `reductions` (one value over all ranks) and `gathered` (all the rest: gathered, run
+whole, cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
 """
 
 from __future__ import annotations

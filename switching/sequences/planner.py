@@ -1,6 +1,6 @@
 """Plans what runs a batch of sequences, ahead of the step in a thread of its own where the batch is known by then.
 
-A plan follows from the lengths alone, so every rank makes the same one without asking. `Ahead` is told of lengths to
+A plan follows from the lengths alone, so every rank makes the same one without asking. A planner is told of lengths to
 come; the step takes the plan that was made for its own, or makes it on the spot.
 """
 

@@ -1,7 +1,4 @@
-"""Device graphs of a compute layout, per program, and the bridge between home and compute parameters.
-
-A plan made ready to run as graphs.
-"""
+"""A plan made ready to run as graphs: device graphs of its compute layout, and the bridge to the parameters' home."""
 
 from __future__ import annotations
 

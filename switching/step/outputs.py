@@ -108,27 +108,17 @@ def hand_out(
         has_work: this rank had rows; without, its pieces are placeholders.
         differentiable: a loss may be computed of them, whose gradient comes back.
     """
-    if not differentiable:
-        return _bring_back(routes, {name: value.detach() for name, value in values.items()}, table)
     returned: dict[str, Tensor] = {}
     for route in routes:
         piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
         holds = route.source.holds(table.rank)
-        if holds and not has_work:
+        if holds and (not has_work or route.name not in values):
             piece = route.without_rows(piece, table)
-        returned[route.name] = applied(BringBack, piece, holds, route, table, shared)
+        if differentiable:
+            returned[route.name] = applied(BringBack, piece, holds, route, table, shared)
+        else:
+            returned[route.name] = _moved(route, piece.detach() if holds else None, table)
     return returned
-
-
-def _bring_back(routes: tuple[ValueRoute, ...], made: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
-    """Move outputs to the ranks that asked; collective. `made` holds this rank's pieces by name."""
-    return {route.name: _moved(route, _piece_of(route, made, table), table) for route in routes}
-
-
-def _piece_of(route: ValueRoute, made: Mapping[str, Tensor], table: GroupTable) -> Tensor | None:
-    if route.name in made or not route.source.holds(table.rank):
-        return made.get(route.name)
-    return route.without_rows(torch.zeros((), dtype=route.dtype), table)
 
 
 def _moved(route: ValueRoute, piece: Tensor | None, table: GroupTable) -> Tensor:

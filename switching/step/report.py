@@ -1,7 +1,4 @@
-"""Seconds of training steps right after a change of variant, beside those of steps without one.
-
-What a step leaves behind: for statistics, and for the caller.
-"""
+"""What a step leaves behind, for statistics and for the caller; what changes of variant have cost."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
-from hetu_fx.switching.runtime import Runtime, names_of
+from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Execution
 
@@ -99,8 +99,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     if wanted.optimizer is not None:
         move_optimizer_state(wanted.optimizer, homes, layouts)
     runtime = Runtime(wanted.model, table, found.execution, homes, replace(wanted.settings, seed=seed))
-    for name, plan in zip(names_of(plans), plans, strict=True):
-        runtime.add_variant(plan, name)
+    for index, plan in enumerate(plans):
+        runtime.add_variant(plan, plan.name or f"variant{index}")
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
         adaptation.book.plans[Conditions()] = plans[0]

@@ -21,7 +21,6 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.buffers import Buffers
@@ -230,7 +229,7 @@ class Runtime:
         plan = self.variants[self.current].plan
         check_takes_any_row(plan, facts.longest)
         rows = self._rows(plan, facts)
-        self._count_step()
+        self.step += self._trains
         inputs = self._inputs(facts.counts, rows)
         with self.idle.use(self.variants[self.current], self.step) as variant:
             built = len(self.idle.events)
@@ -247,7 +246,7 @@ class Runtime:
             if name != first.variant:
                 variant.flush()
         self._settle()
-        self._count_step()
+        self.step += self._trains
         losses: list[torch.Tensor] = []
         timer = ComputeTimer(self.clock)
         for part in division.parts:
@@ -266,9 +265,6 @@ class Runtime:
     def _trains(self) -> bool:
         return self.model.training and torch.is_grad_enabled()
 
-    def _count_step(self) -> None:
-        self.step += self._trains
-
     def _inputs(self, counts: tuple[float, ...], rows: RowPlan) -> StepInputs:
         return StepInputs(
             counts=counts,
@@ -285,19 +281,7 @@ class Runtime:
         )
 
     def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:
-        if self.settings.shared and len(set(facts.rows)) > 1:
-            raise BatchError(
-                f"data='global' means the same batch on every rank, but the ranks bring {list(facts.rows)} rows; "
-                f"use data='per_rank' if each rank has rows of its own"
-            )
-        if sum(facts.rows) == 0:
-            raise BatchError("the batch has no rows on any rank")
         return plan_rows(plan, facts.rows, shared=self.settings.shared)
-
-
-def names_of(plans: Sequence[Plan]) -> list[str]:
-    """Return a name for each plan: its own, or a number."""
-    return [plan.name or f"variant{i}" for i, plan in enumerate(plans)]
 
 
 def _rest() -> None:

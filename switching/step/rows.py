@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
+from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan, split_rows
 
 
@@ -68,7 +69,17 @@ def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPl
         plan: says the pipelines' shares and micro-batches.
         owned_rows: rows that each rank brings.
         shared: all ranks bring the same rows (`data="global"`).
+
+    Raises:
+        BatchError: there are no rows, or not the same number on ranks that bring the same.
     """
+    if shared and len(set(owned_rows)) > 1:
+        raise BatchError(
+            f"data='global' means the same batch on every rank, but the ranks bring {list(owned_rows)} rows; "
+            f"use data='per_rank' if each rank has rows of its own"
+        )
+    if sum(owned_rows) == 0:
+        raise BatchError("the batch has no rows on any rank")
     total = owned_rows[0] if shared else sum(owned_rows)
     owned = tuple(Interval(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
     split = split_rows(total, plan)

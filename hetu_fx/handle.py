@@ -206,10 +206,7 @@ class Handle:
             overlap: go on as soon as parameters and gradients are there. What optimizers keep arrives beside the next
                 step, and whatever reads it waits for it: `optimizer.step()`, saving, a snapshot, another change. False:
                 it is all there when this returns. None: True where messages are sent, False where all processes read
-                each other's memory. (Two emulated nodes with a link of 200 Mbit/s, AdamW: training waits 0.07 to 0.22 s
-                instead of 0.16 to 0.58 s, and the next step is longer by 0.03 to 0.3 s instead of 0 to 0.1 s: a third
-                less in all. Four processes of one machine on two cores, where copies take the processor from the step:
-                training waits half as long, but a change costs a quarter more in all.) Parameters that are not in
+                each other's memory (docs/concepts.md has what both take). Parameters that are not in
                 host memory always move with all that belongs to them.
 
         Returns what has been moved, or is being: bytes, messages, and the extra memory that it takes.

@@ -28,12 +28,12 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.adaptation import Adaptation
-from hetu_fx.switching.adapt.rehome import choose_homes, speeds
 from hetu_fx.switching.adapt.replanning import Conditions, Planner
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
+from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import Settings
 from hetu_fx.switching.step.execution import Execution
@@ -254,9 +254,8 @@ def _checked(
         priced = tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
     for plan in priced:
         execution.check(plan, table.size)
-    for plan in priced[1:]:
-        execution.compute_annotations(plan)  # raises what is wrong with it
+    read, *_ = [execution.compute_annotations(plan) for plan in priced]  # raises what is wrong with any of them
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.model.named_parameters()}
-    annotations = choose_homes(execution, priced[0], shapes, speeds(cluster, table.size))
+    annotations = homes_near(priced[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
     return priced, layouts

@@ -11,57 +11,23 @@ import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
 
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, together
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
-from hetu_fx.switching.home.placement import make_home_layouts
+from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import check_optimizers
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.execution import Execution
 
 _log = logging.getLogger("hetu_fx.home")
 
 Home = Plan | str | Sequence[int] | Mapping[int, float]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
-
-def choose_homes(
-    execution: Execution[Any], plan: Plan, shapes: Mapping[str, tuple[int, ...]], weights: Sequence[float]
-) -> dict[str, Annotation]:
-    """Choose the home of every parameter, near where a plan reads it, in proportion to each rank's weight.
-
-    A rank of weight 0 gets nothing: what the plan reads there has its home on all other ranks.
-    """
-    return homes_near(plan, execution.compute_annotations(plan), shapes, weights)
-
-
-def homes_near(
-    plan: Plan, read: Mapping[str, Annotation], shapes: Mapping[str, tuple[int, ...]], weights: Sequence[float]
-) -> dict[str, Annotation]:
-    """Choose homes as `choose_homes` does, where it is known where the plan reads each parameter."""
-    able = tuple(rank for rank, weight in enumerate(weights) if weight > 0)
-    elsewhere = Annotation.replicated(able)
-    compute = {name: read[name] if _able_to_read(read.get(name), able) else elsewhere for name in shapes}
-    zero = plan.zero if set(plan.devices) <= set(able) else 1
-    return make_home_layouts(shapes, tuple(range(len(weights))), compute, weights, zero)
-
-
-def _able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
-    """Tell whether all of a parameter's readers, of which there are some, are among `ranks`."""
-    return compute is not None and set(compute.ranks) <= set(ranks)
-
-
-def speeds(cluster: Cluster | None, world: int) -> list[float]:
-    """Return what homes are weighed by: the devices' speed, where it is known."""
-    return [1.0 if cluster is None else cluster.device(rank).speed for rank in range(world)]
 
 
 class Rehoming:
@@ -206,7 +172,7 @@ class Rehoming:
                 raise PlanError(f"homes are asked for with shares {list(weights)}, but no device with one is left")
             key = plan, tuple(left)
             if key not in self._chosen:
-                self._chosen[key] = choose_homes(runtime.execution, plan, shapes, left)
+                self._chosen[key] = homes_near(plan, runtime.execution.compute_annotations(plan), shapes, left)
             return self._chosen[key]
 
         done = runtime.switch_home(together(runtime.table, chosen), self.optimizers, overlap)

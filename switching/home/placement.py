@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Sharding, Split
 from hetu_fx.annotations.region import Interval, Intervals, whole
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.plan import Plan
 
 # A tensor below this many elements is not worth cutting: it goes to one rank, the least loaded.
 SMALL = 1024
@@ -21,6 +23,30 @@ TOLERANCE = 0.1
 
 Shape = tuple[int, ...]
 Cells = dict[Interval, list[int]]
+
+
+def homes_near(
+    plan: Plan, read: Mapping[str, Annotation], shapes: Mapping[str, Shape], weights: Sequence[float]
+) -> dict[str, Annotation]:
+    """Choose the home of every parameter, near where a plan reads it, in proportion to each rank's weight.
+
+    A rank of weight 0 gets nothing: what the plan reads there has its home on all other ranks.
+    """
+    able = tuple(rank for rank, weight in enumerate(weights) if weight > 0)
+    elsewhere = Annotation.replicated(able)
+    compute = {name: read[name] if _able_to_read(read.get(name), able) else elsewhere for name in shapes}
+    zero = plan.zero if set(plan.devices) <= set(able) else 1
+    return make_home_layouts(shapes, tuple(range(len(weights))), compute, weights, zero)
+
+
+def _able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
+    """Tell whether all of a parameter's readers, of which there are some, are among `ranks`."""
+    return compute is not None and set(compute.ranks) <= set(ranks)
+
+
+def speeds(cluster: Cluster | None, world: int) -> list[float]:
+    """Return what homes are weighed by: the devices' speed, where it is known."""
+    return [1.0 if cluster is None else cluster.device(rank).speed for rank in range(world)]
 
 
 def make_home_layouts(

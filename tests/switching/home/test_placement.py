@@ -5,18 +5,27 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.switching.home.placement import make_home_layouts, shared_out
+from hetu_fx.plans.plan import Plan
+from hetu_fx.switching.home.placement import homes_near, make_home_layouts, shared_out, speeds
 
 REPLICAS = Annotation.on((0, 1, 2), Duplicate(3))
 TP_IN_DP = Annotation.on((0, 1, 2, 3), Duplicate(2), Split(0, (1, 1)))
 UNEQUAL = Annotation(
     (DeviceGroup((0, 1)), DeviceGroup((2,))), (Sharding((Split(0, (2, 1)),)), Sharding()), Duplicate(2)
 )
+SHAPES = {"read by 0 and 1": (64, 64), "read by 2": (64, 32), "small": (4,), "never read": (2048,)}
+READ = {
+    "read by 0 and 1": Annotation.on((0, 1), Split(0, (1, 1))),
+    "read by 2": Annotation.on((2,)),
+    "small": Annotation.on((0, 1), Duplicate(2)),
+}
 
 
 def home(shape: tuple[int, ...], compute: Annotation, weights: list[float] | None = None) -> Annotation:
@@ -96,3 +105,39 @@ def test_every_element_is_owned_exactly_once(compute: Annotation, rows: int, col
     assert sum(owned) == math.prod(shape)
     boxes = [box for rank in found.ranks for box in found.region(rank, shape).boxes]
     assert len(boxes) == len(set(boxes))
+
+
+def owners(weights: list[float], zero: int = 1) -> dict[str, dict[int, int]]:
+    """Give the elements that each rank owns."""
+    plan = Plan(Plan.data_parallel((0, 1, 2)).pipelines, zero=zero)
+    homes = homes_near(plan, READ, SHAPES, weights)
+    return {
+        name: {r: torch.Size(home.region(r, SHAPES[name]).local_shape).numel() for r in home.ranks}
+        for name, home in homes.items()
+    }
+
+
+def test_homes_are_where_the_plan_reads_if_all_devices_have_a_share() -> None:
+    found = owners([1.0, 1.0, 1.0])
+    assert found["read by 0 and 1"] == {0: 2048, 1: 2048}
+    assert found["read by 2"] == {2: 2048}
+    assert len(found["small"]) == 1
+    assert sum(found["never read"].values()) == 2048
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_a_device_without_a_share_owns_nothing_and_nothing_is_lost(left_out: int, zero: int) -> None:
+    found = owners([0.0 if rank == left_out else 1.0 for rank in range(3)], zero)
+    for name, shape in SHAPES.items():
+        assert left_out not in found[name]
+        assert sum(found[name].values()) == torch.Size(shape).numel()
+
+
+def test_shares_follow_the_weights_where_homes_are_elsewhere() -> None:
+    assert owners([0.0, 3.0, 1.0])["read by 0 and 1"] == {1: 3072, 2: 1024}
+
+
+def test_homes_are_weighed_by_speed_where_it_is_known() -> None:
+    assert speeds(None, 2) == [1.0, 1.0]
+    assert speeds(Cluster.on_paper((2e9, 6e9)), 2) == [2e9, 6e9]

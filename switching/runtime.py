@@ -32,7 +32,7 @@ from hetu_fx.switching.step.execution import Division, Execution, Reading, StepI
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LastStep, LossAndOutput, StepTimes
-from hetu_fx.switching.step.rows import RowPlan, plan_rows
+from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants
@@ -281,6 +281,7 @@ class Runtime:
         )
 
     def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:
+        check_rows(facts.rows, shared=self.settings.shared)
         return plan_rows(plan, facts.rows, shared=self.settings.shared)
 
 

@@ -62,17 +62,8 @@ def _by_rows(ranks: tuple[int, ...], rows: tuple[int, ...]) -> Annotation:
     return Annotation.on(ranks, Split(0, rows))
 
 
-def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPlan:
-    """Return the row plan of a step.
-
-    Args:
-        plan: says the pipelines' shares and micro-batches.
-        owned_rows: rows that each rank brings.
-        shared: all ranks bring the same rows (`data="global"`).
-
-    Raises:
-        BatchError: there are no rows, or not the same number on ranks that bring the same.
-    """
+def check_rows(owned_rows: tuple[int, ...], *, shared: bool) -> None:
+    """Raise BatchError if there are no rows, or not the same number on ranks that bring the same."""
     if shared and len(set(owned_rows)) > 1:
         raise BatchError(
             f"data='global' means the same batch on every rank, but the ranks bring {list(owned_rows)} rows; "
@@ -80,6 +71,16 @@ def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPl
         )
     if sum(owned_rows) == 0:
         raise BatchError("the batch has no rows on any rank")
+
+
+def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPlan:
+    """Return the row plan of a step.
+
+    Args:
+        plan: says the pipelines' shares and micro-batches.
+        owned_rows: rows that each rank brings.
+        shared: all ranks bring the same rows (`data="global"`).
+    """
     total = owned_rows[0] if shared else sum(owned_rows)
     owned = tuple(Interval(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
     split = split_rows(total, plan)

@@ -61,7 +61,7 @@ class EagerVariant(Variant):
 
     def _entry(self, name: str, home: nn.Parameter) -> BridgeEntry:
         """Every replica reads a copy, and has a summand of the gradient."""
-        copies = on_replicas(self.plan)
+        copies = _on_replicas(self.plan)
         gradient = Annotation.on(self.plan.devices, Partial(len(self.plan.devices)))
         trained = name in self.trained
         at_home = layout_of(home).annotation
@@ -83,7 +83,7 @@ class EagerVariant(Variant):
         return tuple(name for name, is_used in zip(trained, flags, strict=True) if is_used)
 
 
-def on_replicas(plan: Plan) -> Annotation:
+def _on_replicas(plan: Plan) -> Annotation:
     """Return the annotation of a parameter: whole on each of the plan's devices."""
     return Annotation.on(plan.devices, Duplicate(len(plan.devices)))
 
@@ -128,7 +128,7 @@ class EagerExecution:
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
         """Return that every replica reads all parameters."""
-        return {name: on_replicas(plan) for name, _ in self.module.model.named_parameters()}
+        return {name: _on_replicas(plan) for name, _ in self.module.model.named_parameters()}
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return None: there is no graph."""

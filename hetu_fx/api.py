@@ -67,7 +67,7 @@ def auto_parallelize(
         warm: make every variant ready before the first step, as `model.hetu.warm(batch)` does; else a variant's graphs
             are made inside the first step that it runs.
         idle_bytes: what variants that do not run may keep on a process, graphs and copies of parameters (1 GiB). What
-            is more is forgotten, what was used longest ago first, and made again when it is needed.
+            is more is evicted, what was used longest ago first, and made again when it is needed.
         homes_follow: where devices become slow, or recover, and another plan takes over, the parameters and the
             optimizer's state change their owners too if that pays; `optimizer` must be known. False: they stay.
 

@@ -79,7 +79,7 @@ class Handle:
             "switch_cost": {name: self._runtime.times.cost(name) for name in self._runtime.variants},
             "idle_bytes": self._runtime.idle.num_bytes,
             "copies_dropped": self._runtime.idle.copies_dropped,
-            "homes": tuple(self._runtime.on_the_way.events),
+            "homes": tuple(self._runtime.in_flight.events),
         }
 
     @property

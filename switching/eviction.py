@@ -1,4 +1,4 @@
-"""What variants that do not run may keep: copies of parameters and graphs, up to so many bytes.
+"""Eviction: what variants that do not run may keep, copies of parameters and graphs, is held to so many bytes.
 
 Copies are made anew by one gather, graphs take seconds: so copies go first, and of both what was used longest ago.
 Copies of parameters that have changed since are of no use to anyone and go at once. Every rank decides for itself, from
@@ -23,7 +23,7 @@ Part = Literal["copies", "graphs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class IdleLayout:
     """What a compute layout that does not run keeps, in bytes, and the number of the last run that used it."""
 
     last_use: int
@@ -36,14 +36,14 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What is to be forgotten: a part of the layout of this index."""
+    """What is to be evicted: a part of the layout of this index."""
 
     index: int
     part: Part
 
 
-def evictions(idle: Sequence[Idle], limit_bytes: int) -> tuple[Eviction, ...]:
-    """Return what is to be forgotten, so that the rest takes no more than the limit, and no more than that needs."""
+def evictions(idle: Sequence[IdleLayout], limit_bytes: int) -> tuple[Eviction, ...]:
+    """Return what is to be evicted, so that the rest takes no more than the limit, and no more than that needs."""
     order = sorted(range(len(idle)), key=lambda index: idle[index].last_use)
     sizes = [(Eviction(index, "copies"), idle[index].copy_bytes) for index in order]
     sizes += [(Eviction(index, "graphs"), idle[index].graph_bytes) for index in order]
@@ -72,7 +72,7 @@ class IdleMemory:
     Attributes:
         limit_bytes: of one rank.
         num_bytes: what they kept when the last batch began, on the rank where each takes most.
-        copies_dropped: how often copies that were still good have been forgotten.
+        copies_dropped: how often copies that were still good have been evicted.
         events: what happened to graphs so far.
     """
 
@@ -93,7 +93,7 @@ class IdleMemory:
             self.events.append(GraphEvent("built", step, variant.name, variant.compute.graph_bytes, seconds))
 
     def settle(self, variants: Mapping[str, Variant], running: str, step: int) -> None:
-        """Forget what is too much of what variants keep that do not run; collective."""
+        """Evict what is too much of what variants keep that do not run; collective."""
         at_work = variants[running].compute
         names = {variant.compute: name for name, variant in variants.items() if variant.compute is not at_work}
         computes = {name: compute for compute, name in names.items()}
@@ -125,6 +125,6 @@ class IdleMemory:
             compute.know_sizes(max(copies), max(graphs))
 
 
-def _idle(compute: Compute) -> Idle:
+def _idle(compute: Compute) -> IdleLayout:
     copies, graphs = compute.sizes or (0, 0)
-    return Idle(compute.last_use, copies if compute.has_copies else 0, graphs)
+    return IdleLayout(compute.last_use, copies if compute.has_copies else 0, graphs)

@@ -76,7 +76,7 @@ class Runtime:
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
-        self.on_the_way = InFlightState(table, lambda: self.step)
+        self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest
         self._groups_seen = len(table.creations)
@@ -130,14 +130,14 @@ class Runtime:
         Gradients that were kept back come home first. `overlap` (see `migrate`) leaves what optimizers keep for later.
         `why` is for the record, where the user has not asked for the change.
         """
-        self.on_the_way.settle()
+        self.in_flight.settle()
         start = perf_counter()
         with using(self.table):
             self.variants[self.current].flush()
             for variant in self.variants.values():
                 variant.compute.rehome()
-            plan = migrate(self.homes, annotations, optimizers, self.table, later=self.on_the_way, overlap=overlap)
-        self.on_the_way.tell_moved(plan, perf_counter() - start, why)
+            plan = migrate(self.homes, annotations, optimizers, self.table, later=self.in_flight, overlap=overlap)
+        self.in_flight.tell_moved(plan, perf_counter() - start, why)
         return plan
 
     @property
@@ -154,7 +154,7 @@ class Runtime:
     def warm(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make every usable variant ready for such a batch, and run it without a trace where it takes it; collective.
 
-        Variants stay within the bound of those that do not run: what is too much is forgotten again.
+        Variants stay within the bound of those that do not run: what is too much is evicted again.
         """
         with using(self.table):
             batch, facts = self._agree(args, kwargs)

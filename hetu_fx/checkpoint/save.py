@@ -35,7 +35,7 @@ def save_model(
     Raises:
         CheckpointError: on every rank, if it cannot be written.
     """
-    runtime.on_the_way.settle()
+    runtime.in_flight.settle()
     with using(runtime.table):
         runtime.buffers.sync()
         save_checkpoint(
@@ -67,7 +67,7 @@ def load_model(
     Raises:
         CheckpointError: on every rank; nothing has been changed then.
     """
-    runtime.on_the_way.settle()
+    runtime.in_flight.settle()
     with using(runtime.table):
         aliases = _aliases_of(runtime.model)
         with torch.no_grad():

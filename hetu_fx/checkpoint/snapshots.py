@@ -94,7 +94,7 @@ class Snapshots:
         if self._finished % self.every and not self._is_joined:
             return
         runtime = self._runtime
-        runtime.on_the_way.settle()
+        runtime.in_flight.settle()
         with using(runtime.table):
             runtime.buffers.sync()
         self._writer.write(runtime.step, self._tensors(), self._document(extra or {}))
@@ -130,7 +130,7 @@ class Snapshots:
             CheckpointError: on every process, if there is something to go on from that does not fit.
         """
         table = self._runtime.table
-        self._runtime.on_the_way.settle()
+        self._runtime.in_flight.settle()
         with using(table):
             choice, found = find_snapshot(self._memory, table, tensors_of(self._runtime))
             if found is not None:

@@ -7,7 +7,7 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     health      the devices' straggling rates changed: those that are not 1
     switch      another variant than the step before runs
     built       graphs of a variant were made: their bytes, and the seconds that it took
-    evicted     graphs of a variant that did not run were forgotten, so that such variants keep to their bound
+    evicted     graphs of a variant that did not run were dropped, so that such variants keep to their bound
     moved       homes were changed: the bytes that came before training went on (of all processes), the seconds, and
                 why, where homes have followed a plan
     arrived     what optimizers keep has come to those homes: its bytes, the seconds it was on its way beside the step,
@@ -150,7 +150,7 @@ class RunLog:
             step=runtime.step,
             variants=_variants(runtime),
             graphs=tuple(runtime.idle.events),
-            homes=tuple(runtime.on_the_way.events),
+            homes=tuple(runtime.in_flight.events),
         )
         self._begun: tuple[float, int] | None = None
         names = list(self._before.variants)
@@ -193,7 +193,7 @@ class RunLog:
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
-        happened = tuple(runtime.idle.events), tuple(runtime.on_the_way.events)
+        happened = tuple(runtime.idle.events), tuple(runtime.in_flight.events)
         return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned, *happened)
 
     def _tell(self, entry: Entry) -> None:

@@ -146,7 +146,7 @@ class HomesFollow:
         for rank, seconds in enumerate(updates):
             if seconds:
                 self._updates.setdefault(rank, deque(maxlen=RECENT_STEPS)).append(seconds)
-        changes = sum(event.event == "moved" for event in self.runtime.on_the_way.events)
+        changes = sum(event.event == "moved" for event in self.runtime.in_flight.events)
         if self._updated_after != changes:
             self._updated_after = changes
             self._updates.clear()

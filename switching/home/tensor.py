@@ -42,7 +42,7 @@ class HomeTensor(torch.Tensor):
 
     local: torch.Tensor
     home_layout: HomeLayout
-    wait_for_piece: Callable[[], None]  # there as long as `local` and `home_layout` are not: see `on_the_way`
+    wait_for_piece: Callable[[], None]  # there as long as `local` and `home_layout` are not: see `migrate.in_flight`
 
     # The default re-wraps every result in the subclass without its fields; the dispatcher does all we need.
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]

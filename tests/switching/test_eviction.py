@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.bridge.compute import compute_layout
-from hetu_fx.switching.eviction import Eviction, Idle, evictions
+from hetu_fx.switching.eviction import Eviction, IdleLayout, evictions
 
-LAYOUTS = st.lists(st.builds(Idle, st.integers(0, 9), st.integers(0, 50), st.integers(0, 50)), max_size=6)
+LAYOUTS = st.lists(st.builds(IdleLayout, st.integers(0, 9), st.integers(0, 50), st.integers(0, 50)), max_size=6)
 
 
-def left(idle: list[Idle], gone: tuple[Eviction, ...]) -> int:
+def left(idle: list[IdleLayout], gone: tuple[Eviction, ...]) -> int:
     sizes = {("copies", i): one.copy_bytes for i, one in enumerate(idle)}
     sizes |= {("graphs", i): one.graph_bytes for i, one in enumerate(idle)}
     return sum(sizes.values()) - sum(sizes[one.part, one.index] for one in gone)
 
 
 @given(LAYOUTS, st.integers(0, 300))
-def test_what_is_left_fits_and_all_that_is_evicted_had_to_be(idle: list[Idle], limit: int) -> None:
+def test_what_is_left_fits_and_all_that_is_evicted_had_to_be(idle: list[IdleLayout], limit: int) -> None:
     found = evictions(idle, limit)
     assert left(idle, found) <= limit
     assert not found or left(idle, found[:-1]) > limit
@@ -29,7 +29,7 @@ def test_what_is_left_fits_and_all_that_is_evicted_had_to_be(idle: list[Idle], l
 
 
 def test_copies_go_before_graphs_and_what_was_used_longest_ago_goes_first() -> None:
-    idle = [Idle(last_use=7, copy_bytes=10, graph_bytes=5), Idle(3, 10, 5), Idle(5, 10, 5)]
+    idle = [IdleLayout(last_use=7, copy_bytes=10, graph_bytes=5), IdleLayout(3, 10, 5), IdleLayout(5, 10, 5)]
     order = [("copies", 1), ("copies", 2), ("copies", 0), ("graphs", 1), ("graphs", 2), ("graphs", 0)]
     assert [(one.part, one.index) for one in evictions(idle, 0)] == order
     assert [(one.part, one.index) for one in evictions(idle, 14)] == order[:4]
@@ -37,12 +37,12 @@ def test_copies_go_before_graphs_and_what_was_used_longest_ago_goes_first() -> N
 
 
 def test_what_takes_nothing_is_not_evicted() -> None:
-    assert evictions([Idle(0, 0, 0), Idle(1, 0, 8)], 0) == (Eviction(1, "graphs"),)
+    assert evictions([IdleLayout(0, 0, 0), IdleLayout(1, 0, 8)], 0) == (Eviction(1, "graphs"),)
 
 
 def test_sizes_are_not_negative() -> None:
     with pytest.raises(StateError, match="idle layout has copy_bytes -1; give a finite number, 0 or more"):
-        Idle(0, -1, 0)
+        IdleLayout(0, -1, 0)
 
 
 def pair(*, rows: tuple[int, int] = (1, 1), micro_batches: int = 1, **options: object) -> Plan:

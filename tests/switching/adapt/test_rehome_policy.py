@@ -72,7 +72,7 @@ class Ran:
         self.variants = Variants(dp=SimpleNamespace(compute=compute, plan=plan, predicted_seconds=0.0))
         self.homes = {"w": torch.empty(ENTRY.shape)}
         self.awaits_backward, self.updates = False, (0.5, 1.5)
-        self.model, self.on_the_way = torch.nn.Linear(1, 1), InFlightState(self.table)
+        self.model, self.in_flight = torch.nn.Linear(1, 1), InFlightState(self.table)
         self.moved: list[tuple[int, Annotation]] = []
         self.adaptation = SimpleNamespace(changes=[], cluster=CLUSTER)
         self.rehoming = SimpleNamespace(homes_follow=True, is_told=True, optimizers=[], weights=[3.0, 1.0])
@@ -80,7 +80,7 @@ class Ran:
 
     def switch_home(self, targets: Any, optimizers: Any, *, why: str) -> Any:
         self.moved.append((self.step, targets["w"]))
-        self.on_the_way.events.append(HomeEvent("moved", self.step, 1, 0.0, 0.0, why))
+        self.in_flight.events.append(HomeEvent("moved", self.step, 1, 0.0, 0.0, why))
         return SimpleNamespace(summary=lambda: "")
 
     def adopt(self) -> None:

@@ -87,19 +87,16 @@ class GraphExecution:
         sequences = sequences_of(batch_of(self.programs.signature, args, kwargs))
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)
-        return RowReading(read_batch(args, kwargs, self.programs, training))
+        batch = read_batch(args, kwargs, self.programs, training)
+        return RowReading(batch.facts, batch)
 
 
 @dataclass(frozen=True)
 class RowReading:
     """A batch of rows, as graphs run it."""
 
+    facts: LocalFacts
     batch: ReadBatch
-
-    @property
-    def facts(self) -> LocalFacts:
-        """What the other ranks must know of it."""
-        return self.batch.facts
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

@@ -144,20 +144,17 @@ class EagerExecution:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, *, shared: bool
     ) -> Reading[EagerVariant]:
         """Read the arguments of a call."""
-        return EagerReading(self.module, self.module.read(args, kwargs, training))
+        batch = self.module.read(args, kwargs, training)
+        return EagerReading(batch.facts, batch, self.module)
 
 
 @dataclass(frozen=True)
 class EagerReading:
     """A batch of rows, as the module runs it."""
 
-    module: EagerModule
+    facts: LocalFacts
     batch: EagerBatch
-
-    @property
-    def facts(self) -> LocalFacts:
-        """What the other ranks must know of it."""
-        return self.batch.facts
+    module: EagerModule
 
     def build(self, variant: EagerVariant, inputs: StepInputs) -> None:
         """Lead the bridge to the present homes."""

@@ -154,5 +154,22 @@ def test_doing_together_alone_gives_the_result_or_the_error() -> None:
         by_first(ALONE, fail)
 
 
+@pytest.mark.parametrize(("error", "kind"), [(PlanError("too few: 2"), PlanError), (OSError("full"), OtherRankError)])
+def test_what_fails_on_rank_0_fails_on_the_others_in_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    sent: list[object] = []
+
+    def fail() -> int:
+        raise error
+
+    monkeypatch.setattr(consensus, "from_first", lambda _, value: sent.append(value) or sent[0])
+    with pytest.raises(type(error), match=str(error)):
+        by_first(TWO, fail)
+    with pytest.raises(kind, match=str(error)) as caught:
+        by_first(GroupTable.dry(1, 2), fail)
+    assert caught.type is kind
+
+
 def test_alone_the_flags_of_any_rank_are_ones_own() -> None:
     assert any_of(ALONE, [True, False]) == (True, False)

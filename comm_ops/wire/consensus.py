@@ -217,7 +217,8 @@ def by_first(table: GroupTable, act: Callable[[], T]) -> T:
         try:
             outcome = act()
         except Exception as error:  # whatever it is, the others must not wait for this rank
-            from_first(table, _RankError(0, type(error).__name__, str(error)))
+            text = str(error) if isinstance(error, HetuFxError) else repr(error)
+            from_first(table, _RankError(0, type(error).__name__, text))
             raise
     told = from_first(table, outcome)
     if isinstance(told, _RankError):

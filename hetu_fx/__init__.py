@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from hetu_fx.base.frameworks import Launcher as Launcher
     from hetu_fx.base.frameworks import WeightNames as WeightNames
     from hetu_fx.base.frameworks import register_framework as register_framework
-    from hetu_fx.batches.nested import nested_batch as nested_batch
     from hetu_fx.batches.sampler import Pieces as Pieces
     from hetu_fx.batches.sampler import TokenBudgetSampler as TokenBudgetSampler
+    from hetu_fx.batches.sampler import nested_batch as nested_batch
     from hetu_fx.cluster.cluster import Cluster as Cluster
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
@@ -59,7 +59,7 @@ _HOMES = {
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
     "WeightNames": "hetu_fx.base.frameworks",
     "auto_parallelize": "hetu_fx.api",
-    "nested_batch": "hetu_fx.batches.nested",
+    "nested_batch": "hetu_fx.batches.sampler",
     "plan": "hetu_fx.planner.api",
     "profile": "hetu_fx.planner.api",
     "register_framework": "hetu_fx.base.frameworks",

@@ -13,8 +13,7 @@ import hetu_fx
 from benchmarks.kit.contest import adamw
 from benchmarks.kit.models import Size, llama
 from benchmarks.lengths.plans import plans_of
-from hetu_fx.batches.nested import nested_batch
-from hetu_fx.batches.sampler import Pieces, TokenBudgetSampler
+from hetu_fx.batches.sampler import Pieces, TokenBudgetSampler, nested_batch
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.demo.data import library_pieces
 from hetu_fx.planner.dispatch.assignment import Assignment, EligibleVariant, Request

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,13 +15,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from hetu_fx.cli.launch import add_launch, call_launch
-from hetu_fx.cli.log import add_log, call_log
 from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
+from hetu_fx.launch.spec import LaunchSpec
 
 ERROR_STATUS = 2
 
@@ -104,6 +104,59 @@ def _call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return run_demo(options.output, quick=options.quick, limit=options.limit)
 
 
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx log`."""
+    parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="draw the run")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx log`."""
+    from hetu_fx.report.summary import draw, read_log, summary_text, to_json
+
+    log = read_log(options.file)
+    print(json.dumps(to_json(log), indent=2) if options.json else summary_text(log))
+    if options.out is not None:
+        draw(log, options.out)
+    return 0
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx launch`."""
+    parser.usage = "hetu-fx launch --nproc N [options] -- SCRIPT [ARGUMENTS]"
+    parser.add_argument("--nproc", type=int, required=True, metavar="N", help="processes on this machine")
+    parser.add_argument("--min-nproc", type=int, metavar="M", help="go on with as few when some are lost (default: N)")
+    parser.add_argument("--max-losses", type=int, default=100, metavar="L", help="give up after as many")
+    for name, default, what in (
+        ("--stopped-after", 10.0, "end one that gives no sign of life"),
+        ("--stuck-after", 600.0, "end who is missing in a communication"),
+        ("--grace", 30.0, "for the others to leave their groups"),
+    ):
+        parser.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
+    rejoin = "start a lost one again so much later; it joins at a step's end (default: only where too few are left)"
+    parser.add_argument("--rejoin-after", type=float, metavar="SECONDS", help=rejoin)
+    parser.add_argument("--events", type=Path, metavar="FILE", help="write what happens, a line of JSON each")
+
+
+def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx launch`; the status is the script's."""
+    from hetu_fx.launch import worker
+
+    spec = LaunchSpec(
+        command=tuple(rest),
+        nproc=options.nproc,
+        min_nproc=options.nproc if options.min_nproc is None else options.min_nproc,
+        max_losses=options.max_losses,
+        stopped_seconds=options.stopped_after,
+        stuck_seconds=options.stuck_after,
+        grace_seconds=options.grace,
+        rejoin_seconds=options.rejoin_after,
+        events=options.events,
+    )
+    return worker.run(spec)
+
+
 def _call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx env`: what a bug report should say about the machine."""
     from hetu_fx.cluster.environment import environment_lines
@@ -121,8 +174,8 @@ COMMANDS = {
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
-    "launch": Command("run a script in several processes; lost ones do not end the others", add_launch, call_launch),
-    "log": Command("say what the log of a run holds: variants, times, changes", add_log, call_log),
+    "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
+    "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),
     "passes": Command("list all graph passes in their order", _add_nothing, _call_passes),
     "env": Command("show versions, backends and what this machine can emulate", _add_nothing, _call_env),
 }

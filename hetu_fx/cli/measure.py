@@ -99,7 +99,7 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, d
     batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     measuring = Measuring(cluster, seconds)
     first = next(other for other in cluster.ranks if measuring.measures(other))
-    with Progress() as progress:
+    with MeasuringProgress() as progress:
         tell = progress.tell if rank == first else nobody
         return profile(model.to(device), batch, measured=Measuring(cluster, seconds, tell))
 
@@ -125,14 +125,14 @@ def rows_of(profile: Profile) -> list[list[str]]:
     return rows
 
 
-class Progress:
+class MeasuringProgress:
     """Shows on stderr how far measuring has come: a bar on a terminal where rich is installed, else lines."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> MeasuringProgress:
         if sys.stderr.isatty():
             self._bar = _bar()
         if self._bar is not None:

@@ -1,4 +1,7 @@
-"""`hetu-fx plan`: show a plan file, or make a plan from a cluster file and a profile file, and explain it."""
+"""`hetu-fx plan`: show a plan file, or make a plan from a cluster file and a profile file, and explain it.
+
+What-if options: devices gone, devices slower, another link between nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.documents import json_text, table_text
-from hetu_fx.cli.what_if import add_changes, changed, changes_text
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.errors import PlanError
+from hetu_fx.cluster.devices import Link
+from hetu_fx.emulate.spec import parse_rate
+from hetu_fx.errors import ClusterError, PlanError
 from hetu_fx.plans.explain import HEADER, device_rows, diff
 from hetu_fx.plans.plan import Plan
 
@@ -44,7 +48,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx plan`."""
     is_given = options.cluster is None and options.profile is None
-    found = Found((_given(options),)) if is_given else answer(options)
+    found = Answer((_given(options),)) if is_given else answer(options)
     _write(found.plans, options.out)
     if options.json:
         values = [plan.to_json() for plan in found.plans]
@@ -74,21 +78,21 @@ def _given(options: argparse.Namespace) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Answer:
     """Plans, and what is different where something was changed."""
 
     plans: tuple[Plan, ...]
     changes: tuple[str, ...] = ()
 
 
-def answer(options: argparse.Namespace) -> Found:
+def answer(options: argparse.Namespace) -> Answer:
     """Return the plans for a cluster file and a profile file, after what is asked to be different."""
     problem = _problem(options)
     other = replace(problem, cluster=changed(problem.cluster, options))
     after = _plans(other, options)
     if other == problem:
-        return Found(after)
-    return Found(after, tuple(_differences(_plans(problem, options), after, changes_text(options))))
+        return Answer(after)
+    return Answer(after, tuple(_differences(_plans(problem, options), after, changes_text(options))))
 
 
 def _problem(options: argparse.Namespace) -> Problem:
@@ -187,3 +191,47 @@ class _Progress:
         if now - self._last >= _PATIENCE_SECONDS:
             self._last = now
             print(message, file=sys.stderr, flush=True)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--without", type=int, nargs="+", action="extend", default=[], metavar="R", help="what if these ranks are gone"
+    )
+    parser.add_argument(
+        "--rate", nargs="+", action="extend", default=[], metavar="R=X", help="what if rank R takes X times as long"
+    )
+    parser.add_argument("--link", metavar="RATE", help="what if nodes are joined by a link like 100mbit")
+
+
+def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+    """Return the cluster with what the options change. Raises `ClusterError` for what cannot be."""
+    gone, there = set(options.without), set(cluster.ranks)
+    if not gone < there:
+        raise ClusterError(
+            f"--without {sorted(gone)}: the cluster has ranks {sorted(there)}; name some of them, not all"
+        )
+    found = cluster.with_rates(dict(map(_rate, options.rate))).without(options.without)
+    return found if options.link is None else _with_link(found, options.link)
+
+
+def changes_text(options: argparse.Namespace) -> str:
+    """Return the changes as they were asked for."""
+    gone = " ".join(map(str, options.without))
+    parts = [f"without {gone}" if gone else "", *(f"rate {rate}" for rate in options.rate)]
+    parts.append("" if options.link is None else f"link {options.link}")
+    return ", ".join(part for part in parts if part)
+
+
+def _rate(text: str) -> tuple[int, float]:
+    rank, _, rate = text.partition("=")
+    try:
+        return int(rank), float(rate)
+    except ValueError:
+        raise ClusterError(f"{text!r} is not a rank and its straggling rate; write it like --rate 2=2.5") from None
+
+
+def _with_link(cluster: Cluster, text: str) -> Cluster:
+    if len({device.node for device in cluster.devices}) == 1:
+        raise ClusterError(f"--link {text} is the link between nodes, but the cluster has one node only")
+    return replace(cluster, inter=Link(parse_rate(text) / 8, cluster.inter.latency_seconds))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.batches.nested import nested_batch
+from hetu_fx.batches.sampler import nested_batch
 from hetu_fx.errors import BatchError
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.switching.step.assigned_rows import first_rows, row_plan, sequences_of

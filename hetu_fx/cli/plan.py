@@ -42,7 +42,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan; of several, each with its length")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
     parser.add_argument("--no-cache", action="store_true", help="search even if the same has been asked before")
-    add_changes(parser)
+    _add_changes(parser)
 
 
 def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def answer(options: argparse.Namespace) -> Answer:
     after = _plans(other, options)
     if other == problem:
         return Answer(after)
-    return Answer(after, tuple(_differences(_plans(problem, options), after, changes_text(options))))
+    return Answer(after, tuple(_differences(_plans(problem, options), after, _changes_text(options))))
 
 
 def _problem(options: argparse.Namespace) -> Problem:
@@ -193,7 +193,7 @@ class _Progress:
             print(message, file=sys.stderr, flush=True)
 
 
-def add_changes(parser: argparse.ArgumentParser) -> None:
+def _add_changes(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "--without", type=int, nargs="+", action="extend", default=[], metavar="R", help="what if these ranks are gone"
@@ -215,7 +215,7 @@ def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     return found if options.link is None else _with_link(found, options.link)
 
 
-def changes_text(options: argparse.Namespace) -> str:
+def _changes_text(options: argparse.Namespace) -> str:
     """Return the changes as they were asked for."""
     gone = " ".join(map(str, options.without))
     parts = [f"without {gone}" if gone else "", *(f"rate {rate}" for rate in options.rate)]

@@ -56,7 +56,7 @@ class Builder:
             lines=tuple(stage.seconds for stage in priced),
             holdings=tuple(replace(held, stage=i) for i, one in enumerate(made) for held in one.holdings),
             update=reduce(Line.upper, (one.update for one in made)),
-            again=tuple(one.again for one in made),
+            recompute_lines=tuple(one.recompute_line for one in made),
         )
 
     def _stage(self, devices: tuple[int, ...]) -> Stage | None:

@@ -116,8 +116,8 @@ class Estimates:
         held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
         pipeline = Pipeline(tuple(Stage(g, blocks=n) for g, n in zip(groups, blocks, strict=True)))
         update = reduce(Line.upper, (stage.update for stage in stages))
-        again = tuple(stage.again for stage in stages)
-        return Replica(pipeline, tuple(lines), tuple(held), update, again)
+        recompute_line = tuple(stage.recompute_line for stage in stages)
+        return Replica(pipeline, tuple(lines), tuple(held), update, recompute_line)
 
     def _hand_over(self, group: Sequence[int], other: Sequence[int], block: int) -> Line:
         size = self._costs.boundary(block)

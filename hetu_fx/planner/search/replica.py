@@ -82,12 +82,12 @@ class DeviceHolding:
 class StageEstimate:
     """A group with a range of blocks: seconds of a micro-batch without hand-overs, and what its devices hold.
 
-    `again` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
+    `recompute_line` is one more forward of all its blocks; `holdings` are those of devices that differ, as of stage 0;
     `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds.
     """
 
     seconds: Line
-    again: Line
+    recompute_line: Line
     holdings: tuple[DeviceHolding, ...]
     update: Line
 
@@ -98,11 +98,11 @@ class StageEstimate:
         if len(counts) < len(needs):
             return math.inf
         piece = self.holdings[0].piece
-        return self.seconds(rows) + _again_line(self.again, max(counts), piece.stop - piece.start)(rows)
+        return self.seconds(rows) + _share_of_line(self.recompute_line, max(counts), piece.stop - piece.start)(rows)
 
 
-def _again_line(line: Line, recompute: int, blocks: int) -> Line:
-    """Return the seconds of doing some blocks again, `line` being all of them; as if all took the same."""
+def _share_of_line(line: Line, recompute: int, blocks: int) -> Line:
+    """Return the seconds of recomputing some blocks, `line` being all of them; as if all took the same."""
     share = recompute / blocks if recompute else 0.0
     return Line(line.fixed * share, line.slope * share)
 
@@ -111,15 +111,15 @@ def _again_line(line: Line, recompute: int, blocks: int) -> Line:
 class Replica:
     """A pipeline (rows and micro-batches still 1), the seconds of its stages and what its devices hold.
 
-    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds; `again` is
-    one more forward of all blocks of each stage.
+    `update` is what the slowest device's optimizer step takes, by the share that it owns of what it holds;
+    `recompute_lines` is one more forward of all blocks of each stage.
     """
 
     pipeline: Pipeline
     lines: tuple[Line, ...]
     holdings: tuple[DeviceHolding, ...]
     update: Line
-    again: tuple[Line, ...] = ()
+    recompute_lines: tuple[Line, ...] = ()
 
     @property
     def parameter_bytes(self) -> float:
@@ -133,8 +133,8 @@ class Replica:
     def _lines(self, recompute: Sequence[int]) -> Sequence[Line]:
         if not any(recompute):
             return self.lines
-        parts = zip(self.lines, self.again, recompute, self.pipeline.stages, strict=True)
-        return [line + _again_line(again, count, stage.blocks or 0) for line, again, count, stage in parts]
+        parts = zip(self.lines, self.recompute_lines, recompute, self.pipeline.stages, strict=True)
+        return [line + _share_of_line(whole, count, stage.blocks or 0) for line, whole, count, stage in parts]
 
     def most_micro_rows(self, micro_batches: int, num_replicas: int, rules: ReplicaRules) -> int:
         """Return the most rows of a micro-batch that fit the memory of every device; 0 when none do."""
@@ -258,13 +258,13 @@ def stage_estimate(
         memory: usable bytes by rank.
     """
     parts, count = costs.stage(start, stop), len(stage.devices)
-    again = costs.again(replace(stage, blocks=None, recompute=stop - start), start)
+    recompute_line = costs.again(replace(stage, blocks=None, recompute=stop - start), start)
     seconds = reduce(Line.upper, compute_lines(stage, parts, cluster))
     pairs = list(zip(stage.devices, stage.work_shares, strict=True))
     least = {share: min(memory[rank] for rank, other in pairs if other == share) for _, share in pairs}
     return StageEstimate(
         seconds=sum(tensor_parallel_lines(stage, parts, cluster), seconds),
-        again=reduce(Line.upper, forward_lines(compute_lines(stage, again, cluster))),
+        recompute_line=reduce(Line.upper, forward_lines(compute_lines(stage, recompute_line, cluster))),
         holdings=tuple(
             DeviceHolding(0, room, Piece(costs, start, stop, share, count)) for share, room in least.items()
         ),

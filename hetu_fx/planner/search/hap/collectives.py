@@ -47,21 +47,6 @@ class Collectives:
                 raise PlanError(f"a collective has {seconds} seconds, {per_byte} per byte; give 0 or more")
 
     @classmethod
-    def of_bandwidths(
-        cls,
-        all_gather: float,
-        all_reduce: float,
-        reduce_scatter: float,
-        all_to_all: float,
-        *,
-        grouped: tuple[float, float] | None = None,
-    ) -> Collectives:
-        """Build them from measured bytes per second, without latency; `grouped`: all-gather, reduce-scatter."""
-        ag, ar, rs, a2a = (Line(0.0, 1 / rate) for rate in (all_gather, all_reduce, reduce_scatter, all_to_all))
-        group = tuple(Line(0.0, 1 / rate) for rate in grouped or ())
-        return cls(ag, rs, ar, a2a, a2a, *group)
-
-    @classmethod
     def of_cluster(cls, cluster: Cluster) -> Collectives:
         """Build them from a cluster's collectives among all its devices where they were timed, else from its links.
 

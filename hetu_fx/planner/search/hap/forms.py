@@ -1,4 +1,4 @@
-"""The ways to do an op on all devices: whole on each, cut on a factor, or on summands of its operands.
+"""The ways to do an op on all devices: whole on each, cut on a factor, or on partial operands.
 
 Cut on a factor, operands that have it are split there, others are SHARED; results that have it are split, and
 if none has it they are partial. An operand's layout says with it what becomes of the gradient, so every form is
@@ -30,7 +30,7 @@ class SynthesisRules:
         one_change: the layout of a tensor may be changed once.
         waits_after_each_op: devices wait for each other after each op; else only when they exchange activations.
         drops_constants: the ratio programme leaves out what does not depend on ratios.
-        partial_outputs: outputs must be summands.
+        partial_outputs: outputs must be partial.
         smallest_units: a dim can be cut if it has so many indices for each device.
     """
 
@@ -79,7 +79,7 @@ class OpForm(NamedTuple):
 
     def __str__(self) -> str:
         if self.cut is None:
-            return "whole" if PARTIAL not in self.makes else "on summands"
+            return "whole" if PARTIAL not in self.makes else "on partials"
         return f"cut on {self.cut}" + (", from sufficient factors" if self.gathered else "")
 
 
@@ -106,7 +106,7 @@ class _Forms:
     num_devices: int
 
     def whole(self) -> Iterator[OpForm]:
-        """Yield the forms in which all devices do all; gradients may come in summands all the same."""
+        """Yield the forms in which all devices do all; gradients may be partial all the same."""
         if self.op.copyable:
             flops = self.problem.all_flops(self.op)
             for layout in (COPY, SHARED):
@@ -115,7 +115,7 @@ class _Forms:
                 yield OpForm(None, self.op.segment, reads, makes, whole_flops=flops)
 
     def on_summands(self) -> Iterator[OpForm]:
-        """Yield the forms in which operands that the op is linear in are summands, and so are results."""
+        """Yield the forms in which operands that the op is linear in are partial, and so are results."""
         flops = self.problem.all_flops(self.op)
         for positions in self.op.linear:
             reads = self._reads([PARTIAL if i in positions else SHARED for i in range(len(self.op.reads))])
@@ -148,12 +148,12 @@ class _Forms:
         return OpForm(factor, self.op.segment, reads, makes, cut_flops=flops, units=self._size(factor))
 
     def _from_sufficient_factors(self, factor: str, form: OpForm) -> OpForm | None:
-        """Return the form that leaves no parameter's gradient in summands, if the op has such parameters."""
+        """Return the form that leaves no parameter's gradient partial, if the op has such parameters."""
         ends = [i for i, layout in enumerate(form.reads) if layout == SHARED and self._is_factor(i)]
         if not any(self.problem.backward_flops(self.op)[i] for i in ends):
             return None
         if any(layout == PARTIAL for layout in form.makes):
-            return None  # each result's gradient is whole, but what a summand is made from is not
+            return None  # each result's gradient is whole, but what a partial is made from is not
         reads = tuple(COPY if i in ends else layout for i, layout in enumerate(form.reads))
         repeated = math.fsum(self.problem.backward_flops(self.op)[i] for i in ends)
         gathered = [n for n, layout in zip(self.op.reads, form.reads, strict=True) if layout and layout.dim >= 0]

@@ -1,7 +1,7 @@
 """How a tensor lies on the devices, and what it takes to have it lie otherwise, forward and backward.
 
 HAP's states are Identity, Gather(dim) and Reduce. Here a copy also says what its gradient is: the devices'
-gradients of a COPY are copies, those of a SHARED tensor are summands, because each device used its copy for a
+gradients of a COPY are copies, those of a SHARED tensor are partial, because each device used its copy for a
 part of the work (an operand that lacks the factor on which its op is cut). The released HAP takes all copies
 for SHARED; telling them apart finds Megatron's pair of all-reduces, one forward and one backward.
 """
@@ -17,9 +17,9 @@ class LayoutKind(StrEnum):
     """What each device has of a tensor, and of its gradient."""
 
     COPY = "copy"  # all, and all of the gradient
-    SHARED = "shared"  # all, and a summand of the gradient
+    SHARED = "shared"  # all, and a partial gradient
     SPLIT = "split"  # its part, and its part of the gradient
-    PARTIAL = "partial"  # a summand, and all of the gradient
+    PARTIAL = "partial"  # partial, and all of the gradient
 
 
 class Layout(NamedTuple):
@@ -85,8 +85,3 @@ def changes(source: Layout, target: Layout) -> Iterator[tuple[Layout, Both]]:
         yield source, (ChangeKind.ALL_TO_ALL, ChangeKind.ALL_TO_ALL)
     if source.segment != target.segment:
         yield target._replace(segment=source.segment), (ChangeKind.SHIFT, ChangeKind.SHIFT)
-
-
-def can_change(source: Layout, target: Layout) -> bool:
-    """Tell whether `changes` knows a way."""
-    return source == target or any(True for _ in changes(source, target))

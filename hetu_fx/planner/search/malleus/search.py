@@ -114,14 +114,6 @@ class MalleusResult:
         return max(pipeline.step_seconds for pipeline in self.pipelines)
 
     @property
-    def relaxed_seconds(self) -> tuple[float, float]:
-        """Return T of the same stages if layers could be split at will, and if micro-batches could be too."""
-        layers = sum(stage.layers for stage in self.pipelines[0].stages)
-        micro_batches = sum(pipeline.micro_batches for pipeline in self.pipelines)
-        by_layers = max(pipeline.micro_batches * layers / pipeline.capacity for pipeline in self.pipelines)
-        return by_layers, micro_batches * layers / math.fsum(pipeline.capacity for pipeline in self.pipelines)
-
-    @property
     def why(self) -> str:
         """Return what bounds the step, in a sentence."""
         i, pipeline = max(enumerate(self.pipelines), key=lambda pair: (pair[1].steady_seconds, -pair[0]))

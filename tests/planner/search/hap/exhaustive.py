@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from hetu_fx.planner.search.hap.assemble import Bytes, assemble, bytes_of
 from hetu_fx.planner.search.hap.expand import Expansion, OpChoice
 from hetu_fx.planner.search.hap.program import HapProgram
-from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, can_change, split
+from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, split
+from hetu_fx.planner.search.hap.states import changes as changes_of
 
 State = dict[str, tuple[Layout, ...]]
 
@@ -70,7 +71,11 @@ def _brought(
         starts = [({**state, name: (home,)}, ((name, home),)) for home in (COPY, *dims)]
     for start, homes in starts:
         have = start[name]
-        sources = [None] if layout in have else [source for source in have if can_change(source, layout)]
+        sources = (
+            [None]
+            if layout in have
+            else [source for source in have if source == layout or any(True for _ in changes_of(source, layout))]
+        )
         for source in sources:
             now = start if source is None else {**start, name: (*have, layout)}
             change = () if source is None else ((name, source, layout),)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.hap.collectives import Collectives
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 V100, P100 = 3_858_755_112_937, 2_149_250_936_815
@@ -17,8 +18,24 @@ FAST, SLOW = 5_712_013_967_207, 3_009_904_927_648
 EQUAL = 5_966_645_808_610
 
 # bytes per second: all-gather, all-reduce, reduce-scatter, all-to-all
-SET_H = Collectives.of_bandwidths(815_418_707, 476_774_816, 876_490_907, 7_504_501_871)
-SET_L = Collectives.of_bandwidths(9_463_184_466, 5_906_161_310, 9_740_459_122, 24_588_140_722)
+
+
+def of_bandwidths(
+    all_gather: float,
+    all_reduce: float,
+    reduce_scatter: float,
+    all_to_all: float,
+    *,
+    grouped: tuple[float, float] | None = None,
+) -> Collectives:
+    """Build them from measured bytes per second, without latency; `grouped`: all-gather, reduce-scatter."""
+    ag, ar, rs, a2a = (Line(0.0, 1 / rate) for rate in (all_gather, all_reduce, reduce_scatter, all_to_all))
+    group = tuple(Line(0.0, 1 / rate) for rate in grouped or ())
+    return Collectives(ag, rs, ar, a2a, a2a, *group)
+
+
+SET_H = of_bandwidths(815_418_707, 476_774_816, 876_490_907, 7_504_501_871)
+SET_L = of_bandwidths(9_463_184_466, 5_906_161_310, 9_740_459_122, 24_588_140_722)
 
 TWO_AND_TWO = Cluster.on_paper([V100, V100, P100, P100])
 FOUR_EQUAL = Cluster.on_paper([EQUAL] * 4)

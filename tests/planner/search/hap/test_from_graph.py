@@ -12,11 +12,11 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.planner.search.hap.collectives import Collectives
 from hetu_fx.planner.search.hap.from_graph import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
 from tests.model_zoo import captured
+from tests.planner.search.hap.released import of_bandwidths
 
 UNEQUAL = Cluster.on_paper([2e12, 1e12], intra=Link(1e10, 1e-6))
 
@@ -90,7 +90,7 @@ def test_equal_layers_are_searched_once() -> None:
 
 
 def test_heads_and_feed_forward_are_cut_for_few_rows_and_rows_where_there_are_many() -> None:
-    equally_fast = Collectives.of_bandwidths(1e8, 1e8, 1e8, 1e8)
+    equally_fast = of_bandwidths(1e8, 1e8, 1e8, 1e8)
     held = []
     for rows in (2, 4096):
         result = search(problem_of(stack(), rows=rows), Cluster.on_paper([2e9, 1e9]), collectives=equally_fast)

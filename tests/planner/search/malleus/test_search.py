@@ -23,6 +23,14 @@ def shape(result: MalleusResult) -> list[tuple[list[float], list[int], int]]:
     ]
 
 
+def relaxed_seconds(result: MalleusResult) -> tuple[float, float]:
+    """Return T of the same stages if layers could be split at will, and if micro-batches could be too."""
+    layers = sum(stage.layers for stage in result.pipelines[0].stages)
+    micro_batches = sum(pipeline.micro_batches for pipeline in result.pipelines)
+    by_layers = max(pipeline.micro_batches * layers / pipeline.capacity for pipeline in result.pipelines)
+    return by_layers, micro_batches * layers / math.fsum(pipeline.capacity for pipeline in result.pipelines)
+
+
 @pytest.mark.parametrize("rate", [12.53, 2.57])
 def test_one_straggler_of_64_gives_the_plan_of_the_released_planner(rate: float) -> None:
     result = search(LLAMA_70B.situation({0: rate}))
@@ -32,7 +40,7 @@ def test_one_straggler_of_64_gives_the_plan_of_the_released_planner(rate: float)
         ([7.22, 3.66, 1.9, 1.0, 1.0], [3, 7, 14, 28, 28], 23),
         ([1.0] * 5, [16] * 5, 41),
     ]
-    assert [round(seconds / 640, 4) for seconds in result.relaxed_seconds] == [1.025, 1.0078]
+    assert [round(seconds / 640, 4) for seconds in relaxed_seconds(result)] == [1.025, 1.0078]
     assert result.is_exact
 
 
@@ -49,7 +57,7 @@ def test_one_straggler_of_32_gives_the_plan_of_the_released_planner() -> None:
     assert result.standby == (0,)
     assert sorted(shape(result))[0] == ([1.0] * 4, [15] * 4, 16)
     assert sorted(shape(result))[-1] == ([2.0, 1.0, 1.0, 1.0], [7, 17, 18, 18], 14)
-    assert [round(seconds / 240, 4) for seconds in result.relaxed_seconds] == [1.0625, 1.0323]
+    assert [round(seconds / 240, 4) for seconds in relaxed_seconds(result)] == [1.0625, 1.0323]
 
 
 def test_memory_that_binds_gives_the_objective_of_the_released_planner() -> None:

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetu_fx.comm_ops.ops.all_gather import ALL_GATHER
-from hetu_fx.comm_ops.ops.all_reduce import ALL_REDUCE
 from hetu_fx.comm_ops.ops.batched_send_receive import BATCHED_SEND_RECEIVE
-from hetu_fx.comm_ops.ops.identity import IDENTITY
-from hetu_fx.comm_ops.ops.local_slice import LOCAL_SLICE
+from hetu_fx.comm_ops.ops.dim_parts import ALL_GATHER, LOCAL_SLICE, REDUCE_SCATTER
 from hetu_fx.comm_ops.ops.op import CommOp, FusedOp
-from hetu_fx.comm_ops.ops.reduce_scatter import REDUCE_SCATTER
 from hetu_fx.comm_ops.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD
-from hetu_fx.comm_ops.ops.split_all_gather import SPLIT_ALL_GATHER
-from hetu_fx.comm_ops.ops.split_all_reduce import SPLIT_ALL_REDUCE
-from hetu_fx.comm_ops.ops.split_reduce_scatter import SPLIT_REDUCE_SCATTER
+from hetu_fx.comm_ops.ops.split_collectives import SPLIT_ALL_GATHER, SPLIT_ALL_REDUCE, SPLIT_REDUCE_SCATTER
+from hetu_fx.comm_ops.ops.sums import ALL_REDUCE, IDENTITY
 
 _MOVING = (
     IDENTITY,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hetu_fx.annotations.local import read, write
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, SliceTransfer, TensorMove
 from hetu_fx.comm_ops.wire.bsr_messages import Messages, Rooms, post
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -18,10 +19,8 @@ from hetu_fx.comm_ops.wire.packing import (
     local_dims,
     local_shape_like,
     packed_bytes,
-    read,
     slice_shape,
     view_packed,
-    write,
 )
 from hetu_fx.errors import CommError
 

@@ -1,4 +1,4 @@
-"""Reading and writing slices of dense local tensors, and messages of several slices of several dtypes."""
+"""Where slices stand in dense local tensors, and in messages of several slices of several dtypes."""
 
 from __future__ import annotations
 
@@ -20,40 +20,6 @@ def local_dims(annotation: Annotation, rank: int, shape: Shape, dims: Dims) -> t
     """Give where a slice stands in `rank`'s local tensor; None is a whole (symbolic) dim."""
     located = locate(annotation.region(rank, shape).dims, dims)
     return tuple(None if size is None else held for size, held in zip(shape, located, strict=True))
-
-
-def read(x: Tensor, where: Sequence[Intervals | None]) -> Tensor:
-    """Take the slice `where` out of `x`: a view for one box, else a copy."""
-    for dim, intervals in enumerate(where):
-        if intervals is None:
-            continue
-        pieces = [x.narrow(dim, start, stop - start) for start, stop in intervals]
-        x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-    return x
-
-
-def write(x: Tensor, where: Sequence[Intervals | None], value: Tensor, *, adds: bool = False) -> None:
-    """Put `value` into the slice `where` of `x`, or add it there."""
-    for dim, intervals in enumerate(where):
-        if intervals is None:
-            continue
-        if len(intervals) > 1:
-            return _write_pieces(x, where, dim, value, adds=adds)
-        start, stop = intervals[0]
-        x = x.narrow(dim, start, stop - start)
-    if adds:
-        x.add_(value)
-    else:
-        x.copy_(value)
-
-
-def _write_pieces(x: Tensor, where: Sequence[Intervals | None], dim: int, value: Tensor, *, adds: bool) -> None:
-    done = 0
-    rest = [None] * (dim + 1) + list(where[dim + 1 :])
-    for start, stop in where[dim] or ():
-        piece = value.narrow(dim, done, stop - start)
-        write(x.narrow(dim, start, stop - start), rest, piece, adds=adds)
-        done += stop - start
 
 
 def slice_shape(dims: Dims, shape: Shape, like: Tensor) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.local import read, write
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import ChooseAlgorithm, nodes_of
 from hetu_fx.comm_ops.plans.cost import Topology
@@ -16,7 +17,7 @@ from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.split_plan import SliceGroup, groups_of, slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.packing import check_local, local_dims, local_shape_like, read, slice_shape, write
+from hetu_fx.comm_ops.wire.packing import check_local, local_dims, local_shape_like, slice_shape
 from hetu_fx.comm_ops.wire.two_level import all_gather_by, all_reduce_by, reduce_scatter_by
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from hetu_fx.annotations.formatting import format_annotation, format_group, format_sharding, format_state
 from hetu_fx.annotations.region import Intervals, Region, cut, whole
-from hetu_fx.annotations.sharding import DeviceGroup, Sharding
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State
+from hetu_fx.annotations.sharding import DeviceGroup, Sharding, format_group, format_sharding
+from hetu_fx.annotations.states import Duplicate, Partial, Split, State, format_state
 from hetu_fx.errors import AnnotationError
 
 __all__ = [
@@ -59,7 +58,11 @@ class Annotation:
 
     def __str__(self) -> str:
         """Write the text that `parse_annotation` reads."""
-        return format_annotation(self.groups, self.shardings, self.top)
+        members = [
+            f"{format_group(group)} {format_sharding(sharding)}".rstrip()
+            for group, sharding in zip(self.groups, self.shardings, strict=True)
+        ]
+        return members[0] if self.top is None else f"{format_state(self.top)} over {{{'; '.join(members)}}}"
 
     @classmethod
     def on(cls, ranks: Sequence[int], *axes: State) -> Annotation:

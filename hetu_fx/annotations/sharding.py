@@ -1,14 +1,12 @@
-"""The bottom tier of an annotation: how one device group shares a tensor, axis by axis.
-
-An ordered group of devices, by logical rank.
-"""
+"""The bottom tier of an annotation: an ordered group of devices, and how it shares a tensor, axis by axis."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State
+from hetu_fx.annotations.states import Duplicate, Partial, Split, State, format_state
 from hetu_fx.errors import AnnotationError
 
 
@@ -94,3 +92,29 @@ class DeviceGroup:
 
     def __len__(self) -> int:
         return len(self.ranks)
+
+
+def format_sharding(sharding: Sharding) -> str:
+    """Write the axes of a sharding."""
+    return " ".join(map(format_state, sharding.axes))
+
+
+def format_group(group: DeviceGroup) -> str:
+    """Write ranks, runs of three or more as a range."""
+    pieces: list[str] = []
+    for first, last in _runs(group.ranks):
+        if last - first > 1:
+            pieces.append(f"{first}-{last}")
+        else:
+            pieces += [str(rank) for rank in range(first, last + 1)]
+    return f"[{','.join(pieces)}]"
+
+
+def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return runs

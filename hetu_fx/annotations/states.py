@@ -104,6 +104,20 @@ class Partial:
 State = Split | Duplicate | Partial
 
 
+def format_state(state: State) -> str:
+    """Write one state, as `hetu_fx.annotations.text` reads it."""
+    match state:
+        case Duplicate(ways):
+            return f"D({ways})"
+        case Partial(ways):
+            return f"P({ways})"
+        case Split(dim, units, outer, inner):
+            even = len(units) > 1 and set(units) == {1}
+            parts = str(len(units)) if even else ":".join(map(str, units))
+            factor = f", {outer}x_x{inner}" if (outer, inner) != (1, 1) else ""
+            return f"S({dim}, {parts}{factor})"
+
+
 def _check_ways(kind: str, ways: int) -> None:
     if ways < 1:
         raise AnnotationError(f"{kind} needs at least 1 way, got {ways}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate
-from hetu_fx.annotations.local import index, local_part
+from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -68,10 +68,3 @@ class Buffers:
 
     def _buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)
-
-
-def write_part(whole: Tensor, part: Tensor, annotation: Annotation, rank: int) -> None:
-    """Write a rank's part into a whole tensor."""
-    region = annotation.region(rank, tuple(whole.shape))
-    for box, local in zip(region.boxes, region.local_boxes, strict=True):
-        whole[index(box)] = part[index(local)]

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.local import index
+from hetu_fx.annotations.local import index, read
 from hetu_fx.annotations.region import Box, Interval, Intervals, Region, offsets
 from hetu_fx.errors import AnnotationError
 
@@ -96,9 +96,7 @@ class HomeLayout:
             return full
         if not self.shape or 0 in self.local_shape:
             return full.new_empty(self.local_shape)
-        for dim, intervals in enumerate(self.region.dims):
-            full = _narrow(full, dim, intervals)
-        return full
+        return read(full, self.region.dims)
 
 
 @lru_cache(maxsize=65536)
@@ -113,11 +111,6 @@ def home_layout(annotation: Annotation, shape: tuple[int, ...], rank: int, world
     if max(annotation.ranks) >= world or not 0 <= rank < world:
         raise AnnotationError(f"home {annotation} or rank {rank} is outside a world of {world} ranks")
     return HomeLayout(annotation, tuple(shape), rank, world)
-
-
-def _narrow(full: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
-    parts = [full.narrow(dim, start, stop - start) for start, stop in intervals]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _owned_region(annotation: Annotation, shape: tuple[int, ...], rank: int) -> Region:

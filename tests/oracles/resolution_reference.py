@@ -18,7 +18,7 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.split_plan import SliceGroup, slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
-from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
+from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import CommStep, OpCall, Resolution
 from tests.oracles.annotation_definition import Indices, Part, parts
 from tests.oracles.annotation_reference import Array

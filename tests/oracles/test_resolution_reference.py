@@ -7,7 +7,7 @@ import pytest
 
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
-from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
+from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
 from tests.oracles.annotation_reference import shard

@@ -15,7 +15,7 @@ from torch import fx
 from hetu_fx.base.torch_private import short_name
 from hetu_fx.comm_ops.ops.table import OPS
 from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS
-from hetu_fx.comm_ops.resolve.adjoint import adjoint_calls
+from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation, Split
+from hetu_fx.annotations.local import read
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
-from hetu_fx.comm_ops.wire.packing import read
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate import byte_runs, peer_memory
 from hetu_fx.switching.migrate.byte_runs import Extents, in_long_runs, num_runs, reads_of, runs_of

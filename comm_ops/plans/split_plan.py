@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from hetu_fx.annotations.region import length
 from hetu_fx.annotations.states import Split
-from hetu_fx.comm_ops.plans.routes import Route, kind_between, route_across
+from hetu_fx.comm_ops.plans.routes import Route, RouteKind, kind_between, route_across
 from hetu_fx.comm_ops.plans.slices import Dims, finest_slices
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.errors import ResolveError
@@ -74,7 +74,8 @@ def fits(transition: Transition) -> bool:
 def _routes(transition: Transition) -> tuple[tuple[Dims, Route | None], ...]:
     """List every finest slice with its route across the groups."""
     source, target = transition.source, transition.target
-    kind = kind_between(source.top, target.top)
+    is_alone = source.top is None and target.top is None  # a group meets no other, each rank sums what it has
+    kind = RouteKind.SUM if is_alone else kind_between(source.top, target.top)
     if kind is None:
         raise ResolveError(f"no split collective makes {transition}; the top must be summed, or gathered")
     group_of = {rank: index for index, group in enumerate(source.groups) for rank in group.ranks}

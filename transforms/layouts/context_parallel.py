@@ -148,7 +148,8 @@ def check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
     """
     parameters = reached_from(annotated.graph, [leaf.node for leaf in annotated.graph.leaves_of(LeafKind.PARAMETER)])
     for layout in annotated.context_layouts:
-        for node in stage_nodes(annotated, layout).needed & parameters & context.decisions.keys():
+        needed = stage_nodes(annotated, layout).needed & parameters & context.decisions.keys()
+        for node in filter(needed.__contains__, annotated.graph.graph.nodes):  # all ranks name the same op
             op = annotated.factors.op(node)
             if context.decisions[node].factor is None and op.classes & annotated.sequence and _is_product(op):
                 raise PlanError(

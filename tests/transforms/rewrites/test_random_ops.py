@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetu_fx.deduction.rules.registry import rule_for
 from hetu_fx.transforms.rewrites import random_ops
 from hetu_fx.transforms.rewrites.random_ops import cut_of
 
@@ -130,3 +131,11 @@ def test_ops_are_well_formed() -> None:
     x = torch.randn(4, 5, requires_grad=True)
     torch.library.opcheck(random_ops.dropout, (x, 0.3, state(), 0, 0, 1, []))
     torch.library.opcheck(random_ops.uniform, (x.detach(), state(), 0, 0, 1, []))
+
+
+def test_rules_know_where_ops_that_draw_take_their_part() -> None:
+    for op in (torch.ops.hetu.uniform.default, torch.ops.hetu.dropout.default):
+        rule = rule_for(op)
+        assert rule is not None
+        assert rule.traits.counter_at is not None
+        assert op._schema.arguments[rule.traits.counter_at].name == "cut"

@@ -10,15 +10,17 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.documents import json_text, read_json, table_text, write_atomically
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import REQUIRED, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, Collective, Device, Link, Links
-from hetu_fx.cluster.measure import Measurement, measure_here
-from hetu_fx.cluster.ranks import RankTable
 from hetu_fx.errors import ClusterError
+
+if TYPE_CHECKING:
+    from hetu_fx.cluster.measure import Measurement
+    from hetu_fx.comm_ops.wire.groups import GroupTable
 
 __all__ = ["FORMAT", "Cluster", "Collective", "Device", "Link"]
 
@@ -87,7 +89,7 @@ class Cluster:
         return cls(devices, link, inter or link)
 
     @classmethod
-    def measure(cls, table: RankTable | None = None, *, seconds: float = 0.5, device: str = "cpu") -> Cluster:
+    def measure(cls, table: GroupTable | None = None, *, seconds: float = 0.5, device: str = "cpu") -> Cluster:
         """Measure the devices and links of all ranks; collective, the same value on every rank.
 
         Args:
@@ -99,6 +101,8 @@ class Cluster:
         `seconds` covers several of its periods. Speeds within 5 % of each other are taken as equal. Then links are
         timed, and for up to a second what it costs devices to meet between pieces of compute.
         """
+        from hetu_fx.cluster.measure import measure_here  # with torch, which plans need not have
+
         return _from_measurements(*measure_here(table, seconds=seconds, device=device))
 
     @property

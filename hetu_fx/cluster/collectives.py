@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hetu_fx.cluster.devices import Collective
-from hetu_fx.cluster.ranks import exchange_of
 from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
+from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 
 SIZES = (1 << 14, 1 << 22)
@@ -52,11 +52,11 @@ def time_collectives(
     table: GroupTable, groups: Mapping[str, Sequence[int]], device: str = "cpu"
 ) -> tuple[Collective, ...]:
     """Return what each collective takes among each group of ranks, by the group's name; collective over the table."""
-    exchange, found = exchange_of(table), []
+    found = []
     for where, ranks in groups.items():
         for name, run in COLLECTIVES.items():
             own = [_seconds(run, size, ranks, table, device) for size in SIZES] if table.rank in ranks else None
-            everyone = [seconds for seconds in exchange(own) if seconds is not None]
+            everyone = [seconds for seconds in of_all(table, own) if seconds is not None]
             small, large = (max(column) for column in zip(*everyone, strict=True))
             found.append(line_through(name, where, len(ranks), small, large))
     return tuple(found)

@@ -12,7 +12,11 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from hetu_fx.cluster.ranks import Exchange, RankTable, message_device
+import torch
+import torch.distributed as dist
+
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
 
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 16  # so many that a device with a CPU quota has used up what it saved while it waited
@@ -26,7 +30,7 @@ Timed = Mapping[Pair, tuple[float, float]]
 
 
 def measure_links(
-    table: RankTable, exchange: Exchange, nodes: Sequence[str], speeds: Sequence[float], device: str
+    table: GroupTable, nodes: Sequence[str], speeds: Sequence[float], device: str
 ) -> tuple[dict[str, tuple[float, float]], dict[int, float]]:
     """Return (bytes per second, latency seconds) inside a node and between nodes, and limits of ranks; collective.
 
@@ -35,10 +39,10 @@ def measure_links(
     """
     timed: dict[Pair, tuple[float, float]] = {}
     for pairs in neighbours(nodes, speeds):
-        timed |= _time_pairs(table, exchange, pairs, device)
+        timed |= _time_pairs(table, pairs, device)
     across: dict[Pair, tuple[float, float]] = {}
     for pair in inter_pairs(nodes, speeds):
-        across |= _time_pairs(table, exchange, [pair], device)
+        across |= _time_pairs(table, [pair], device)
     reached = settled_limits(timed, nodes, speeds)
     found = {name: link for name, link in (("intra", _fastest(timed, reached)), ("inter", _slowest(across))) if link}
     known = found.get("intra") or found.get("inter") or _LONE_LINK
@@ -89,27 +93,22 @@ def _fastest_first(nodes: Sequence[str], speeds: Sequence[float]) -> list[list[i
     return [sorted(ranks, key=lambda rank: -speeds[rank]) for ranks in members]
 
 
-def _time_pairs(
-    table: RankTable, exchange: Exchange, pairs: Sequence[Pair], device: str
-) -> dict[Pair, tuple[float, float]]:
+def _time_pairs(table: GroupTable, pairs: Sequence[Pair], device: str) -> dict[Pair, tuple[float, float]]:
     """Return (bytes per second, latency seconds) of pairs that send at the same time; the others wait. Collective."""
     own = next((pair for pair in pairs if table.rank in pair), None)
-    values = exchange(None if own is None else _time_pair(table, own, device))
-    return {pair: values[pair[0]] for pair in pairs}
+    values = of_all(table, None if own is None else _time_pair(table, own, device))
+    return {pair: timed for pair in pairs if (timed := values[pair[0]]) is not None}
 
 
-def _time_pair(table: RankTable, pair: Pair, device: str) -> tuple[float, float]:
+def _time_pair(table: GroupTable, pair: Pair, device: str) -> tuple[float, float]:
     """Return (bytes per second, latency seconds) between this rank and another one."""
     wait = statistics.median(_ping_pong(table, pair, device, 1, _LATENCY_ROUNDS))
     whole = statistics.fmean(_ping_pong(table, pair, device, _BANDWIDTH_BYTES, _BANDWIDTH_ROUNDS))
     return float(f"{_BANDWIDTH_BYTES / max(whole - wait, 1e-9):.3g}"), float(f"{wait:.3g}")
 
 
-def _ping_pong(table: RankTable, pair: Pair, device: str, num_bytes: int, rounds: int) -> list[float]:
+def _ping_pong(table: GroupTable, pair: Pair, device: str, num_bytes: int, rounds: int) -> list[float]:
     """Return the one-way seconds of messages, after one round of warm-up."""
-    import torch
-    import torch.distributed as dist
-
     group = table.group(tuple(range(table.size)))
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=message_device(group, device))
     leads = table.rank == pair[0]
@@ -122,3 +121,8 @@ def _ping_pong(table: RankTable, pair: Pair, device: str, num_bytes: int, rounds
             step(message, partner, group=group)
         times.append((time.perf_counter() - start) / 2)
     return times[1:]
+
+
+def message_device(group: dist.ProcessGroup, device: str) -> str:
+    """Return where messages of a group have to be: on the device for NCCL, else in host memory."""
+    return device if dist.get_backend(group) == "nccl" else "cpu"

@@ -1,6 +1,6 @@
 """Measure what this rank's device and links can do, together with all other ranks.
 
-Raw numbers only; `hetu_fx.cluster.cluster` makes a cluster of them. Torch is imported when something is measured.
+Raw numbers only; `hetu_fx.cluster.cluster` makes a cluster of them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from hetu_fx.base.cgroups import upwards
 from hetu_fx.cluster.links import measure_links
 from hetu_fx.cluster.meeting import measure_meetings, meeting_rounds, settled_seconds
-from hetu_fx.cluster.ranks import Exchange, RankTable, exchange_of, world
 from hetu_fx.cluster.speed import matmul_flops_per_second, step_seconds
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
 
 TOLERANCE = 0.05
 """Speeds nearer than this to each other are one speed: what differs less is noise."""
@@ -38,29 +41,27 @@ class Measurement:
 
 
 def measure_here(
-    table: RankTable | None, *, seconds: float, device: str
+    table: GroupTable | None, *, seconds: float, device: str
 ) -> tuple[tuple[Measurement, ...], Mapping[str, tuple[float, float]]]:
     """Measure all ranks; collective. Returns each rank's numbers and the links, the same on every rank.
 
     Links are those of `measure_links`.
     """
-    ranks: RankTable = table or world()
-    exchange = exchange_of(ranks)
-    exchange(None)  # all start together, so that what shares a core shows
+    table = table or GroupTable()
+    of_all(table, None)  # all start together, so that what shares a core shows
     speed = matmul_flops_per_second(device, seconds)
     own = Measurement(_kind(device), node_name(), speed, memory_limits(device), step_seconds=step_seconds())
-    found = settled(exchange(own))
+    found = settled(of_all(table, own))
     nodes, speeds = [m.node for m in found], [m.flops_per_second for m in found]
-    links, most = measure_links(ranks, exchange, nodes, speeds, device)
+    links, most = measure_links(table, nodes, speeds, device)
     found = tuple(replace(m, bytes_per_second=most.get(rank)) for rank, m in enumerate(found))
-    return _with_meetings(found, links, ranks, exchange, device), links
+    return _with_meetings(found, links, table, device), links
 
 
 def _with_meetings(
     found: Sequence[Measurement],
     links: Mapping[str, tuple[float, float]],
-    table: RankTable,
-    exchange: Exchange,
+    table: GroupTable,
     device: str,
 ) -> tuple[Measurement, ...]:
     """Return the measurements with what meetings cost."""
@@ -68,14 +69,12 @@ def _with_meetings(
     rounds = meeting_rounds(nodes, speeds)
     names = {pair: "intra" if nodes[pair[0]] == nodes[pair[1]] else "inter" for pairs in rounds for pair in pairs}
     latencies = {pair: links[name][1] for pair, name in names.items()}
-    measured = measure_meetings(table, exchange, rounds, speeds, latencies, device)
+    measured = measure_meetings(table, rounds, speeds, latencies, device)
     meetings = settled_seconds([(m.kind, m.node, m.flops_per_second) for m in found], measured)
     return tuple(replace(m, meeting_seconds=lost) for m, lost in zip(found, meetings, strict=True))
 
 
 def _kind(device: str) -> str:
-    import torch
-
     place = torch.device(device)
     if place.type == "cuda":
         return torch.cuda.get_device_name(place).lower().replace(" ", "-")
@@ -89,8 +88,6 @@ def node_name() -> str:
 
 def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
     """Return every limit on this rank's memory as (name of what is limited, bytes)."""
-    import torch
-
     place = torch.device(device)
     if place.type == "cuda":
         properties = torch.cuda.get_device_properties(place)

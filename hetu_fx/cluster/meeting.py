@@ -14,8 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetu_fx.cluster.ranks import Exchange, RankTable, message_device
+import torch
+import torch.distributed as dist
+
+from hetu_fx.cluster.links import message_device
 from hetu_fx.cluster.speed import Products
+from hetu_fx.comm_ops.wire.consensus import of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable
 
 _PIECE_SECONDS = 0.01  # of compute between two meetings, on every device: as long as the usual period of a quota
 _ROUNDS = 5  # meetings of a sample
@@ -69,8 +74,7 @@ def settled_seconds(alike: Sequence[Any], measured: Mapping[int, float]) -> tupl
 
 
 def measure_meetings(
-    table: RankTable,
-    exchange: Exchange,
+    table: GroupTable,
     rounds: Sequence[Sequence[Pair]],
     speeds: Sequence[float],
     latencies: Mapping[Pair, float],
@@ -80,7 +84,6 @@ def measure_meetings(
 
     Args:
         table: the ranks.
-        exchange: tells all ranks a value of each.
         rounds: pairs that meet at the same time, in turn.
         speeds: FLOPs per second of every rank: pieces take equally long on all.
         latencies: seconds of a message between the two of a pair.
@@ -91,19 +94,18 @@ def measure_meetings(
     count = max(1, round(_PIECE_SECONDS * speeds[table.rank] / products.flops))
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
-        exchange(None)
+        of_all(table, None)
         samples = [] if own is None else _Meeting(table, own, products, count, device).samples()
-        values = exchange(meeting_seconds(samples, latencies[own]) if own else None)
-        found = {rank: values[rank] for pair in pairs for rank in pair} | found
+        values = of_all(table, meeting_seconds(samples, latencies[own]) if own else None)
+        met = {rank: values[rank] for pair in pairs for rank in pair}
+        found = {rank: seconds for rank, seconds in met.items() if seconds is not None} | found
     return found
 
 
 class _Meeting:
     """This rank's side of a pair that measures."""
 
-    def __init__(self, table: RankTable, pair: Pair, products: Products, count: int, device: str) -> None:
-        import torch
-
+    def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:
         self._products, self._count = products, count
         self._group = table.group(tuple(range(table.size)))
         self._partner = table.to_global(pair[0] if table.rank == pair[1] else pair[1])
@@ -147,8 +149,6 @@ class _Meeting:
 
     def _meet(self) -> None:
         """Exchange a small message with the partner. One in host memory waits for the device, as a sum would."""
-        import torch.distributed as dist
-
         if self._sent.device.type == "cpu":
             self._products.finish()
         ends = ((dist.isend, self._sent), (dist.irecv, self._received))

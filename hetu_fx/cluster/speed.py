@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 _SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices: about a millisecond of work
 
 
@@ -17,8 +19,6 @@ class Products:
     """Float32 matrix products on a device, all of one size."""
 
     def __init__(self, device: str) -> None:
-        import torch
-
         self.device = torch.device(device)
         self._side = _SIDE[self.device.type]
         self._a = torch.ones(self._side, self._side, device=self.device)
@@ -31,15 +31,11 @@ class Products:
 
     def start(self, count: int) -> None:
         """Do so many products, or put them on the device's stream."""
-        import torch
-
         for _ in range(count):
             torch.mm(self._a, self._b, out=self._out)
 
     def finish(self) -> None:
         """Wait until they are done."""
-        import torch
-
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -74,8 +70,6 @@ def step_seconds(num_ops: int = STEP_OPS) -> float:
 
     Wall time, not CPU time: a host that waits for its quota is slow.
     """
-    import torch
-
     value = torch.zeros(16)
     for _ in range(2):
         start = time.perf_counter()

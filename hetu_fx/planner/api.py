@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.ranks import exchange_of
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first, together
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
@@ -93,7 +92,7 @@ def profile(
         return _counted(model, (batch, *more), loss_fn)[0]
     table, asked = GroupTable(), measured
     own = together(table, lambda: _measured(model, (batch, *more), loss_fn, asked, table.rank))
-    found = exchange_of(table)(own)
+    found = of_all(table, own)
     return joined([profile for profile in found if profile is not None])
 
 

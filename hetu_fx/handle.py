@@ -16,7 +16,7 @@ from hetu_fx.export.write import export_runtime
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch
 from hetu_fx.report.run_log import RunLog, Sink
-from hetu_fx.report.sinks import JsonLines, Progress, Scalars, tensorboard_writer
+from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Home, Optimizers, Rehoming
 from hetu_fx.switching.graph_execution import GraphExecution
@@ -282,7 +282,7 @@ class Handle:
         sinks: list[Sink] = []
         if self._runtime.table.rank == 0:
             sinks += [JsonLines(path)] if path is not None else []
-            sinks += [Progress()] if progress else []
+            sinks += [ProgressSink()] if progress else []
             sinks += [Scalars(tensorboard_writer(tensorboard))] if tensorboard is not None else []
         log = RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
         self._runtime.watch(log)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from hetu_fx.checkpoint.shard_files import BoxFiles, Key, Pieces
+from hetu_fx.checkpoint.shard_files import BoxFiles, Key, RankShards
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor
 
@@ -40,7 +40,7 @@ def write_training_state(
     path = folder / f"training_state-{rank:05d}.safetensors"
     document = training_document(optimizer, parameters, extra)
     try:
-        Pieces.of(state_tensors(optimizer, parameters), rank).write(path, {"format": FORMAT})
+        RankShards.of(state_tensors(optimizer, parameters), rank).write(path, {"format": FORMAT})
         if rank == 0:
             (folder / STATE).write_text(json.dumps(document, indent=1) + "\n")
     except (OSError, SafetensorError, TypeError, ValueError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, meeting
 from hetu_fx.checkpoint.snapshot_files import Header, Memory
-from hetu_fx.checkpoint.snapshot_plan import Choice, Moment, Part, Transfer, choose, plan_transfers
+from hetu_fx.checkpoint.snapshot_plan import Moment, PartTransfer, SnapshotChoice, SnapshotPart, choose, plan_transfers
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
@@ -21,7 +21,7 @@ from hetu_fx.switching.home.ops import HomeTensor
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSnapshot:
     """A whole snapshot: the document of each owner, and the files with all boxes that this rank needs."""
 
     moment: Moment
@@ -29,7 +29,9 @@ class Found:
     boxes: BoxFiles
 
 
-def find_snapshot(memory: Memory, table: GroupTable, tensors: Mapping[str, Tensor]) -> tuple[Choice, Found | None]:
+def find_snapshot(
+    memory: Memory, table: GroupTable, tensors: Mapping[str, Tensor]
+) -> tuple[SnapshotChoice, FoundSnapshot | None]:
     """Choose a snapshot, and bring to each node the parts of it that ranks of the node need for `tensors`; collective.
 
     Raises CheckpointError where a part cannot be read.
@@ -48,15 +50,17 @@ def find_snapshot(memory: Memory, table: GroupTable, tensors: Mapping[str, Tenso
     together(table, lambda: _carry_out(transfers, memory, table, moment, sizes))
     local = _local(memory, moment)
     files = together(table, lambda: BoxFiles([memory.path(local[owner]) for owner in needs], memory.folder))
-    return choice, Found(moment, tuple(header.document for header in headers), files)
+    return choice, FoundSnapshot(moment, tuple(header.document for header in headers), files)
 
 
-def _local(memory: Memory, moment: Moment) -> dict[int, Part]:
+def _local(memory: Memory, moment: Moment) -> dict[int, SnapshotPart]:
     """Return one part here of each owner at a moment."""
     return {part.owner: part for part in memory.parts() if part.moment == moment}
 
 
-def _headers(memory: Memory, table: GroupTable, moment: Moment, choice: Choice, nodes: Sequence[str]) -> list[Header]:
+def _headers(
+    memory: Memory, table: GroupTable, moment: Moment, choice: SnapshotChoice, nodes: Sequence[str]
+) -> list[Header]:
     """Read each part's header on the first rank of the first node that has it, and tell all ranks."""
     node = nodes[table.rank]
 
@@ -87,7 +91,7 @@ def _meets(header: Header, wanted: Mapping[str, Iterable[Bounds]]) -> bool:
 
 
 def _carry_out(
-    transfers: Iterable[Transfer], memory: Memory, table: GroupTable, moment: Moment, sizes: Sequence[int]
+    transfers: Iterable[PartTransfer], memory: Memory, table: GroupTable, moment: Moment, sizes: Sequence[int]
 ) -> None:
     """Send and receive what this rank has a part in, in the order that all ranks keep."""
     for transfer in transfers:
@@ -96,10 +100,12 @@ def _carry_out(
                 part = _local(memory, moment)[transfer.owner]
                 dist.send(memory.bytes_of(part), table.to_global(transfer.receiver), group=table.base)
             elif table.rank == transfer.receiver:
-                _receive(transfer, memory, table, Part(moment, transfer.owner, transfer.owner), sizes[transfer.owner])
+                _receive(
+                    transfer, memory, table, SnapshotPart(moment, transfer.owner, transfer.owner), sizes[transfer.owner]
+                )
 
 
-def _receive(transfer: Transfer, memory: Memory, table: GroupTable, part: Part, size: int) -> None:
+def _receive(transfer: PartTransfer, memory: Memory, table: GroupTable, part: SnapshotPart, size: int) -> None:
     def fill(target: Tensor) -> None:
         dist.recv(target, table.to_global(transfer.sender), group=table.base)
 

@@ -29,14 +29,14 @@ Key = tuple[str, str]
 
 
 @dataclass
-class Pieces:
+class RankShards:
     """Copies in host memory of what one rank counts of several tensors, and where each lies in its tensor."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     boxes: dict[str, tuple[str, str, Bounds]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Iterable[tuple[Key, Tensor]], rank: int) -> Pieces:
+    def of(cls, tensors: Iterable[tuple[Key, Tensor]], rank: int) -> RankShards:
         """Copy this rank's part; plain tensors are the same everywhere, so that rank 0 has them."""
         made = cls()
         for (name, key), tensor in tensors:

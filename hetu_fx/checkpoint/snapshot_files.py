@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hetu_fx.checkpoint.shard_files import Bounds, Key, Pieces, boxes_in
-from hetu_fx.checkpoint.snapshot_plan import Moment, Part, read_name
+from hetu_fx.checkpoint.shard_files import Bounds, Key, RankShards, boxes_in
+from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, read_name
 from hetu_fx.checkpoint.weight_files import open_safetensors
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.errors import CheckpointError
@@ -77,22 +77,22 @@ class Memory:
         _guarded(lambda: place.mkdir(parents=True, exist_ok=True), place)
         return cls(place)
 
-    def path(self, part: Part) -> Path:
+    def path(self, part: SnapshotPart) -> Path:
         """Return the path of a part's file."""
         return self.folder / part.file_name
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SnapshotPart, ...]:
         """Return the parts that are there."""
         with os.scandir(self.folder) as entries:
             found = [read_name(entry.name) for entry in entries]
         return tuple(sorted(part for part in found if part is not None))
 
-    def write(self, part: Part, pieces: Pieces, document: Mapping[str, Any]) -> None:
+    def write(self, part: SnapshotPart, pieces: RankShards, document: Mapping[str, Any]) -> None:
         """Write a part. Raises CheckpointError, with nothing left behind."""
         metadata = {"format": FORMAT, "document": json.dumps(document)}
         self._put(part, lambda aside: pieces.write(aside, metadata))
 
-    def receive(self, part: Part, size: int, fill: Callable[[Tensor], None]) -> None:
+    def receive(self, part: SnapshotPart, size: int, fill: Callable[[Tensor], None]) -> None:
         """Have `fill` write a part's bytes, given as a tensor of uint8. Raises CheckpointError."""
 
         def put(aside: Path) -> None:
@@ -100,7 +100,7 @@ class Memory:
 
         self._put(part, put)
 
-    def _put(self, part: Part, write: Callable[[Path], None]) -> None:
+    def _put(self, part: SnapshotPart, write: Callable[[Path], None]) -> None:
         aside = self.folder / f"{_ASIDE}{part.file_name}"
 
         def put() -> None:
@@ -113,12 +113,12 @@ class Memory:
             aside.unlink(missing_ok=True)
             raise
 
-    def bytes_of(self, part: Part) -> Tensor:
+    def bytes_of(self, part: SnapshotPart) -> Tensor:
         """Return a part's file as a tensor of uint8; it is read when it is used."""
         path = self.path(part)
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
-    def header(self, part: Part) -> Header:
+    def header(self, part: SnapshotPart) -> Header:
         """Read what a part's file says of itself. Raises CheckpointError."""
         path = self.path(part)
         file = open_safetensors(path)

@@ -17,7 +17,7 @@ class Moment:
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Part:
+class SnapshotPart:
     """What `owner` counts of the state at a moment, in the memory of rank `holder` of the same life."""
 
     moment: Moment
@@ -37,13 +37,13 @@ class Part:
 _NAME = re.compile(r"step-(\d+)\.life-([0-9a-f]+)\.rank-(\d+)-of-(\d+)\.held-by-(\d+)\.safetensors")
 
 
-def read_name(name: str) -> Part | None:
+def read_name(name: str) -> SnapshotPart | None:
     """Return the part that a file of this name holds; None where it is no part's name."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None
     step, life, owner, world, holder = found.groups()
-    return Part(Moment(int(step), life, int(world)), int(owner), int(holder))
+    return SnapshotPart(Moment(int(step), life, int(world)), int(owner), int(holder))
 
 
 def holders(nodes: Sequence[str]) -> tuple[int | None, ...]:
@@ -66,7 +66,7 @@ def holders(nodes: Sequence[str]) -> tuple[int | None, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SnapshotChoice:
     """The snapshot to go on from.
 
     Attributes:
@@ -80,7 +80,7 @@ class Choice:
     lost: tuple[tuple[Moment, tuple[int, ...]], ...] = ()
 
 
-def choose(found: Mapping[str, Collection[Part]]) -> Choice:
+def choose(found: Mapping[str, Collection[SnapshotPart]]) -> SnapshotChoice:
     """Choose from the parts that each node has in its memory; ranks that know the same choose the same.
 
     A moment counts only if the parts of all ranks of its life are there: all of them finished that step.
@@ -95,13 +95,13 @@ def choose(found: Mapping[str, Collection[Part]]) -> Choice:
         missing = tuple(rank for rank in range(moment.world) if rank not in owners)
         if not missing:
             nodes = tuple(tuple(sorted(owners[rank])) for rank in range(moment.world))
-            return Choice(moment, nodes, tuple(lost))
+            return SnapshotChoice(moment, nodes, tuple(lost))
         lost.append((moment, missing))
-    return Choice(None, (), tuple(lost))
+    return SnapshotChoice(None, (), tuple(lost))
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Transfer:
+class PartTransfer:
     """One part to be copied from a rank's memory to that of another rank's node."""
 
     owner: int
@@ -109,7 +109,9 @@ class Transfer:
     receiver: int
 
 
-def plan_transfers(choice: Choice, nodes: Sequence[str], needs: Sequence[Iterable[int]]) -> tuple[Transfer, ...]:
+def plan_transfers(
+    choice: SnapshotChoice, nodes: Sequence[str], needs: Sequence[Iterable[int]]
+) -> tuple[PartTransfer, ...]:
     """Return what must travel so that each node has all the parts that its ranks need.
 
     Args:
@@ -122,7 +124,7 @@ def plan_transfers(choice: Choice, nodes: Sequence[str], needs: Sequence[Iterabl
     for node, owners in zip(nodes, needs, strict=True):
         wanted[node].update(owners)
     return tuple(
-        Transfer(owner, first[choice.nodes[owner][0]], first[node])
+        PartTransfer(owner, first[choice.nodes[owner][0]], first[node])
         for node in sorted(wanted)
         for owner in sorted(wanted[node])
         if node not in choice.nodes[owner]

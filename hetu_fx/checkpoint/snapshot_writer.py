@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.torch_private import device_types
-from hetu_fx.checkpoint.shard_files import Key, Pieces
+from hetu_fx.checkpoint.shard_files import Key, RankShards
 from hetu_fx.checkpoint.snapshot_files import Memory
-from hetu_fx.checkpoint.snapshot_plan import Moment, Part, holders
+from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, holders
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.comm_ops.wire.consensus import from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
@@ -53,7 +53,7 @@ class SnapshotWriter:
         """Copy what this rank counts of `tensors` now, and store it meanwhile; the one before is waited for."""
         self.wait()
         moment = Moment(step, self.life, self.world)
-        pieces = Pieces.of(tensors, self.rank)
+        pieces = RankShards.of(tensors, self.rank)
         self._pending = self._executor.submit(self._store, moment, pieces, document)
 
     def wait(self) -> None:
@@ -66,8 +66,8 @@ class SnapshotWriter:
         """Let the group go; nothing can be written any more."""
         self._group = None
 
-    def _store(self, moment: Moment, pieces: Pieces, document: Mapping[str, Any]) -> None:
-        own = Part(moment, self.rank, self.rank)
+    def _store(self, moment: Moment, pieces: RankShards, document: Mapping[str, Any]) -> None:
+        own = SnapshotPart(moment, self.rank, self.rank)
         failed = _failure_of(lambda: self.memory.write(own, pieces, document))
         if self._fails_anywhere(failed):
             return
@@ -88,7 +88,7 @@ class SnapshotWriter:
             dist.all_reduce(failures, group=self._group)
         return bool(failures)
 
-    def _exchange(self, own: Part) -> None:
+    def _exchange(self, own: SnapshotPart) -> None:
         """Send this rank's part to the rank that keeps a copy, and keep those of others."""
         holder = self.holders[self.rank]
         if self._group is None or holder is None:
@@ -115,7 +115,7 @@ class SnapshotWriter:
         def fill(target: Tensor) -> None:
             dist.recv(target, source, group=self._group)
 
-        self.memory.receive(Part(moment, owner, self.rank), size, fill)
+        self.memory.receive(SnapshotPart(moment, owner, self.rank), size, fill)
 
 
 def _failure_of(act: Any) -> CheckpointError | None:

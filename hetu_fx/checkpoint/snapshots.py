@@ -16,11 +16,11 @@ from hetu_fx.checkpoint import joining
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.heartbeats import watch_each_other
 from hetu_fx.checkpoint.optimizer_files import TrainingFiles, state_tensors, training_document
-from hetu_fx.checkpoint.recovery import Found, find_snapshot
+from hetu_fx.checkpoint.recovery import FoundSnapshot, find_snapshot
 from hetu_fx.checkpoint.save import load_model, tensors_of
 from hetu_fx.checkpoint.shard_files import Key
 from hetu_fx.checkpoint.snapshot_files import Memory
-from hetu_fx.checkpoint.snapshot_plan import Choice
+from hetu_fx.checkpoint.snapshot_plan import SnapshotChoice
 from hetu_fx.checkpoint.snapshot_writer import SnapshotWriter
 from hetu_fx.comm_ops.wire.consensus import StepFacts, from_first, together
 from hetu_fx.comm_ops.wire.groups import using
@@ -166,7 +166,7 @@ class Snapshots:
             "random": _random_states(),
         }
 
-    def _put(self, found: Found) -> Resumed:
+    def _put(self, found: FoundSnapshot) -> Resumed:
         runtime, document = self._runtime, found.documents[0]
         tensors = tensors_of(runtime)
         differing = sorted(set(_described(tensors).items()) ^ set(document["tensors"].items()))
@@ -184,7 +184,7 @@ class Snapshots:
             _set_random_states(found.documents[runtime.table.rank]["random"])
         return Resumed("memory", runtime.step, extra)
 
-    def _from_checkpoint(self, choice: Choice) -> Resumed:
+    def _from_checkpoint(self, choice: SnapshotChoice) -> Resumed:
         table, parent = self._runtime.table, self.checkpoints
         newest = from_first(table, latest(parent) if parent is not None and table.rank == 0 else None)
         for moment, owners in choice.lost:

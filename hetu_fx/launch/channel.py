@@ -20,7 +20,7 @@ from typing import Any
 Message = dict[str, Any]
 
 
-class Channel:
+class MessageChannel:
     """One end; several threads may send, one receives."""
 
     def __init__(self, end: socket.socket) -> None:

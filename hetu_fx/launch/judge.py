@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hetu_fx.launch.spec import LaunchSpec, Worker, spelled
+from hetu_fx.launch.spec import LaunchSpec, WorkerProcess, spelled
 
 
 def verdicts(
-    workers: Sequence[Worker], spec: LaunchSpec, now: float, failed_at: float | None
-) -> Iterator[tuple[Worker, str]]:
+    workers: Sequence[WorkerProcess], spec: LaunchSpec, now: float, failed_at: float | None
+) -> Iterator[tuple[WorkerProcess, str]]:
     """Yield workers that are stopped, stuck, or do not leave their groups, and what is said of each.
 
     `now` and `failed_at` (when the run under way failed; None while it goes well) are times of time.monotonic.
@@ -25,7 +25,7 @@ def verdicts(
         yield from ((worker, f"{worker.name} did not leave its groups{spelled(worker.wait)}") for worker in running)
 
 
-def _missing(running: Sequence[Worker], seconds: float) -> Iterator[tuple[Worker, str]]:
+def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple[WorkerProcess, str]]:
     """Yield those whom others have waited for so long; all that wait, where all do."""
     stuck = [worker for worker in running if worker.wait is not None and worker.wait[1] > seconds]
     others = [worker for worker in running if worker.wait is None or worker.wait[1] < seconds / 2]

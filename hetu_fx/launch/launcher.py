@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.launch.channel import Channel, Message
+from hetu_fx.launch.channel import Message, MessageChannel
 from hetu_fx.launch.judge import verdicts
-from hetu_fx.launch.spec import LaunchSpec, Worker, signal_name
+from hetu_fx.launch.spec import LaunchSpec, WorkerProcess, signal_name
 from hetu_fx.launch.store import StoreProcess
 from hetu_fx.launch.worker_process import start_worker
 
@@ -36,8 +36,8 @@ class Launcher:
     """Runs one job; `run` reads top to bottom. `work` is what a worker does; it returns the exit status."""
 
     spec: LaunchSpec
-    work: Callable[[LaunchSpec, Channel], int]
-    workers: list[Worker] = field(default_factory=list)
+    work: Callable[[LaunchSpec, MessageChannel], int]
+    workers: list[WorkerProcess] = field(default_factory=list)
     start: int = 0  # how often the script has been started
     losses: int = 0
     lost_at: float = 0.0  # the last one
@@ -69,7 +69,7 @@ class Launcher:
 
     def _handle_events(self) -> None:
         for key, _ in self._selector.select(timeout=min(LOOK_SECONDS, self.spec.beat_seconds)):
-            worker: Worker = key.data
+            worker: WorkerProcess = key.data
             seen, is_end = time.monotonic(), key.fileobj == worker.end
             for message in worker.channel.receive() or ():
                 self._told(worker, message)
@@ -77,7 +77,7 @@ class Launcher:
                 self._forget(worker)
                 self._ended(worker, seen)
 
-    def _told(self, worker: Worker, message: Message) -> None:
+    def _told(self, worker: WorkerProcess, message: Message) -> None:
         if worker.state == "gone":  # what it has said before it was lost counts no more
             return
         worker.last_sign = time.monotonic()
@@ -110,14 +110,14 @@ class Launcher:
                 if state in ("running", "done"):
                     self._fail(f"{worker.name} is gone")
 
-    def _forget(self, worker: Worker) -> None:
+    def _forget(self, worker: WorkerProcess) -> None:
         self.workers.remove(worker)
         for source in (worker.end, worker.channel.socket):
             self._selector.unregister(source)
         os.close(worker.end)
         worker.channel.socket.close()
 
-    def _ended(self, worker: Worker, seen: float) -> None:
+    def _ended(self, worker: WorkerProcess, seen: float) -> None:
         """Judge why a process has ended: by its own error, or lost."""
         code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
         seen = worker.gone_at or seen
@@ -152,7 +152,7 @@ class Launcher:
         for worker, verdict in verdicts(self.workers, self.spec, time.monotonic(), self.failed_at):
             self._end(worker, verdict)
 
-    def _end(self, worker: Worker, verdict: str) -> None:
+    def _end(self, worker: WorkerProcess, verdict: str) -> None:
         if not worker.verdict:
             worker.verdict = verdict
             worker.signal(signal.SIGKILL)
@@ -184,7 +184,7 @@ class Launcher:
             return
         self._begin(idle[: self.spec.nproc])
 
-    def _begin(self, members: Sequence[Worker]) -> None:
+    def _begin(self, members: Sequence[WorkerProcess]) -> None:
         world, self.failed_at, self.is_over, self.has_invited = len(members), None, False, False
         port = self._new_store().port
         for worker in self.workers:
@@ -200,7 +200,7 @@ class Launcher:
         self._events.say("start", number=self.start, workers=[worker.process for worker in members])
         self.start += 1
 
-    def _members(self) -> list[Worker]:
+    def _members(self) -> list[WorkerProcess]:
         return [worker for worker in self.workers if worker.rank >= 0 and worker.state in ("running", "done")]
 
     # What is done.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.channel import Channel, LifeSign
+from hetu_fx.launch.channel import LifeSign, MessageChannel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class LaunchSpec:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerProcess:
     """A process as the launcher sees it: `state` is starting, idle, running, done or gone.
 
     `end` is a file descriptor that can be read once the process has ended, also where children of it hold its channel.
@@ -62,7 +62,7 @@ class Worker:
 
     process: int
     end: int
-    channel: Channel
+    channel: MessageChannel
     life: LifeSign
     last_sign: float
     state: str = "starting"

@@ -23,7 +23,7 @@ from hetu_fx.checkpoint import joining
 from hetu_fx.comm_ops.wire.groups import oldest_wait
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.errors import CommError
-from hetu_fx.launch.channel import Channel, Message
+from hetu_fx.launch.channel import Message, MessageChannel
 from hetu_fx.launch.launcher import Launcher
 from hetu_fx.launch.spec import LaunchSpec
 
@@ -49,7 +49,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScriptOutcome:
     """How a run of the script ended: with the work done, left as a process joins, or stopped for a reason."""
 
     kind: Literal["done", "left", "stopped"]
@@ -60,7 +60,7 @@ class Outcome:
 class Worker:
     """One process. The main thread runs the script, others listen to the launcher and give signs of life."""
 
-    def __init__(self, channel: Channel, script: str, arguments: Sequence[str], beat_seconds: float) -> None:
+    def __init__(self, channel: MessageChannel, script: str, arguments: Sequence[str], beat_seconds: float) -> None:
         self.channel, self.script, self.arguments, self.beat_seconds = channel, script, arguments, beat_seconds
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
@@ -108,7 +108,7 @@ class Worker:
         return 0
 
 
-def _outcome(script: str) -> Outcome:
+def _outcome(script: str) -> ScriptOutcome:
     """Run a script.
 
     Nothing of it is held afterwards: what an error's traceback holds would keep connections open.
@@ -116,16 +116,16 @@ def _outcome(script: str) -> Outcome:
     try:
         runpy.run_path(script, run_name="__main__")
     except joining.Joining as joined:
-        return Outcome("left", str(joined))
+        return ScriptOutcome("left", str(joined))
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        return Outcome("stopped", f"exit status {status}", status) if status else Outcome("done")
+        return ScriptOutcome("stopped", f"exit status {status}", status) if status else ScriptOutcome("done")
     except Exception as error:  # whatever it is, it may come of a worker that is lost
         told = "".join(traceback.format_exception(error))
         error.__traceback__ = None
         print(told, file=sys.stderr, end="", flush=True)
-        return Outcome("stopped", f"{type(error).__name__}: {error}", 1)
-    return Outcome("done")
+        return ScriptOutcome("stopped", f"{type(error).__name__}: {error}", 1)
+    return ScriptOutcome("done")
 
 
 def _clean_up() -> None:
@@ -146,7 +146,7 @@ def run(spec: LaunchSpec) -> int:
     return Launcher(spec, work).run()
 
 
-def work(spec: LaunchSpec, channel: Channel) -> int:
+def work(spec: LaunchSpec, channel: MessageChannel) -> int:
     """Be one worker of a job; returns its exit status."""
     script, *arguments = spec.command
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from hetu_fx.launch.channel import Channel, LifeSign
-from hetu_fx.launch.spec import Worker
+from hetu_fx.launch.channel import LifeSign, MessageChannel
+from hetu_fx.launch.spec import WorkerProcess
 
 
-def start_worker(work: Callable[[Channel], int], others: Iterable[int]) -> Worker:
+def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -> WorkerProcess:
     """Start a process that does `work` and ends with the status that it returns.
 
     It leaves go of `others`, file descriptors that are the launcher's alone.
@@ -27,11 +27,13 @@ def start_worker(work: Callable[[Channel], int], others: Iterable[int]) -> Worke
         _be_worker(work, there, [here.fileno(), *others], life)
     there.close()
     here.setblocking(False)
-    return Worker(process, os.pidfd_open(process), Channel(here), life, time.monotonic())
+    return WorkerProcess(process, os.pidfd_open(process), MessageChannel(here), life, time.monotonic())
 
 
-def _be_worker(work: Callable[[Channel], int], end: socket.socket, others: Iterable[int], life: LifeSign) -> NoReturn:
-    status, channel = 1, Channel(end)
+def _be_worker(
+    work: Callable[[MessageChannel], int], end: socket.socket, others: Iterable[int], life: LifeSign
+) -> NoReturn:
+    status, channel = 1, MessageChannel(end)
     try:
         life.hold()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

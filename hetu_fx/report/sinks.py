@@ -37,7 +37,7 @@ class JsonLines:
         self._file.close()
 
 
-class Progress:
+class ProgressSink:
     """Says on a stream what happens: on a terminal the last step on a line that is written over, elsewhere changes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -6,13 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.checkpoint.snapshot_plan import Moment, Part, Transfer, choose, holders, plan_transfers, read_name
+from hetu_fx.checkpoint.snapshot_plan import (
+    Moment,
+    PartTransfer,
+    SnapshotPart,
+    choose,
+    holders,
+    plan_transfers,
+    read_name,
+)
 
 OLD, NEW = Moment(8, "a0", 2), Moment(9, "a0", 2)
 
 
-def parts(moment: Moment, *owners: int) -> list[Part]:
-    return [Part(moment, owner, owner) for owner in owners]
+def parts(moment: Moment, *owners: int) -> list[SnapshotPart]:
+    return [SnapshotPart(moment, owner, owner) for owner in owners]
 
 
 def test_on_one_node_the_next_rank_keeps_the_copy() -> None:
@@ -36,7 +44,7 @@ def test_copies_stand_on_other_nodes_and_are_shared_out_evenly(nodes: list[str])
 
 
 def test_a_file_is_found_again_by_its_name() -> None:
-    part = Part(Moment(12, "0f", 3), 2, 0)
+    part = SnapshotPart(Moment(12, "0f", 3), 2, 0)
     assert read_name(part.file_name) == part
     assert read_name(f".writing-{part.file_name}") is None
 
@@ -48,7 +56,7 @@ def test_the_newest_step_that_all_ranks_have_finished_counts() -> None:
 
 
 def test_a_copy_stands_in_for_a_part_that_is_gone() -> None:
-    found = choose({"a": [*parts(NEW, 0), Part(NEW, 1, 0)]})
+    found = choose({"a": [*parts(NEW, 0), SnapshotPart(NEW, 1, 0)]})
     assert (found.moment, found.nodes, found.lost) == (NEW, (("a",), ("a",)), ())
 
 
@@ -63,7 +71,7 @@ def test_without_any_part_nothing_is_lost() -> None:
 
 def test_a_node_gets_the_parts_that_its_ranks_need_and_no_others() -> None:
     choice = choose({"a": parts(NEW, 0, 1), "b": []})
-    assert plan_transfers(choice, ["a", "b", "b"], [(0, 1), (1,), (1,)]) == (Transfer(1, 0, 1),)
+    assert plan_transfers(choice, ["a", "b", "b"], [(0, 1), (1,), (1,)]) == (PartTransfer(1, 0, 1),)
 
 
 @pytest.mark.parametrize("needs", [[(0,), (1,)], [(), ()]])

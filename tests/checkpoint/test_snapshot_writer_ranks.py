@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.checkpoint.recovery import find_snapshot
-from hetu_fx.checkpoint.shard_files import Key, Pieces
+from hetu_fx.checkpoint.shard_files import Key, RankShards
 from hetu_fx.checkpoint.snapshot_files import Memory
 from hetu_fx.checkpoint.snapshot_writer import SnapshotWriter
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -166,5 +166,5 @@ def test_what_is_half_written_is_no_part(tmp_path: Path) -> None:
 
 
 def test_a_part_of_one_rank_has_plain_tensors_on_rank_0_only() -> None:
-    assert len(Pieces.of(named({"buffer": torch.zeros(2)}), 0).tensors) == 1
-    assert Pieces.of(named({"buffer": torch.zeros(2)}), 1).tensors == {}
+    assert len(RankShards.of(named({"buffer": torch.zeros(2)}), 0).tensors) == 1
+    assert RankShards.of(named({"buffer": torch.zeros(2)}), 1).tensors == {}

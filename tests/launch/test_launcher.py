@@ -16,13 +16,13 @@ import pytest
 
 from hetu_fx.cli.main import main
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.channel import Channel
+from hetu_fx.launch.channel import MessageChannel
 from hetu_fx.launch.launcher import GAVE_UP_STATUS, Launcher
 from hetu_fx.launch.spec import LaunchSpec
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
-Behaviour = Callable[[dict[str, str], Channel], bool]
+Behaviour = Callable[[dict[str, str], MessageChannel], bool]
 
 
 def spec(folder: Path, **options: Any) -> LaunchSpec:
@@ -30,10 +30,10 @@ def spec(folder: Path, **options: Any) -> LaunchSpec:
     return LaunchSpec(command=("script.py",), events=folder / "events", **{**plain, **options})
 
 
-def worker(behaviour: Behaviour) -> Callable[[LaunchSpec, Channel], int]:
+def worker(behaviour: Behaviour) -> Callable[[LaunchSpec, MessageChannel], int]:
     """Make a worker that does something at each start; it is done, or (False) waits until it is told of a loss."""
 
-    def work(spec: LaunchSpec, channel: Channel) -> int:
+    def work(spec: LaunchSpec, channel: MessageChannel) -> int:
         channel.send("ready")
         for message in channel.messages():
             if message["kind"] == "start" and behaviour(message["environment"], channel):
@@ -52,7 +52,7 @@ def run(folder: Path, behaviour: Behaviour, **options: Any) -> tuple[int, list[d
 
 
 def launch(
-    folder: Path, work: Callable[[LaunchSpec, Channel], int], **options: Any
+    folder: Path, work: Callable[[LaunchSpec, MessageChannel], int], **options: Any
 ) -> tuple[int, list[dict[str, Any]]]:
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -75,7 +75,7 @@ def test_workers_that_are_done_end_the_job(tmp_path: Path) -> None:
     assert (status, worlds(events)) == (0, [2])
 
 
-def killed(environment: dict[str, str], channel: Channel) -> bool:
+def killed(environment: dict[str, str], channel: MessageChannel) -> bool:
     if is_first(environment, 1):
         os.kill(os.getpid(), signal.SIGKILL)
     return environment["HETU_FX_START"] != "0"
@@ -97,7 +97,7 @@ def test_a_lost_one_is_replaced_where_all_are_needed(tmp_path: Path) -> None:
 
 
 def test_a_lost_one_comes_back_at_a_steps_end_of_the_others(tmp_path: Path) -> None:
-    def work(spec: LaunchSpec, channel: Channel) -> int:
+    def work(spec: LaunchSpec, channel: MessageChannel) -> int:
         channel.send("ready")
         for message in channel.messages():
             match message["kind"], message.get("environment", {}).get("HETU_FX_START"):
@@ -121,7 +121,7 @@ def test_a_lost_one_comes_back_at_a_steps_end_of_the_others(tmp_path: Path) -> N
 
 
 def test_one_that_is_stopped_is_noticed_and_ended(tmp_path: Path) -> None:
-    def stops(environment: dict[str, str], channel: Channel) -> bool:
+    def stops(environment: dict[str, str], channel: MessageChannel) -> bool:
         def beat() -> None:
             while channel.send("beat"):
                 time.sleep(0.05)
@@ -137,7 +137,7 @@ def test_one_that_is_stopped_is_noticed_and_ended(tmp_path: Path) -> None:
 
 
 def test_who_does_not_come_is_ended_and_it_is_said_what_for(tmp_path: Path) -> None:
-    def hangs(environment: dict[str, str], channel: Channel) -> bool:
+    def hangs(environment: dict[str, str], channel: MessageChannel) -> bool:
         if is_first(environment, 1):
             channel.send("beat", waits_for="all-reduce", seconds=700.0)
         return environment["HETU_FX_START"] != "0"
@@ -149,7 +149,7 @@ def test_who_does_not_come_is_ended_and_it_is_said_what_for(tmp_path: Path) -> N
 
 
 def test_who_does_not_leave_its_groups_is_ended(tmp_path: Path) -> None:
-    def stays(environment: dict[str, str], channel: Channel) -> bool:
+    def stays(environment: dict[str, str], channel: MessageChannel) -> bool:
         if is_first(environment, 0):
             time.sleep(600)
         return killed(environment, channel)
@@ -160,7 +160,7 @@ def test_who_does_not_leave_its_groups_is_ended(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_script_ends_the_job_with_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def fails(environment: dict[str, str], channel: Channel) -> bool:
+    def fails(environment: dict[str, str], channel: MessageChannel) -> bool:
         if is_first(environment, 1):
             os._exit(3)
         return False
@@ -170,7 +170,7 @@ def test_an_error_of_the_script_ends_the_job_with_its_status(tmp_path: Path, cap
 
 
 def test_the_launcher_gives_up_after_so_many_losses(tmp_path: Path) -> None:
-    def dies(environment: dict[str, str], channel: Channel) -> bool:
+    def dies(environment: dict[str, str], channel: MessageChannel) -> bool:
         os.kill(os.getpid(), signal.SIGKILL)
         return False
 
@@ -198,7 +198,7 @@ def test_a_launch_without_a_script_is_refused(capsys: pytest.CaptureFixture[str]
 def test_messages_that_come_in_pieces_are_put_together() -> None:
     here, there = socket.socketpair()
     with here, there:
-        channel = Channel(here)
+        channel = MessageChannel(here)
         there.sendall(b'{"kind": "re')
         assert channel.receive() == ()
         there.sendall(b'ady"}\n{"kind": "done"}\n')

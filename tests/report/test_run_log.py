@@ -17,7 +17,7 @@ from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run_log import Batch, Entry, LoggedVariant, State, entries
-from hetu_fx.report.sinks import JsonLines, Progress, Scalars, entry_text, tensorboard_writer
+from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, entry_text, tensorboard_writer
 from hetu_fx.report.summary import draw, read_log, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
@@ -209,7 +209,7 @@ def test_a_log_that_cannot_be_written_is_an_error(model: Any, tmp_path: Path) ->
 
 def test_progress_without_a_terminal_tells_changes_only() -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = ProgressSink(stream)
     for entry in entries(state(3, "short"), state(4, "long"), Batch(512, 2.0)):
         progress.tell(entry)
     progress.close()

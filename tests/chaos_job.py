@@ -15,7 +15,7 @@ from typing import Any
 
 from hetu_fx.checkpoint.snapshot_files import SHARED_MEMORY
 from hetu_fx.checkpoint.snapshot_plan import read_name
-from hetu_fx.launch.spec import LaunchSpec
+from hetu_fx.launch.job import LaunchSpec
 from hetu_fx.launch.worker import run as launch
 from tests.chaos_network import Network
 from tests.chaos_record import ChaosError, Record

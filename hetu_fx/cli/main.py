@@ -20,7 +20,7 @@ from hetu_fx.cli.plan import add_plan, call_plan
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
-from hetu_fx.launch.spec import LaunchSpec
+from hetu_fx.launch.job import LaunchSpec
 
 ERROR_STATUS = 2
 

@@ -1,4 +1,5 @@
 """`hetu-fx launch`: starts processes, sees them fail, and keeps the rest.
 
-`launcher` starts `worker_process`es, hears them over `channel`, and asks `judge` what to do; `worker` is their side.
+`launcher` runs a `job`: it starts its workers, hears them over `channel`, and ends those that hang; `worker` is their
+side.
 """

@@ -1,9 +1,7 @@
-"""Messages between the launcher and a worker: lines of JSON over a pair of sockets.
+"""What launcher and worker tell each other: messages, lines of JSON over a pair of sockets, and signs of life.
 
-Tells that a process is gone before the kernel has taken its memory apart, which takes a second for a few gigabytes.
-
-Only after that a process counts as ended, and its connections are closed. But a robust mutex that a thread of it holds
-(pthread_mutexattr_setrobust(3)) is marked first of all.
+A process counts as ended, and its connections are closed, only once the kernel has taken its memory apart, a second for
+a few gigabytes. But a robust mutex that a thread of it holds (pthread_mutexattr_setrobust(3)) is marked first of all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """`hetu-fx launch`: starts a script in several processes, and lets the others go on when one is lost.
 
-A worker's end is noticed at once; one that is stopped gives no sign of life, and is ended.
-The others are told, so that whoever waits for a message gets an error; they leave their groups, are numbered anew, and
-run the script again in the same processes. Workers are forks of the launcher, which has imported what takes seconds.
-
-What happens in a launched job, as lines of JSON in a file.
+A worker's end is noticed at once; one that is stopped gives no sign of life, and is ended. The others are told, so that
+whoever waits for a message gets an error; they leave their groups, are numbered anew, and run the script again in the
+same processes. What happens can be told to a file, as lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hetu_fx.launch.channel import Message, MessageChannel
-from hetu_fx.launch.judge import verdicts
-from hetu_fx.launch.spec import LaunchSpec, WorkerProcess, signal_name
+from hetu_fx.launch.job import LaunchSpec, WorkerProcess, signal_name, start_worker, verdicts
 from hetu_fx.launch.store import StoreProcess
-from hetu_fx.launch.worker_process import start_worker
 
 GAVE_UP_STATUS = 70
 TERMINATE_SECONDS = 5.0

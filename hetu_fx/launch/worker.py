@@ -24,8 +24,8 @@ from hetu_fx.comm_ops.wire.groups import oldest_wait
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.errors import CommError
 from hetu_fx.launch.channel import Message, MessageChannel
+from hetu_fx.launch.job import LaunchSpec
 from hetu_fx.launch.launcher import Launcher
-from hetu_fx.launch.spec import LaunchSpec
 
 # Time for the launcher to tell that a worker is lost, after an error that may come of it.
 NEWS_SECONDS = 2.0

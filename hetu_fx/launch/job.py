@@ -1,11 +1,20 @@
-"""What a launcher is to run and to bear, and its workers as it sees them."""
+"""A launched job: what is to be run and borne, its workers as the launcher sees them, and which of them it ends.
+
+Workers are forks of the launcher, which has imported what takes seconds.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.channel import LifeSign, MessageChannel
@@ -92,3 +101,63 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def verdicts(
+    workers: Sequence[WorkerProcess], spec: LaunchSpec, now: float, failed_at: float | None
+) -> Iterator[tuple[WorkerProcess, str]]:
+    """Yield workers that are stopped, stuck, or do not leave their groups, and what is said of each.
+
+    `now` and `failed_at` (when the run under way failed; None while it goes well) are times of time.monotonic.
+    """
+    running = [worker for worker in workers if worker.state in ("running", "done")]
+    for worker in workers:
+        silent = now - worker.last_sign
+        if worker.state not in ("starting", "gone") and silent > spec.stopped_seconds:
+            yield worker, f"{worker.name} has given no sign of life for {silent:.1f} s{spelled(worker.wait)}"
+    if failed_at is None:
+        yield from _missing(running, spec.stuck_seconds)
+    elif now - failed_at > spec.grace_seconds:
+        yield from ((worker, f"{worker.name} did not leave its groups{spelled(worker.wait)}") for worker in running)
+
+
+def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple[WorkerProcess, str]]:
+    """Yield those whom others have waited for so long; all that wait, where all do."""
+    stuck = [worker for worker in running if worker.wait is not None and worker.wait[1] > seconds]
+    others = [worker for worker in running if worker.wait is None or worker.wait[1] < seconds / 2]
+    for worker in (others or stuck) if stuck else ():
+        yield worker, f"{stuck[0].name}{spelled(stuck[0].wait)}, and {worker.name} does not come"
+
+
+def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -> WorkerProcess:
+    """Start a process that does `work` and ends with the status that it returns.
+
+    It leaves go of `others`, file descriptors that are the launcher's alone.
+    """
+    life = LifeSign()
+    here, there = socket.socketpair()
+    process = os.fork()
+    if not process:
+        _be_worker(work, there, [here.fileno(), *others], life)
+    there.close()
+    here.setblocking(False)
+    return WorkerProcess(process, os.pidfd_open(process), MessageChannel(here), life, time.monotonic())
+
+
+def _be_worker(
+    work: Callable[[MessageChannel], int], end: socket.socket, others: Iterable[int], life: LifeSign
+) -> NoReturn:
+    status, channel = 1, MessageChannel(end)
+    try:
+        life.hold()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for descriptor in others:
+            os.close(descriptor)
+        status = work(channel)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        channel.send("ends")
+        os._exit(status)

@@ -88,7 +88,7 @@ def _prepared(plan: RunPlan) -> Iterator[Path]:
             setting.write()
         for command in plan.network:
             run_command(command)
-        write_first_state(control, plan)
+        _write_first_state(control, plan)
         yield control
     finally:
         remove_run(plan.name, bases)
@@ -172,7 +172,7 @@ def current_cores(control: str | os.PathLike[str] | None = None) -> float:
         return float(json.load(file)["num_cores"])
 
 
-def write_first_state(folder: Path, plan: RunPlan) -> None:
+def _write_first_state(folder: Path, plan: RunPlan) -> None:
     """Write what change_speed needs to know about a run."""
     state = {
         "format": "hetu_fx.emulation/1",

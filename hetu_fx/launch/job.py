@@ -90,7 +90,7 @@ class WorkerProcess:
         os.kill(self.process, number)
 
 
-def spelled(wait: tuple[str, float] | None) -> str:
+def _spelled(wait: tuple[str, float] | None) -> str:
     """Say what is waited for, and since when."""
     return "" if wait is None else f", waiting for {wait[0]} since {wait[1]:.1f} s"
 
@@ -114,11 +114,11 @@ def verdicts(
     for worker in workers:
         silent = now - worker.last_sign
         if worker.state not in ("starting", "gone") and silent > spec.stopped_seconds:
-            yield worker, f"{worker.name} has given no sign of life for {silent:.1f} s{spelled(worker.wait)}"
+            yield worker, f"{worker.name} has given no sign of life for {silent:.1f} s{_spelled(worker.wait)}"
     if failed_at is None:
         yield from _missing(running, spec.stuck_seconds)
     elif now - failed_at > spec.grace_seconds:
-        yield from ((worker, f"{worker.name} did not leave its groups{spelled(worker.wait)}") for worker in running)
+        yield from ((worker, f"{worker.name} did not leave its groups{_spelled(worker.wait)}") for worker in running)
 
 
 def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple[WorkerProcess, str]]:
@@ -126,7 +126,7 @@ def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple
     stuck = [worker for worker in running if worker.wait is not None and worker.wait[1] > seconds]
     others = [worker for worker in running if worker.wait is None or worker.wait[1] < seconds / 2]
     for worker in (others or stuck) if stuck else ():
-        yield worker, f"{stuck[0].name}{spelled(stuck[0].wait)}, and {worker.name} does not come"
+        yield worker, f"{stuck[0].name}{_spelled(stuck[0].wait)}, and {worker.name} does not come"
 
 
 def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -> WorkerProcess:

@@ -82,7 +82,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _mode_of(target: Path) -> int:
@@ -94,8 +94,9 @@ def _mode_of(target: Path) -> int:
     return 0o666 & ~umask
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file, or which files a folder has, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,8 +1,8 @@
 """JSON objects of dataclasses, written and read by what the fields say.
 
-A `Record` has a key for each field, in order: its values are written as the field's type says, and one that is the
+A `JsonObject` has a key for each field, in order: its values are written as the field's type says, and one that is the
 field's default is left out. `Key` says what a key does otherwise. Reading guesses nothing: unknown keys (naming the
-nearest known one), wrong types and missing values raise the record's error, always with the place in the document.
+nearest known one), wrong types and missing values raise the object's error, always with the place in the document.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Key:
         inline: its object's keys stand among those of the record itself.
     """
 
-    of: Values | Record[Any] | None = None
+    of: Values | JsonObject[Any] | None = None
     name: str = ""
     alias: str = ""
     default: Any = _OF_FIELD
@@ -59,12 +59,12 @@ class Key:
     def values(self) -> Values:
         """Return how its values stand in the file."""
         assert self.of is not None
-        return self.of.values if isinstance(self.of, Record) else self.of
+        return self.of.values if isinstance(self.of, JsonObject) else self.of
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names under which it is read."""
-        if isinstance(self.of, Record) and self.inline:
+        if isinstance(self.of, JsonObject) and self.inline:
             return self.of.known
         return (self.name, self.alias) if self.alias else (self.name,)
 
@@ -74,7 +74,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Record(Generic[T]):
+class JsonObject(Generic[T]):
     """The JSON object of a class.
 
     Attributes:
@@ -140,7 +140,7 @@ class Record(Generic[T]):
 
     def _part(self, key: Key, value: Mapping[str, Any], where: str) -> Any:
         if key.inline:
-            assert isinstance(key.of, Record)
+            assert isinstance(key.of, JsonObject)
             return key.of.read_among(value, where)
         given = [name for name in key.names if name in value]
         if len(given) > 1:
@@ -174,7 +174,7 @@ def record(
     check: Callable[[str, Mapping[str, Any]], None] | None = None,
     pack: Callable[[T], Any] | None = None,
     **keys: Key,
-) -> Record[T]:
+) -> JsonObject[T]:
     """Return the JSON object of a dataclass.
 
     Args:
@@ -182,7 +182,7 @@ def record(
         error: what reading raises.
         like: the dataclass whose fields are the keys; None: `build`.
         order: names of the fields, and of keys that are read only, as they are written; "": as they are declared.
-        format: see `Record`, as for `later`, `check` and `pack`.
+        format: see `JsonObject`, as for `later`, `check` and `pack`.
         later: by key.
         check: of what was read.
         pack: into what has the fields.
@@ -194,7 +194,7 @@ def record(
         name: keys.get(name, Key()).completed(name, own.get(name), hints.get(name), error)
         for name in (order.split() or own)
     }
-    return Record(build, error, made, format, later or {}, check, pack)
+    return JsonObject(build, error, made, format, later or {}, check, pack)
 
 
 def _values_of(hint: Any, error: type[HetuFxError]) -> Values:
@@ -215,14 +215,14 @@ def _values_of(hint: Any, error: type[HetuFxError]) -> Values:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Repeat:
     """Some equal values in a row."""
 
     one: Any
     count: int = 1
 
 
-def repeated(one: Record[Any]) -> Values:
+def repeated(one: JsonObject[Any]) -> Values:
     """Return a list of objects, of equal ones in a row a single one with their `count`."""
 
     def check(where: str, parts: Mapping[str, Any]) -> None:
@@ -230,12 +230,12 @@ def repeated(one: Record[Any]) -> Values:
             raise one.error(f"{where}: count is {parts['count']}; give how many of these stand in a row, from 1")
 
     run = record(
-        _Run, one.error, order="count one", one=Key(one, inline=True), count=Key(written="always"), check=check
+        _Repeat, one.error, order="count one", one=Key(one, inline=True), count=Key(written="always"), check=check
     )
     runs = many(run.values)
     return Values(
         runs.what,
         runs.fits,
         lambda values, where: tuple(run.one for run in runs.read(values, where) for _ in range(run.count)),
-        lambda values: runs.write(_Run(value, len(list(same))) for value, same in groupby(values)),
+        lambda values: runs.write(_Repeat(value, len(list(same))) for value, same in groupby(values)),
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hetu_fx.base.documents import sync
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, HetuFxError, OtherRankError
@@ -85,31 +86,30 @@ def _begin(folder: Path, staging: Path, kind: FolderKind) -> None:
 def _sync_files(staging: Path) -> None:
     """Make what was written so far survive a power failure; every rank syncs, files may be on its own node."""
     for path in _files(staging):
-        _sync(path)
+        sync(path)
 
 
 def _commit(folder: Path, staging: Path, token: str, kind: FolderKind) -> None:
     """Put the new folder in the place of the old one; the old one goes only once the new one is there."""
     kind.seal(staging)
     for part in sorted({path.parent for path in _files(staging)}):
-        _sync(part)
+        sync(part)
     old = folder.parent / f".{folder.name}.old-{token}"
     if folder.exists():
         os.rename(folder, old)
     os.rename(staging, folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_manifest(folder: Path) -> None:
     """Write the sizes and SHA-256 sums of all files of a folder into its manifest, and sync it."""
     files = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)}
-        for path in _files(folder)
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in _files(folder)
     }
     path = folder / MANIFEST
     path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True) + "\n")
-    _sync(path)
+    sync(path)
 
 
 def check_folder(folder: Path, *, sums: bool = False) -> None:
@@ -126,7 +126,7 @@ def check_folder(folder: Path, *, sums: bool = False) -> None:
         size = file.stat().st_size if file.is_file() else None
         if size != expected["bytes"]:
             raise CheckpointError(f"{file} is torn: {size} bytes instead of {expected['bytes']}")
-        if sums and _digest(file) != expected["sha256"]:
+        if sums and digest(file) != expected["sha256"]:
             raise CheckpointError(f"{file} is damaged: its SHA-256 sum is not that of the manifest")
 
 
@@ -176,14 +176,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """Return the SHA-256 sum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

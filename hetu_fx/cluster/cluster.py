@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hetu_fx.base.documents import json_text, read_json, table_text, write_atomically
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import REQUIRED, Key, record
-from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, Collective, Device, Link, Links
+from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link
 from hetu_fx.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ class Cluster:
         return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
 
     @property
-    def links(self) -> Links:
+    def links(self) -> ClusterLinks:
         """Return the links inside a node and between nodes."""
-        return Links(self.intra, self.inter)
+        return ClusterLinks(self.intra, self.inter)
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -229,7 +229,7 @@ def _link_text(link: Link) -> str:
     return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
 
 
-def _cluster(devices: tuple[Device, ...], links: Links, collectives: tuple[Collective, ...]) -> Cluster:
+def _cluster(devices: tuple[Device, ...], links: ClusterLinks, collectives: tuple[Collective, ...]) -> Cluster:
     return Cluster(devices, links.intra, links.inter or links.intra, collectives)
 
 

@@ -105,7 +105,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class ClusterLinks:
     """What a cluster file says of links inside a node and between nodes; None: the same."""
 
     intra: Link
@@ -176,5 +176,5 @@ DEVICE = record(
     dtype=Key(TEXT, default=None, written="never"),
 )
 _LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
-LINKS = record(Links, ClusterError, intra=Key(_LINK), inter=Key(_LINK))
+LINKS = record(ClusterLinks, ClusterError, intra=Key(_LINK), inter=Key(_LINK))
 COLLECTIVE = record(Collective, ClusterError, latency_seconds=Key(written="always"))

@@ -1,8 +1,7 @@
-"""Load what was exported, in any process: device graphs by variant and rank. `exporting` writes them."""
+"""Load what was exported, in any process: device graphs by variant and rank. `write` writes them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from hetu_fx.annotations.local import local_part
 from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.checkpoint.folders import digest
 from hetu_fx.errors import ExportError
 
 FORMAT = "hetu_fx.export/1"
@@ -82,11 +82,6 @@ def load_exported(folder: str | Path, variant: str, rank: int) -> ExportedRank:
     results = tuple((result["kind"], result["name"]) for result in entry["results"])
     values = {(kind, name): t for key, t in load_file(beside).items() for kind, _, name in [key.partition("/")]}
     return ExportedRank(rank, program, values, tuple(entry["slots"]), results)
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 sum of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _checked(folder: Path, entry: Mapping[str, str]) -> Path:

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
-from hetu_fx.checkpoint.folders import FolderKind, replaced_folder
+from hetu_fx.checkpoint.folders import FolderKind, digest, replaced_folder
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
-from hetu_fx.export.load import FORMAT, digest
+from hetu_fx.export.load import FORMAT
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.program.program import Program

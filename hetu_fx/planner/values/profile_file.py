@@ -86,9 +86,9 @@ class Profile:
         return next((alpha.factors for alpha in self.alpha if alpha.kind == kind), {})
 
     @property
-    def program(self) -> _Program:
+    def program(self) -> _ProgramEntry:
         """Return what a file says of the program itself."""
-        return _Program(self.costs, self.source, self.tokens_per_row)
+        return _ProgramEntry(self.costs, self.source, self.tokens_per_row)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object of a profile file."""
@@ -163,7 +163,7 @@ class _OtherLength:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _ProgramEntry:
     """What a file says of the program."""
 
     costs: ProgramCosts
@@ -171,13 +171,13 @@ class _Program:
     tokens_per_row: int = 0
 
 
-def _profile(program: _Program, **others: Any) -> Profile:
+def _profile(program: _ProgramEntry, **others: Any) -> Profile:
     return Profile(program.costs, program.tokens_per_row, program.source, **others)
 
 
 _COSTS = Key(PROGRAM, inline=True)
 _PROGRAM = record(
-    _Program, ProfileError, order="source tokens_per_row costs", source=Key(written="always"), costs=_COSTS
+    _ProgramEntry, ProfileError, order="source tokens_per_row costs", source=Key(written="always"), costs=_COSTS
 )
 _OTHER_LENGTH = record(
     lambda tokens_per_row, costs: (tokens_per_row, costs),

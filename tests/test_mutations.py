@@ -26,8 +26,8 @@ def test_there_are_enough_and_their_tests_exist():
 def test_a_process_imports_the_mutant_that_its_environment_names(tmp_path):
     code = (
         "from benchmarks.mutants.mutant import install; install()\n"
-        "from hetu_fx.comm_ops.plans.split_plan import _round_robin\n"
-        "print(_round_robin([(0,), (1, 2)]))"
+        "from hetu_fx.comm_ops.plans.routes import Route, RouteKind\n"
+        "print(Route(RouteKind.SUM, ((0,), (1, 2))).columns())"
     )
     for name, expected in ((None, "[(0, 1), (0, 2)]"), ("leaves copies out of the sum", "[(0, 1)]")):
         environment = {"PYTHONPATH": str(ROOT), **({VARIABLE: name} if name else {})}

@@ -20,11 +20,11 @@ from benchmarks.kit.models import batch, gpt2
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.search.hap.from_graph import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
 from hetu_fx.planner.values.tensor_program import TensorProgram
+from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 
 FAST, SLOW = 2e13, 1e13
 LINK = Link(1e10, 1e-5)
@@ -108,11 +108,11 @@ def models(quick: bool) -> Iterator[tuple[str, TensorProgram]]:
     yield "experts-512", problem_of(graph_of(lambda: Experts(512, 64), sequence), rows=64)
 
 
-def graph_of(make: Callable[[], nn.Module], example: dict[str, Tensor], *, own_loss: bool = False) -> Graph:
+def graph_of(make: Callable[[], nn.Module], example: dict[str, Tensor], *, own_loss: bool = False) -> AnalysedGraph:
     """Capture a model without weights."""
     with torch.device("meta"):
         model = make()
-    return capture(model, example) if own_loss else capture(model, example, loss_fn=lambda out, **batch: out)
+    return Analyse()(capture(model, example, loss_fn=None if own_loss else lambda out, **batch: out))
 
 
 def measure(name: str, problem: TensorProgram, quick: bool) -> Iterator[Row]:

@@ -47,7 +47,7 @@ def plan_variants(
 def _costs(model: nn.Module, batch: Batch) -> ProgramCosts:
     program = Programs(model, None).first(batch, training=True)
     rows = next(iter(batch.values())).shape[0]
-    return program_costs(program.graph, rows=rows, cut=program.tensor_cut)
+    return program_costs(program, rows=rows)
 
 
 def _options(wanted: Wanted) -> PlanOptions:

@@ -9,7 +9,6 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.search.hap.from_graph import problem_of
-from hetu_fx.planner.search.problem import Split
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -17,7 +16,7 @@ from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Batch, Programs, example_size
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
+from hetu_fx.transforms.layouts.work_shares import Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +44,7 @@ class CapturedProgram:
 
         What it holds is found out only if asked (`memory`), as that takes a while.
         """
-        program = self.program
-        return program_costs(
-            program.graph,
-            rows=rows or self.rows,
-            cut=program.tensor_cut,
-            memory=memory,
-            summed_over_rows=program.summed_over_rows,
-        )
+        return program_costs(self.program, rows=rows or self.rows, memory=memory)
 
     def at(self, costs: ProgramCosts) -> PlannedProgram:
         """Return the program as it is planned for where a step costs this."""
@@ -79,7 +71,7 @@ class PlannedProgram:
     @cached_property
     def hap(self) -> TensorProgram:
         """Return the program as HAP plans for it, with the rows of `costs`."""
-        return problem_of(self.program.graph, rows=self.costs.rows)
+        return problem_of(self.program.analysed, rows=self.costs.rows)
 
     def plan(self, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
         """Return the best plan for a cluster; a program that mixes rows is not cut into micro-batches or stages.
@@ -99,9 +91,8 @@ class PlannedProgram:
         return self._known[split]
 
     def _counted(self, split: Split) -> ProgramCosts:
-        program = self.program
-        cut = tensor_cut(program.analysed, split)
-        if cut.classes == program.tensor_cut.classes:
+        shares = self.program.work_shares(split)
+        if shares.classes == self.program.work_shares().classes:
             return self.costs
-        has_memory, summed = self.costs.memory is not None, program.summed_over_rows
-        return program_costs(program.graph, rows=self.costs.rows, cut=cut, memory=has_memory, summed_over_rows=summed)
+        has_memory = self.costs.memory is not None
+        return program_costs(self.program, rows=self.costs.rows, shares=shares, memory=has_memory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, fx
@@ -16,8 +16,7 @@ from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
-from hetu_fx.transforms.layouts.tensor_cut import tensor_cut
-from hetu_fx.transforms.layouts.work_shares import FactorCut
+from hetu_fx.transforms.layouts.work_shares import Split, WorkShares, work_shares
 from hetu_fx.transforms.passes import run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
 
@@ -31,6 +30,7 @@ class Program:
     """
 
     analysed: AnalysedGraph
+    _work_shares: dict[Split, WorkShares] = field(default_factory=dict, repr=False)
 
     @property
     def graph(self) -> Graph:
@@ -125,10 +125,14 @@ class Program:
         except DeductionError:
             return None
 
-    @cached_property
-    def tensor_cut(self) -> FactorCut:
-        """Return what a tensor-parallel group would cut in this program."""
-        return tensor_cut(self.analysed)
+    def work_shares(self, split: Split = ()) -> WorkShares:
+        """Return what a tensor parallel group shares of this program if it cuts these dims first.
+
+        Raises `PlanError` where a parameter has no such dim.
+        """
+        if split not in self._work_shares:
+            self._work_shares[split] = work_shares(self.analysed, split)
+        return self._work_shares[split]
 
 
 def make_program(graph: Graph, frozen: frozenset[str]) -> Program:

@@ -179,7 +179,7 @@ class SequenceReading:
 
 def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:
     sizes = bind(program.inputs, sample)
-    return program_costs(program.graph, rows=1, cut=program.tensor_cut, memory=False, sizes=sizes)
+    return program_costs(program, rows=1, memory=False, sizes=sizes)
 
 
 def _work(

@@ -102,9 +102,14 @@ def _bytes(node: fx.Node) -> float:
 
 def product_flops(node: fx.Node, op: OpFactors) -> float:
     """Return a multiply-add count: result elements times the factors contracted between operands; 0 for no product."""
-    shared = (c for c in op.reduced - op.sharded if sum(c in operand.classes for operand in op.operands) > 1)
-    contracted = [c.size or 1 for c in shared]
-    return 2.0 * meta.numel(node) * math.prod(contracted) if contracted else 0.0
+    sizes = contracted_sizes(op)
+    return 2.0 * meta.numel(node) * math.prod(size or 1 for size in sizes) if sizes else 0.0
+
+
+def contracted_sizes(op: OpFactors) -> list[int | None]:
+    """Return the sizes of the classes over which an op sums products of two operands; None for a symbolic one."""
+    candidates = op.reduced - op.sharded
+    return [c.size for c in candidates if sum(c in operand.classes for operand in op.operands) > 1]
 
 
 def travelling_work(graph: Graph, factors: FactorMap) -> tuple[float, ...]:

@@ -1,99 +1,37 @@
-"""What a tensor parallel group would cut in a graph, for the costs of a program.
+"""What the devices of a tensor parallel group share of a program: work and values in parts, and what they sum.
 
-Which factor classes are cut is decided where plans are put on graphs; here it is given.
+The costs of a program for groups are told from it. It is that of two typical devices; larger groups share alike.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from hetu_fx.deduction.factors.dual_roles import elsewhere
-from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, flat
+from hetu_fx.plans.plan import Plan
+from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.annotated_graph import TENSOR, AnnotatedGraph, read_outside
+from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
+from hetu_fx.transforms.layouts.deduce import prices_of
+from hetu_fx.transforms.layouts.flow import is_item, whole_of
+from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, sequence_cut
+from hetu_fx.transforms.layouts.states import Summed
 
-
-class Cut(Protocol):
-    """What the costs need to know of a cut."""
-
-    @property
-    def units(self) -> int:
-        """Return how many parts can be made at most; 1 if nothing is cut."""
-        ...
-
-    def shares_work(self, node: fx.Node) -> bool:
-        """Tell whether the devices of a group do a part of this op each."""
-        ...
-
-    def splits(self, node: fx.Node) -> bool:
-        """Tell whether the devices of a group hold a part of this value each."""
-        ...
-
-    def sums(self, node: fx.Node) -> bool:
-        """Tell whether summands of this value are summed over the group."""
-        ...
-
-    def returns(self, node: fx.Node) -> bool:
-        """Tell whether summands of this value's cotangent are summed over the group."""
-        ...
-
-    def shares_sequence(self, node: fx.Node) -> bool:
-        """Tell whether a group that shares the sequence does a part of this op each, and holds a part of its result."""
-        ...
-
-    def contracted(self, node: fx.Node) -> int:
-        """Return the size over which the op sums products of two operands; 0 if it is not known to do so."""
-        ...
-
-    def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return the operands that the op reads whole where a group shares the sequence: keys and values."""
-        ...
+Split = tuple[tuple[str, int], ...]
+"""(parameter, dim) of what groups cut first, as `Plan.split` says it."""
 
 
 @dataclass(frozen=True, slots=True)
-class NoCut:
-    """Nothing is cut: every device of a group would do everything."""
-
-    units: int = 1
-
-    def shares_work(self, node: fx.Node) -> bool:
-        """Tell that no work is shared."""
-        return False
-
-    def splits(self, node: fx.Node) -> bool:
-        """Tell that no value is split."""
-        return False
-
-    def sums(self, node: fx.Node) -> bool:
-        """Tell that no sum is needed."""
-        return False
-
-    def returns(self, node: fx.Node) -> bool:
-        """Tell that no sum of cotangents is needed."""
-        return False
-
-    def shares_sequence(self, node: fx.Node) -> bool:
-        """Tell that no sequence is shared."""
-        return False
-
-    def contracted(self, node: fx.Node) -> int:
-        """Return that nothing is known."""
-        return 0
-
-    def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return that nothing is known."""
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class FactorCut:
-    """Factor classes are cut.
+class WorkShares:
+    """Factor classes are cut over the devices of a group.
 
     Attributes:
         factors: what the ops do to classes.
-        classes: those that are cut.
+        classes: those that are cut; where there are none, every device does everything.
         summed: the values that are summed over the group.
         returned: the values whose cotangents are.
         in_sequence: the ops that can run on a part of a sequence besides.
@@ -116,7 +54,7 @@ class FactorCut:
             return False
         op = self.factors.op(node)
         tensors = (*op.results, *(operand.dims for operand in op.operands))
-        present = {factor for dims in tensors for dim in dims for factor in dim}
+        present = {factor for dims in tensors for factor in flat(dims)}
         return not self.classes.isdisjoint(present - op.whole)
 
     def splits(self, node: fx.Node) -> bool:
@@ -135,18 +73,44 @@ class FactorCut:
         """Tell whether the op can run on a part of a sequence."""
         return node in self.in_sequence
 
-    def contracted(self, node: fx.Node) -> int:
-        """Return the size of the classes that are summed away and stand in two operands at least."""
-        if not self.factors.is_op(node):
-            return 0
-        op = self.factors.op(node)
-        operands = [{factor for dim in operand.dims for factor in dim} for operand in op.operands]
-        shared = [c for c in op.reduced - op.sharded if c.size and sum(c in operand for operand in operands) > 1]
-        return math.prod(factor.size or 1 for factor in shared) if shared else 0
-
     def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the operands that have a class of which the op cuts another dim."""
         apart = self.factors.op(node).apart.items() if self.factors.is_op(node) else ()
         pairs = [(o, factor) for factor, seen in apart if not factor.is_batch for o in seen.operands]
         found = (o.node for o, factor in pairs if elsewhere(factor) in o.classes and factor not in o.classes)
         return tuple(dict.fromkeys(found))
+
+
+def work_shares(analysed: AnalysedGraph, split: Split = ()) -> WorkShares:
+    """Return what a group of two typical devices shares; `split` is what it cuts first, as `Plan.split`.
+
+    Raises `PlanError` where a parameter has no such dim.
+    """
+    plan = replace(Plan.tensor_parallel((0, 1)), split=split)
+    graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
+    annotated = Annotate(plan, wants_values=False)(analysed)
+    classes, outside = annotated.classes, read_outside(annotated)
+    axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated, TENSOR), outside=outside)
+    needs = [need for decision in axis.decisions.values() for need in decision.needs]
+    later = {need.node for need in needs if _is_summed(axis, need.node) and not isinstance(need.state, Summed)}
+    at_once = {node for node, made in axis.made.items() if isinstance(made, Summed) and not _is_summed(axis, node)}
+    back = {need.node for need in needs if need.summed_cotangent} - axis.summed_cotangents
+    shared = _shared(annotated, axis, outside)
+    return WorkShares(factors, classes, frozenset(later | at_once), frozenset(back), shared)
+
+
+def _is_summed(axis: AxisDeduction, node: fx.Node) -> bool:
+    return isinstance(axis.states[node], Summed)
+
+
+def _shared(annotated: AnnotatedGraph, axis: AxisDeduction, outside: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """Return the ops that the group would run on parts of a sequence if it shared that."""
+    graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
+    sequence = sequence_classes(graph, factors, flow, annotated.classes)
+    plan = replace(annotated.plan, sequence_parallel=True)
+    cut = sequence_cut(replace(annotated, plan=plan, sequence=sequence), frozenset(), outside)
+    return frozenset(node for node, classes in cut.ops.items() if classes and _runs_whole(axis, node))
+
+
+def _runs_whole(axis: AxisDeduction, node: fx.Node) -> bool:
+    return axis.decisions[whole_of(node) if is_item(node) else node].factor is None

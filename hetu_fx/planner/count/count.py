@@ -27,34 +27,36 @@ from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.row_sums import RowSums
 from hetu_fx.planner.values.tied import Tied
-from hetu_fx.transforms.layouts.work_shares import Cut, NoCut
+from hetu_fx.program.program import Program
+from hetu_fx.transforms.layouts.reshard_cost import contracted_sizes
+from hetu_fx.transforms.layouts.flow import reached_from
+from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 SizeOf = Callable[[meta.Size], int]
 
 
 def program_costs(
-    graph: Graph,
+    program: Program,
     *,
     rows: int | None = None,
-    cut: Cut | None = None,
+    shares: WorkShares | None = None,
     memory: bool = True,
-    summed_over_rows: Iterable[fx.Node] = (),
     sizes: Mapping[sympy.Symbol, int] | None = None,
 ) -> ProgramCosts:
     """Return the costs of a step of a captured program.
 
     Args:
-        graph: its example batch gives the sequence length that the costs are for, where `sizes` says no other.
+        program: its example batch gives the sequence length that the costs are for, where `sizes` says no other.
         rows: rows of a step over all replicas; None: as many as the example has.
-        cut: what a tensor parallel group would cut; None: nothing, so that no plan makes such groups.
+        shares: what a tensor parallel group shares; None: what it would choose.
         memory: find out what parts hold by running them without data, which takes a while; only planning needs it.
-        summed_over_rows: the values that replicas sum in the middle of a step, or whose cotangents they sum.
         sizes: what the graph's symbols stand for, instead of the example's sizes; what parts hold is told for those
             alone.
     """
     assert not (memory and sizes), "what parts hold is known at the example's sizes"
-    profile = _Profile(graph, cut or NoCut(), partial(meta.size_at, sizes or {}))
-    summed = [profile.bytes_of(node) for node in summed_over_rows]
+    graph = program.graph
+    profile = _Profile(graph, shares or program.work_shares(), partial(meta.size_at, sizes or {}))
+    summed = [profile.bytes_of(node) for node in program.summed_over_rows]
     for node in graph.graph.nodes:
         if node.op == "call_function":
             profile.add_op(node)
@@ -68,7 +70,7 @@ def program_costs(
         blocks=tuple(parts[1 : count + 1]),
         after=parts[-1],
         boundary_bytes=tuple(profile.boundary_bytes(block) for block in range(count - 1)),
-        units=profile.cut.units,
+        units=profile.shares.units,
         memory=profile.memory() if memory else None,
         tied=tuple(profile.tied),
         row_sums=RowSums(len(summed), float(sum(summed))),
@@ -110,13 +112,13 @@ class _Part:
 class _Profile:
     """The totals of all parts while the graph is walked: before, each block, after."""
 
-    def __init__(self, graph: Graph, cut: Cut, size_of: SizeOf) -> None:
-        self.cut, self._size_of, self.example_rows = cut, size_of, example_rows(graph, size_of)
+    def __init__(self, graph: Graph, shares: WorkShares, size_of: SizeOf) -> None:
+        self.shares, self._size_of, self.example_rows = shares, size_of, example_rows(graph, size_of)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
         self._graph, self._counter = graph, FlopCounter(size_of)
         inputs = {leaf.node for leaf in graph.leaves_of(LeafKind.INPUT)}
         self._parameters = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
-        by_batch, by_weights = _reached(graph, inputs), _reached(graph, self._parameters)
+        by_batch, by_weights = reached_from(graph, inputs), reached_from(graph, self._parameters)
         self._of_batch, self._mixed = by_batch, by_batch & by_weights
         self.tied: list[Tied] = []
         self._kept: set[fx.Node] = set()
@@ -136,23 +138,23 @@ class _Profile:
         part.add("num_ops", 1)
         if node not in self._of_batch:
             return
-        flops, shares = self._flops(node), self.cut.shares_work(node)
-        part.add("flops", flops / self.example_rows, shares)
+        flops, is_cut = self._flops(node), self.shares.shares_work(node)
+        part.add("flops", flops / self.example_rows, is_cut)
         if flops:
             self._keep([node, *node.all_input_nodes])
         elif not is_view(node):
             moved = sum(self.bytes_of(other) for other in (node, *node.all_input_nodes))
-            part.add("traffic_bytes", moved / self.example_rows, shares, self.cut.shares_sequence(node))
-        for source in self.cut.gathered(node):
+            part.add("traffic_bytes", moved / self.example_rows, is_cut, self.shares.shares_sequence(node))
+        for source in self.shares.gathered(node):
             if source in self._gathered or source not in self._mixed:
                 continue
             self._gathered.add(source)
             part.add("gathered_bytes", self.bytes_of(source) / self.example_rows)
             part.add("num_gathers", 1)
-        if self.cut.sums(node):
+        if self.shares.sums(node):
             part.add("reduced_bytes", self.bytes_of(node) / self.example_rows)
             part.add("num_reductions", 1)
-        if self.cut.returns(node):
+        if self.shares.returns(node):
             # what reads a value gives its cotangent back
             reader = self.parts[min(map(self.part_of, self._mixed & node.users.keys()), default=0)]
             reader.add("returned_bytes", self.bytes_of(node) / self.example_rows)
@@ -160,7 +162,13 @@ class _Profile:
 
     def _flops(self, node: fx.Node) -> int:
         """Return torch's count; for an op that torch has no formula for, what its rule says of products."""
-        return self._counter.flops(node) or 2 * self.cut.contracted(node) * self._num_elements(node)
+        return self._counter.flops(node) or 2 * self._contracted(node) * self._num_elements(node)
+
+    def _contracted(self, node: fx.Node) -> int:
+        """Return the size over which an op sums products of two operands; 0 if it is not known to do so."""
+        factors = self.shares.factors
+        known = [size for size in contracted_sizes(factors.op(node)) if size] if factors.is_op(node) else []
+        return math.prod(known) if known else 0
 
     def _keep(self, nodes: Iterable[fx.Node]) -> None:
         """Count values as kept for the backward: once for all views of it, and not what no gradient needs."""
@@ -169,13 +177,13 @@ class _Profile:
             if base not in self._kept and base in self._of_batch and _is_float(base):
                 self._kept.add(base)
                 part = self.parts[self.part_of(base)]
-                is_cut = meta.is_tensor(base) and self.cut.splits(base)
-                size, shared = self.bytes_of(base) / self.example_rows, self.cut.shares_sequence(base)
+                is_cut = meta.is_tensor(base) and self.shares.splits(base)
+                size, shared = self.bytes_of(base) / self.example_rows, self.shares.shares_sequence(base)
                 part.add("activation_bytes", size, is_cut, shared)
 
     def add_parameter(self, node: fx.Node) -> None:
         """Count a parameter where it is read first, and note where it is read again."""
-        size, is_split = self.bytes_of(node), self.cut.splits(node)
+        size, is_split = self.bytes_of(node), self.shares.splits(node)
         readers = sorted({self.part_of(user) for user in node.users if user.op == "call_function"})
         self.parts[readers[0] if readers else 0].add("parameter_bytes", size, is_split)
         if len(readers) > 1:
@@ -184,7 +192,7 @@ class _Profile:
     def memory(self) -> ProgramMemory | None:
         """Return what the parts hold; None where only the values of a batch tell."""
         part_of = owners(self._graph, self._mixed, self.part_of)
-        return program_memory(self._graph, self.cut, part_of, len(self.parts), self.example_rows)
+        return program_memory(self._graph, self.shares, part_of, len(self.parts), self.example_rows)
 
     def boundary_bytes(self, block: int) -> float:
         """Return the bytes per row that cross from a block (and all before it) to the next ones."""
@@ -203,14 +211,6 @@ class _Profile:
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)
-
-
-def _reached(graph: Graph, start: set[fx.Node]) -> set[fx.Node]:
-    reached = set(start)
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
-            reached.add(node)
-    return reached
 
 
 def is_view(node: fx.Node) -> bool:

@@ -25,7 +25,7 @@ from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.recompute_memory import Again, Piece
-from hetu_fx.transforms.layouts.work_shares import Cut
+from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 
 def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node], int]) -> dict[fx.Node, int]:
@@ -47,26 +47,26 @@ def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node]
 
 
 def program_memory(
-    graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int], num_parts: int, rows: int
+    graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], num_parts: int, rows: int
 ) -> ProgramMemory | None:
     """Return what each part of a program holds; None for one that cannot run without data.
 
     Args:
         graph: the program.
-        cut: what a tensor parallel group would hold in shares.
+        shares: what a tensor parallel group shares.
         part_of: see `owners`.
         num_parts: how many parts there are.
         rows: of the example batch.
     """
-    runner, grows = _Runner(graph, cut, part_of), graph.batch_symbol is not None
+    runner, grows = _Runner(graph, shares, part_of), graph.batch_symbol is not None
     try:
         first = runner.run(rows)
         second = runner.run(2 * rows) if grows else first
     except (RuntimeError, NotImplementedError):
         return None  # an op whose result depends on data, or that cannot run without
     measured = _Measured(first, second, rows, grows)
-    again = _again(graph, cut, part_of, measured) if graph.num_blocks else []
-    largest = _largest(graph, cut, part_of)
+    again = _again(graph, shares, part_of, measured) if graph.num_blocks else []
+    largest = _largest(graph, shares, part_of)
     (parts, everywhere), (more_parts, more_everywhere) = (run.peaks(num_parts) for run in (first, second))
     found = [
         PartMemory(*(*measured.amounts(one, other), largest.get(number, Amount())))
@@ -76,20 +76,22 @@ def program_memory(
     return ProgramMemory(tuple(found), *measured.amounts([everywhere], [more_everywhere]))
 
 
-def _again(graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int], measured: _Measured) -> list[Again]:
+def _again(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], measured: _Measured) -> list[Again]:
     """Return what each block is where it is computed again."""
-    ways = {way: measured.pieces(pieces, graph.num_blocks) for way, pieces in all_pieces(graph, cut, part_of).items()}
+    ways = {
+        way: measured.pieces(pieces, graph.num_blocks) for way, pieces in all_pieces(graph, shares, part_of).items()
+    }
     return [Again(**{way: blocks[number] for way, blocks in ways.items()}) for number in range(graph.num_blocks)]
 
 
-def _largest(graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int]) -> dict[int, Amount]:
+def _largest(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[int, Amount]:
     """Return the largest parameter that each part reads."""
     found: dict[int, Amount] = {}
     for leaf in graph.leaves_of(LeafKind.PARAMETER):
         size = meta.numel(leaf.node) * meta.dtype(leaf.node).itemsize
         for part in {max(0, part_of[user]) for user in leaf.node.users}:
             if size > found.get(part, Amount()).fixed:
-                found[part] = Amount(fixed=size, split_fixed=size if cut.splits(leaf.node) else 0)
+                found[part] = Amount(fixed=size, split_fixed=size if shares.splits(leaf.node) else 0)
     return found
 
 
@@ -121,10 +123,10 @@ class _Measured:
 class _Runner:
     """Runs a program's loss forward and backward without data, and writes down what is allocated and freed."""
 
-    def __init__(self, graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int]) -> None:
+    def __init__(self, graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> None:
         self._names = {node.name: node for node in graph.graph.nodes}
         self._graph = graph.select(lambda leaf: graph.loss is None or leaf.kind is OutputKind.LOSS)
-        self._cut, self._part_of = cut, part_of
+        self._shares, self._part_of = shares, part_of
 
     def run(self, rows: int) -> Run:
         """Run with so many rows; leaves are left out of what came and went."""
@@ -177,9 +179,9 @@ class _Runner:
         return sizes
 
     def _sharing(self, node: fx.Node) -> Sharing:
-        if meta.is_tensor(node) and self._cut.splits(node):
+        if meta.is_tensor(node) and self._shares.splits(node):
             return Sharing.ALWAYS
-        return Sharing.IN_SEQUENCE if self._cut.shares_sequence(node) else Sharing.NEVER
+        return Sharing.IN_SEQUENCE if self._shares.shares_sequence(node) else Sharing.NEVER
 
 
 class _Walk(fx.Interpreter):

@@ -15,7 +15,7 @@ from torch import fx
 
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, Place, PlaceOf, Run, Sharing
-from hetu_fx.transforms.layouts.work_shares import Cut
+from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 
 class PiecePeaks(NamedTuple):
@@ -116,28 +116,28 @@ class _Backward:
         return max(self.most[place, True] - before - after, again, key=lambda held: held.whole)
 
 
-def all_pieces(graph: Graph, cut: Cut, part_of: Mapping[fx.Node, int]) -> dict[str, Pieces]:
+def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[str, Pieces]:
     """Return the pieces by how the devices of a stage share work, under the names of `again.Again`."""
     ops = [node for node in graph.graph.nodes if node.op == "call_function" and part_of[node] >= 0]
     weights = [leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)]
     readers = {node.name: tuple(user.name for user in node.users) for node in ops}
     found = {}
-    for way, sent in _sent(ops, cut).items():
+    for way, sent in _sent(ops, shares).items():
         levels = levels_of(ops, part_of, sent, weights)
         places = {node.name: (part_of[node], levels[node]) for node in ops}
         found[way] = Pieces(places, {node.name: sharing for node, sharing in sent.items()}, readers)
     return found
 
 
-def _sent(ops: Sequence[fx.Node], cut: Cut) -> dict[str, dict[fx.Node, Sharing]]:
+def _sent(ops: Sequence[fx.Node], shares: WorkShares) -> dict[str, dict[fx.Node, Sharing]]:
     """Return what is sent in each way to share work, and how what arrives is shared.
 
     A group that shares the sequence spreads sums over it, and gathers it where the work is split otherwise.
     """
-    summed = [node for node in ops if cut.sums(node)]
-    gathered = dict.fromkeys((source for node in ops for source in cut.gathered(node)), Sharing.NEVER)
+    summed = [node for node in ops if shares.sums(node)]
+    gathered = dict.fromkeys((source for node in ops for source in shares.gathered(node)), Sharing.NEVER)
     spread = dict.fromkeys(summed, Sharing.IN_SEQUENCE)
-    whole = (node for node in ops if cut.shares_sequence(node) and any(map(cut.shares_work, node.users)))
+    whole = (node for node in ops if shares.shares_sequence(node) and any(map(shares.shares_work, node.users)))
     return {
         "alone": {},
         "tensor": dict.fromkeys(summed, Sharing.NEVER),

@@ -15,13 +15,10 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
+from hetu_fx.transforms.layouts.work_shares import Split
 
 Candidates = Mapping[Plan, float]
 """Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""
-
-
-Split = tuple[tuple[str, int], ...]
-"""What a plan's tensor parallel groups split first, as `Plan.split` says it."""
 
 
 class Captured(Protocol):

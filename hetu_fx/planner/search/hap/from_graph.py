@@ -18,7 +18,6 @@ from torch import fx
 
 from hetu_fx.base.torch_private import has_schema, tree_leaves
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
-from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
@@ -27,22 +26,23 @@ from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import example_rows, is_view
 from hetu_fx.planner.count.flops import FlopCounter
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
+from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 
 
-def problem_of(graph: Graph, *, rows: int | None = None, segment_per_part: bool = False) -> TensorProgram:
+def problem_of(analysed: AnalysedGraph, *, rows: int | None = None, segment_per_part: bool = False) -> TensorProgram:
     """Return the HAP problem of a training step of a captured model.
 
     Args:
-        graph: the model; sizes are those of its example batch.
+        analysed: the model; sizes are those of its example batch.
         rows: rows of the step's whole batch; None: as many as the example has.
         segment_per_part: whether what stands before the repeated blocks, the blocks, and what stands after
             them may have ratios of their own.
 
     Raises `PlanError` for a graph without anything that parameters reach.
     """
-    reader = _ProblemReader(
-        graph, analyse(graph), (rows or example_rows(graph)) / example_rows(graph), segment_per_part
-    )
+    of_example = example_rows(analysed.graph)
+    scale = (rows or of_example) / of_example
+    reader = _ProblemReader(analysed.graph, analysed.factors, scale, segment_per_part)
     for node in reader.wanted():
         reader.add(node)
     outputs = tuple(dict.fromkeys(reader.source_of(node)[0] for node in reader.outputs()))

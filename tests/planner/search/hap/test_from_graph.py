@@ -15,6 +15,7 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.search.hap.from_graph import problem_of
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translate
+from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests.model_zoo import captured
 from tests.planner.search.hap.released import of_bandwidths
 
@@ -55,7 +56,7 @@ def stack(layers: int = 3) -> Graph:
 
 
 def test_tensors_have_the_factors_of_the_models_dims() -> None:
-    problem = problem_of(stack())
+    problem = problem_of(Analyse()(stack()))
     weight = problem.by_name["layers.0.qkv.weight"]
     assert (weight.shape, weight.origin, weight.kind) == ((3, 4, 16, 64), (0, 0, 0, 1), "parameter")
     [x] = [tensor for tensor in problem.tensors if tensor.kind == "input"]
@@ -63,7 +64,7 @@ def test_tensors_have_the_factors_of_the_models_dims() -> None:
 
 
 def test_views_are_no_ops_and_products_count_their_flops() -> None:
-    problem = problem_of(stack())
+    problem = problem_of(Analyse()(stack()))
     names = " ".join(op.name for op in problem.ops)
     assert "transpose" not in names
     assert "view" not in names
@@ -76,13 +77,13 @@ def test_views_are_no_ops_and_products_count_their_flops() -> None:
 
 
 def test_a_larger_batch_scales_rows_and_work() -> None:
-    one, two = (problem_of(stack(), rows=rows) for rows in (8, 16))
+    one, two = (problem_of(Analyse()(stack()), rows=rows) for rows in (8, 16))
     assert [op.flops * 2 for op in one.ops[:5]] == [op.flops for op in two.ops[:5]]
     assert {t.shape[t.row_dim] for t in two.tensors if t.row_dim is not None} == {16}
 
 
 def test_equal_layers_are_searched_once() -> None:
-    problem = problem_of(stack(6))
+    problem = problem_of(Analyse()(stack(6)))
     assert len(problem.blocks) == 6
     once, all_of_them = (search(problem, UNEQUAL, blocks_once=once) for once in (True, False))
     assert once.seconds == pytest.approx(all_of_them.seconds, rel=1e-9)
@@ -93,19 +94,21 @@ def test_heads_and_feed_forward_are_cut_for_few_rows_and_rows_where_there_are_ma
     equally_fast = of_bandwidths(1e8, 1e8, 1e8, 1e8)
     held = []
     for rows in (2, 4096):
-        result = search(problem_of(stack(), rows=rows), Cluster.on_paper([2e9, 1e9]), collectives=equally_fast)
+        result = search(
+            problem_of(Analyse()(stack()), rows=rows), Cluster.on_paper([2e9, 1e9]), collectives=equally_fast
+        )
         held.append([str(result.layouts[f"layers.1.{name}.weight"]) for name in ("qkv", "up")])
     assert held == [["split 1", "split 0"], ["copy", "copy"]]  # by heads: the second factor of the fused dim
 
 
 def test_parts_of_the_model_may_have_ratios_of_their_own() -> None:
-    problem = problem_of(stack(), segment_per_part=True)
+    problem = problem_of(Analyse()(stack()), segment_per_part=True)
     assert {op.segment for op in problem.ops} == {1, 2}
     assert search(problem, UNEQUAL).seconds <= search(problem.in_one_segment(), UNEQUAL).seconds * (1 + 1e-6)
 
 
 def test_the_plan_of_a_captured_model_names_parameters_of_the_model() -> None:
-    problem = problem_of(stack())
+    problem = problem_of(Analyse()(stack()))
     result = search(problem, UNEQUAL)
     translation = translate(problem, result, UNEQUAL)
     parameters = {tensor.name for tensor in problem.tensors if tensor.kind == "parameter"}
@@ -121,11 +124,11 @@ def test_a_graph_without_parameters_is_refused() -> None:
 
     graph = capture(Nothing(), {"x": torch.randn(4, 4)}, loss_fn=lambda out, **batch: out)
     with pytest.raises(PlanError, match="no value of the graph depends on a parameter"):
-        problem_of(graph)
+        problem_of(Analyse()(graph))
 
 
 @pytest.mark.parametrize("name", ["bert", "conv", "gpt2", "vit"])
 def test_models_of_the_zoo_have_programs_no_slower_than_their_plans(name: str) -> None:
-    problem = problem_of(captured(name)[1])
+    problem = problem_of(Analyse()(captured(name)[1]))
     result = search(problem, UNEQUAL)
     assert translate(problem, result, UNEQUAL).loss_seconds >= -1e-6 * result.seconds

@@ -102,7 +102,7 @@ def _weights(device: DeviceGraph) -> frozenset[fx.Node]:
 def _runs(span: Sequence[fx.Node], talks: frozenset[fx.Node], weights: frozenset[fx.Node]) -> Iterator[Run]:
     """Order the ops of one block, and give those that can be run again without a message in between, run by run."""
     kept = frozenset(node for node in span if _is_kept(node))
-    levels = _sunk(_levels(span, kept, talks), kept | talks, weights)
+    levels = segments_of(span, kept, weights, talks)
     before = span[0].prev
     for node in sorted(span, key=lambda node: (levels[node], node in kept)):
         before.append(node)
@@ -115,6 +115,23 @@ def _runs(span: Sequence[fx.Node], talks: frozenset[fx.Node], weights: frozenset
 
 def _is_kept(node: fx.Node) -> bool:
     return sends(node) or draws(node)
+
+
+def segments_of(
+    span: Sequence[fx.Node],
+    kept: frozenset[fx.Node],
+    weights: frozenset[fx.Node],
+    talks: frozenset[fx.Node] = frozenset(),
+) -> dict[fx.Node, int]:
+    """Return the number of the run that each op of a block goes with: how many results it waits for, one after another.
+
+    Args:
+        span: the block's ops.
+        kept: those whose results are kept, so that none stands in a run.
+        weights: the parameters; what is made of them alone goes with what reads it.
+        talks: communication, which waits for what is before it.
+    """
+    return _sunk(_levels(span, kept, talks), kept | talks, weights)
 
 
 def _levels(span: Sequence[fx.Node], kept: frozenset[fx.Node], talks: frozenset[fx.Node]) -> dict[fx.Node, int]:

@@ -1,4 +1,4 @@
-"""Where blocks are cut that are computed again in backward, as `transforms.recompute` cuts them.
+"""What blocks hold that are computed again in backward, cut where the pass that recomputes cuts them.
 
 What a group has sent is kept, so that what stands between two messages is a piece: backward computes it again by
 itself, and its values are free before those of an earlier piece come back. What is sent depends on how a group shares
@@ -7,7 +7,7 @@ work, and so do the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from torch import fx
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, Place, PlaceOf, Run, Sharing
 from hetu_fx.transforms.layouts.work_shares import WorkShares
+from hetu_fx.transforms.lowering.recompute import segments_of
 
 
 class PiecePeaks(NamedTuple):
@@ -119,14 +120,17 @@ class _Backward:
 def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[str, Pieces]:
     """Return the pieces by how the devices of a stage share work, under the names of `again.Again`."""
     ops = [node for node in graph.graph.nodes if node.op == "call_function" and part_of[node] >= 0]
-    weights = [leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)]
+    weights = frozenset(leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER))
+    spans: dict[int, list[fx.Node]] = {}
+    for node in ops:
+        spans.setdefault(part_of[node], []).append(node)
     readers = {node.name: tuple(user.name for user in node.users) for node in ops}
-    found = {}
+    pieces = {}
     for way, sent in _sent(ops, shares).items():
-        levels = levels_of(ops, part_of, sent, weights)
-        places = {node.name: (part_of[node], levels[node]) for node in ops}
-        found[way] = Pieces(places, {node.name: sharing for node, sharing in sent.items()}, readers)
-    return found
+        numbers = {part: segments_of(span, frozenset(sent), weights) for part, span in spans.items()}
+        places = {node.name: (part, segment) for part, found in numbers.items() for node, segment in found.items()}
+        pieces[way] = Pieces(places, {node.name: sharing for node, sharing in sent.items()}, readers)
+    return pieces
 
 
 def _sent(ops: Sequence[fx.Node], shares: WorkShares) -> dict[str, dict[fx.Node, Sharing]]:
@@ -145,30 +149,3 @@ def _sent(ops: Sequence[fx.Node], shares: WorkShares) -> dict[str, dict[fx.Node,
         "context": gathered,
         "grid": spread | gathered,
     }
-
-
-def levels_of(
-    ops: Iterable[fx.Node], part_of: Mapping[fx.Node, int], sent: Collection[fx.Node], weights: Iterable[fx.Node]
-) -> dict[fx.Node, int]:
-    """Return how many messages of its part each op has to wait for, one after another."""
-    levels: dict[fx.Node, int] = {}
-    last: dict[int, int] = {}
-    for node in ops:
-        part = part_of[node]
-        levels[node] = max((levels[n] + (n in sent) for n in _inputs(node, levels) if part_of[n] == part), default=0)
-        if node in sent:
-            levels[node] = last[part] = max(levels[node], last.get(part, 0))
-    return levels | dict(_sunk(levels, set(weights)))
-
-
-def _inputs(node: fx.Node, known: Collection[fx.Node]) -> Iterator[fx.Node]:
-    return (other for other in node.all_input_nodes if other in known)
-
-
-def _sunk(levels: Mapping[fx.Node, int], made: set[fx.Node]) -> Iterator[tuple[fx.Node, int]]:
-    """Yield what is made of weights alone (casts of them) with the level of what reads it."""
-    for node in levels:
-        if node.all_input_nodes and made.issuperset(node.all_input_nodes):
-            made.add(node)
-            if levels.keys() >= node.users.keys() and node.users:
-                yield node, min(levels[user] for user in node.users)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from hetu_fx.planner.count.count import example_rows, program_costs
 from hetu_fx.planner.count.flops import FlopCounter
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.program.program import Program, make_program
+from hetu_fx.program.program import make_program
 from hetu_fx.program.sizes import bind
-from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
 from tests.planner.examples import paper
+from tests.planner.programs import analysed, uncut
 from tests.transforms.plans import zoo_program
 
 
@@ -53,16 +52,6 @@ class Block(nn.Module):
 @functools.cache
 def stack() -> Graph:
     return capture(Stack(), {"x": torch.randn(7, 8)}, loss_fn=lambda out, **batch: out)
-
-
-def analysed(graph: Graph) -> Program:
-    return Program(Analyse()(graph))
-
-
-def uncut(graph: Graph) -> dict[str, Any]:
-    """Return a program, and that a group shares nothing of it, as `program_costs` takes them."""
-    program = analysed(graph)
-    return {"program": program, "shares": WorkShares(program.factors, frozenset())}
 
 
 def test_costs_of_a_block_are_those_worked_out_by_hand() -> None:

@@ -11,9 +11,8 @@ from hetu_fx.planner.count.liveness import owners
 from hetu_fx.planner.count.peaks import EVERYWHERE
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.footprint import highest_at
-from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests import model_zoo
+from tests.planner.programs import uncut
 
 
 def real_peak(name: str, rows: int) -> int:
@@ -43,7 +42,7 @@ def peak_of(loss: Callable[[], Tensor], leaves: list[Tensor]) -> int:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "conv"])
 def test_what_is_found_without_data_is_what_a_real_step_holds(name: str) -> None:
     _, graph = model_zoo.captured(name)
-    found = program_costs(Program(Analyse()(graph))).footprint(0, graph.num_blocks, 1.0)
+    found = program_costs(**uncut(graph)).footprint(0, graph.num_blocks, 1.0)
     for rows in (example_rows(graph), 3):
         predicted = max(highest_at(found.forward, rows), highest_at(found.backward, rows))
         assert predicted == pytest.approx(real_peak(name, rows), rel=0.01)
@@ -51,13 +50,13 @@ def test_what_is_found_without_data_is_what_a_real_step_holds(name: str) -> None
 
 @pytest.mark.parametrize("name", ["bert", "t5", "mixtral"])
 def test_models_of_other_kinds_run_without_data_too(name: str) -> None:
-    memory = program_costs(Program(Analyse()(model_zoo.captured(name)[1]))).memory
+    memory = program_costs(**uncut(model_zoo.captured(name)[1])).memory
     assert memory is not None
     assert all(part.kept.per_row > 0 for part in memory.parts)
 
 
 def test_equal_blocks_hold_the_same() -> None:
-    memory = program_costs(Program(Analyse()(model_zoo.captured("llama")[1]))).memory
+    memory = program_costs(**uncut(model_zoo.captured("llama")[1])).memory
     assert memory is not None
     first, second = memory.parts[1:3]
     assert first == second

@@ -1,10 +1,7 @@
-import operator
 from dataclasses import replace
 
-from torch import fx
-
 from hetu_fx.planner.count.peaks import Held, Owner, Result, Run, Sharing
-from hetu_fx.planner.count.recompute_segments import PiecePeaks, Pieces, levels_of
+from hetu_fx.planner.count.recompute_segments import PiecePeaks, Pieces
 from hetu_fx.planner.count.storages import Change
 
 PARTS = {"x": 0, "a": 1, "sum": 1, "b": 1, "y": 1, "end": 2}
@@ -68,18 +65,3 @@ def test_a_block_without_messages_comes_back_at_once() -> None:
     (piece,) = whole.peaks(RUN, 3)[1]
     # all that it keeps and the cotangents 5 and 8, when the end has freed y
     assert piece == PiecePeaks(kept=Held(10), sent=NONE, forward=Held(130), backward=Held(133), later=Held(133))
-
-
-def test_ops_wait_for_the_messages_of_their_part_and_casts_of_weights_for_their_readers() -> None:
-    graph = fx.Graph()
-    x, weight = graph.placeholder("x"), graph.placeholder("weight")
-    cast = graph.call_function(operator.neg, (weight,))
-    made = graph.call_function(operator.neg, (x,))
-    summed = graph.call_function(operator.neg, (made,))
-    beside = graph.call_function(operator.neg, (made,))
-    read = graph.call_function(operator.add, (summed, cast))
-    later = graph.call_function(operator.add, (read, beside))
-    ops = [cast, made, summed, beside, read, later]
-    part_of = {**dict.fromkeys((x, weight, *ops), 1), later: 2}
-    levels = levels_of(ops, part_of, {summed}, [weight])
-    assert [levels[op] for op in ops] == [1, 0, 0, 0, 1, 0]

@@ -10,10 +10,9 @@ from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests.model_zoo import captured
 from tests.planner.examples import transformer
+from tests.planner.programs import uncut
 
 COSTS = transformer(layers=4)
 FULL = Profile(
@@ -41,7 +40,7 @@ def test_a_written_profile_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_what_the_memory_model_needs_reads_back_equal(tmp_path: Path) -> None:
-    costs = program_costs(Program(Analyse()(captured("gpt2")[1])))
+    costs = program_costs(**uncut(captured("gpt2")[1]))
     assert costs.memory is not None
     assert costs.tied
     Profile(costs).write(tmp_path / "profile.json")

@@ -3,9 +3,8 @@ import pytest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.values.tied import Tied, gradients_of, pending_of
-from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests import model_zoo
+from tests.planner.programs import uncut
 
 TABLE = Tied(100, 40, (0, 3))
 
@@ -38,7 +37,7 @@ def test_what_cannot_be_is_refused(split: float, readers: tuple[int, ...]) -> No
 
 def test_tied_embeddings_are_held_by_the_first_and_the_last_stage() -> None:
     _, graph = model_zoo.captured("gpt2")
-    costs = program_costs(Program(Analyse()(graph)), memory=False)
+    costs = program_costs(**uncut(graph), memory=False)
     (tied,) = costs.tied
     assert tied.readers == (0, costs.num_blocks + 1)
     first, last = costs.stage(0, 1), costs.stage(1, costs.num_blocks)

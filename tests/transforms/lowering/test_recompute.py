@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
-from hetu_fx.transforms.lowering.recompute import recomputed_blocks
+from hetu_fx.transforms.lowering.recompute import recomputed_blocks, segments_of
 from hetu_fx.transforms.lowering.traffic import communications, sends, traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.plans import deduced, device_graph, feeder, program_of, talk, zoo_program
@@ -229,3 +230,18 @@ def test_a_compiled_graph_keeps_less_too_and_gives_the_same() -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     none, one, both = (backend.saved_bytes for backend in backends)
     assert none > one > both
+
+
+def test_ops_wait_for_the_messages_of_their_part_and_casts_of_weights_for_their_readers() -> None:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    cast = graph.call_function(operator.neg, (weight,))
+    made = graph.call_function(operator.neg, (x,))
+    summed = graph.call_function(operator.neg, (made,))
+    beside = graph.call_function(operator.neg, (made,))
+    read = graph.call_function(operator.add, (summed, cast))
+    later = graph.call_function(operator.add, (read, beside))
+    ops = [cast, made, summed, beside, read]
+    segments = segments_of(ops, frozenset({summed}), frozenset({weight}))
+    assert [segments[op] for op in ops] == [1, 0, 0, 0, 1]
+    assert segments_of([later], frozenset({summed}), frozenset({weight})) == {later: 0}

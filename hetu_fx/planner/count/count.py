@@ -28,8 +28,8 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.row_sums import RowSums
 from hetu_fx.planner.values.tied import Tied
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.reshard_cost import contracted_sizes
 from hetu_fx.transforms.layouts.flow import reached_from
+from hetu_fx.transforms.layouts.reshard_cost import contracted_sizes
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 SizeOf = Callable[[meta.Size], int]

@@ -162,7 +162,7 @@ def load_training_state(
     verify: bool = False,
     table: GroupTable | None = None,
 ) -> dict[str, Any]:
-    """Read an optimizer's state, written under any layout and number of ranks; gives the saved `extra`.
+    """Read an optimizer's state, written under any layout and number of ranks; return the saved `extra`.
 
     The optimizer must hold the same parameters, by name, in the same groups. Raises CheckpointError.
     """
@@ -183,7 +183,7 @@ def _open_folder(folder: Path, rank: int, verify: bool) -> None:
 def _match_names(
     folder: Path, files: WeightFiles, wanted: Mapping[str, Tensor], aliases: Mapping[str, str]
 ) -> dict[str, str]:
-    """Give the stored name of each tensor: its own, or that of one of its aliases."""
+    """Return the stored name of each tensor: its own, or that of one of its aliases."""
     names = {name: name for name in wanted if name in files.where}
     for alias, name in sorted(aliases.items()):
         if alias in files.where and name in wanted:

@@ -157,7 +157,7 @@ def settle(folder: Path, kind: FolderKind = CHECKPOINT) -> None:
 
 
 def latest(parent: Path) -> Path | None:
-    """Give the newest complete folder in `parent`, by the number that ends its name, or None.
+    """Return the newest complete folder in `parent`, by the number that ends its name, or None.
 
     Folders without a manifest, torn ones, and those that were being written are skipped.
     """

@@ -152,7 +152,7 @@ class TrainingFiles:
         return dict(self.document["extra"])
 
     def _check_groups(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Mapping[str, Any]]:
-        """Give each parameter's saved options, once the groups are found to be the same."""
+        """Return each parameter's saved options, once the groups are found to be the same."""
         here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         saved = [group["params"] for group in self.document["groups"]]
         if here != saved:

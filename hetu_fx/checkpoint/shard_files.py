@@ -133,7 +133,7 @@ def meeting(one: Bounds, other: Bounds) -> Bounds | None:
 
 
 def _within(common: Bounds, bounds: Bounds, place: Bounds | None) -> tuple[slice, ...]:
-    """Give the index of a common box in the dense tensor where `bounds` stands at `place` (None: at 0)."""
+    """Return the index of a common box in the dense tensor where `bounds` stands at `place` (None: at 0)."""
     starts = [0] * len(bounds) if place is None else [start for start, _ in place]
     return tuple(
         slice(start - low + at, stop - low + at)

@@ -35,7 +35,7 @@ def run_name(serial: int) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Give the start time of a process in clock ticks since boot; None if there is no such process."""
+    """Return the start time of a process in clock ticks since boot; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -50,7 +50,7 @@ def run(
     grace_seconds: float = 10.0,
     limit: LimitChoice = "auto",
 ) -> int:
-    """Run `command` once per rank; give its exit status.
+    """Run `command` once per rank; return its exit status.
 
     The status is that of the rank that failed first, 128 + n after signal n, 124 after `timeout_seconds`, 0
     otherwise. When one rank fails, the others get `grace_seconds` to end. Raises EnvironmentProblem, with
@@ -161,13 +161,13 @@ def change_speed(rank: int, speed: float, control: str | os.PathLike[str] | None
 
 
 def current_speeds(control: str | os.PathLike[str] | None = None) -> tuple[float, ...]:
-    """Give the speeds of a running emulation (see change_speed), changes included."""
+    """Return the speeds of a running emulation (see change_speed), changes included."""
     with _locked_state(_control_folder(control)) as file:
         return tuple(json.load(file)["speeds"])
 
 
 def current_cores(control: str | os.PathLike[str] | None = None) -> float:
-    """Give the cores that the ranks of a running emulation (see change_speed) share; not all of them can be given."""
+    """Return the cores that the ranks of a running emulation (see change_speed) share; not all of them can be given."""
     with _locked_state(_control_folder(control)) as file:
         return float(json.load(file)["num_cores"])
 

@@ -112,7 +112,7 @@ def num_cores(limiter: Limiter) -> float:
 
 
 def quota_and_period(speed: float) -> tuple[int, int]:
-    """Give the microseconds of CPU time, and the period they are for, that make `speed` cores."""
+    """Return the microseconds of CPU time, and the period they are for, that make `speed` cores."""
     if speed * PERIOD_US >= QUOTA_MIN_US:
         return round(speed * PERIOD_US), PERIOD_US
     return QUOTA_MIN_US, math.floor(QUOTA_MIN_US / speed)
@@ -198,5 +198,5 @@ def assign_cores(speeds: tuple[float, ...], cores: tuple[int, ...]) -> tuple[int
 
 
 def shared_speeds(assigned: tuple[int, ...]) -> tuple[float, ...]:
-    """Give the speed each rank has when all are busy on their assigned cores."""
+    """Return the speed each rank has when all are busy on their assigned cores."""
     return tuple(1 / assigned.count(core) for core in assigned)

@@ -22,7 +22,7 @@ def namespace(name: str, node: int) -> str:
 
 
 def address(node: int) -> str:
-    """Give the address of a node in the run's private network."""
+    """Return the address of a node in the run's private network."""
     return f"10.77.0.{node + 1}"
 
 

@@ -58,7 +58,7 @@ class RankPlan:
     core: int | None
 
     def argv(self, command: Sequence[str]) -> tuple[str, ...]:
-        """Give what starts the command in its cgroups and namespace, without a process in between."""
+        """Return what starts the command in its cgroups and namespace, without a process in between."""
         inside = () if self.namespace is None else ("nsenter", f"--net=/run/netns/{self.namespace}")
         if not self.joins:
             return (*inside, *command)

@@ -76,7 +76,7 @@ class Crew:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, start: RankStart) -> int:
-        """Start a rank in a session of its own, so that Ctrl-C comes through us; give its pid."""
+        """Start a rank in a session of its own, so that Ctrl-C comes through us; return its pid."""
         pipe = None if self.output.is_direct(start.rank) else subprocess.PIPE
         with _pinned(start.core):
             process = subprocess.Popen(

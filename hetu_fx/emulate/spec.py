@@ -19,12 +19,14 @@ _RATE_FACTORS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 class EmulateSpec:
     """Describe unequal devices on one machine, one rank each.
 
-    speeds: cores per rank; 0.5 is half of one core's time, 2.0 two cores.
-    memory: bytes per rank, or None for no limit. An empty tuple limits nobody.
-    num_nodes: ranks are spread in order over so many nodes, as evenly as they go.
-    link_bits_per_second: the rate of each node's link to the others, both ways; None does not limit it.
+    Attributes:
+        speeds: cores per rank; 0.5 is half of one core's time, 2.0 two cores.
+        memory: bytes per rank, or None for no limit. An empty tuple limits nobody.
+        num_nodes: ranks are spread in order over so many nodes, as evenly as they go.
+        link_bits_per_second: the rate of each node's link to the others, both ways; None does not limit it.
 
-    Raises EnvironmentProblem for values that cannot be.
+    Raises:
+        EnvironmentProblem: for values that cannot be.
     """
 
     speeds: tuple[float, ...]
@@ -43,7 +45,7 @@ class EmulateSpec:
         return len(self.speeds)
 
     def node_of(self, rank: int) -> int:
-        """Give the node that holds `rank`."""
+        """Return the node that holds `rank`."""
         return rank * self.num_nodes // self.world_size
 
     def ranks_of(self, node: int) -> tuple[int, ...]:

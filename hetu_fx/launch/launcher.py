@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.02  # between looks at what no event tells
 
 
 @dataclass(slots=True)
-class Launcher:
+class JobLauncher:
     """Runs one job; `run` reads top to bottom. `work` is what a worker does; it returns the exit status."""
 
     spec: LaunchSpec
@@ -46,7 +46,7 @@ class Launcher:
     _events: EventLog = field(init=False)
 
     def run(self) -> int:
-        """Run the job to its end; returns the exit status."""
+        """Run the job to its end; return the exit status."""
         self._events = EventLog(self.spec.events)
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:

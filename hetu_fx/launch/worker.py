@@ -25,7 +25,7 @@ from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.errors import CommError
 from hetu_fx.launch.channel import Message, MessageChannel
 from hetu_fx.launch.job import LaunchSpec
-from hetu_fx.launch.launcher import Launcher
+from hetu_fx.launch.launcher import JobLauncher
 
 # Time for the launcher to tell that a worker is lost, after an error that may come of it.
 NEWS_SECONDS = 2.0
@@ -65,7 +65,7 @@ class Worker:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
     def work(self) -> int:
-        """Run the script as often as the launcher says; returns the exit status."""
+        """Run the script as often as the launcher says; return the exit status."""
         for act in (self._listen, self._beat):
             threading.Thread(target=act, daemon=True).start()
         self.channel.send("ready")
@@ -137,17 +137,17 @@ def _clean_up() -> None:
 
 
 def run(spec: LaunchSpec) -> int:
-    """Run a job to its end; returns its exit status."""
+    """Run a job to its end; return its exit status."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import hetu_fx.api as _warm  # noqa: F401  (what workers would each import)
 
     gc.collect()
     gc.freeze()  # what is imported stays: going through it takes a second each time
-    return Launcher(spec, work).run()
+    return JobLauncher(spec, work).run()
 
 
 def work(spec: LaunchSpec, channel: MessageChannel) -> int:
-    """Be one worker of a job; returns its exit status."""
+    """Be one worker of a job; return its exit status."""
     script, *arguments = spec.command
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     return Worker(channel, script, arguments, spec.beat_seconds).work()

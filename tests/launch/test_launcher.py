@@ -18,7 +18,7 @@ from hetu_fx.cli.main import main
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.channel import MessageChannel
 from hetu_fx.launch.job import LaunchSpec
-from hetu_fx.launch.launcher import GAVE_UP_STATUS, Launcher
+from hetu_fx.launch.launcher import GAVE_UP_STATUS, JobLauncher
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -56,7 +56,7 @@ def launch(
 ) -> tuple[int, list[dict[str, Any]]]:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        status = Launcher(spec(folder, **options), work).run()
+        status = JobLauncher(spec(folder, **options), work).run()
     finally:
         signal.signal(signal.SIGTERM, before)
     return status, [json.loads(line) for line in (folder / "events").read_text().splitlines()]

@@ -95,10 +95,6 @@ class Annotation:
         """Tell whether `rank` is named, even if its part is empty."""
         return rank in _places(self)
 
-    def group_index(self, rank: int) -> int:
-        """Give the index of the group that `rank` is in."""
-        return _place(self, rank)[0]
-
     def position(self, rank: int) -> int:
         """Give the position of `rank` inside its group."""
         return _place(self, rank)[1]

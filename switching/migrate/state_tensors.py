@@ -16,7 +16,7 @@ from hetu_fx.comm_ops.wire.consensus import alike, digest_of, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import home_layout
-from hetu_fx.switching.home.ops import HomeTensor, layout_of
+from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.migrate.buckets import GRADIENT, VALUE, StateTensor
 
 _INSIDE = "/"  # between the keys of what stands deeper in an optimizer's state
@@ -175,11 +175,6 @@ def with_layout(tensor: HomeTensor, piece: torch.Tensor | None, target: Annotati
     """Give a home tensor, which stays the same object, another layout and this rank's part under it (None: empty)."""
     layout = home_layout(target, tuple(tensor.shape), table.rank, table.size)
     tensor.data = HomeTensor(tensor.local.new_empty(layout.local_shape) if piece is None else piece, layout)
-
-
-def _annotations_of(homes: Homes) -> dict[str, Annotation]:
-    """Return where the parameters' homes are now."""
-    return {name: layout_of(home).annotation for name, home in homes.items()}
 
 
 @lru_cache(maxsize=16)

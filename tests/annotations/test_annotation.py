@@ -46,7 +46,6 @@ def test_a_split_of_a_sub_factor_is_several_boxes():
 def test_a_union_is_cut_by_its_top_first():
     a = union(Split(0, (3, 1)), ((0, 1), Split(0, (2, 1))), ((2,),))
     assert [a.region(r, (12,)).dims[0] for r in a.ranks] == [((0, 6),), ((6, 9),), ((9, 12),)]
-    assert a.group_index(2) == 1
     assert a.position(1) == 1
     assert not a.holds(3)
 

@@ -81,7 +81,7 @@ def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
 
 
 def rename(node: fx.Node, name: str) -> None:
-    """Return a node another name, as near to this one as its graph has free."""
+    """Give a node another name, as near to this one as its graph has free."""
     node._rename(name)
 
 

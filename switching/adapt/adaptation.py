@@ -80,7 +80,7 @@ class Adaptation:
         self.tracker, self.book = HealthTracker(), PlanBook()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
-        self.replanning = Replanning(runtime.table, planner, runtime.variants.deduced, runtime.variants.layouts)
+        self.replanning = Replanning(runtime.table, planner, runtime.variants)
         self._run_before: set[str] = set()
         self._ran = ""
         probe = Probe(next(runtime.model.parameters()).device)

@@ -23,13 +23,9 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.background import Background
+from hetu_fx.switching.variants import Variants
 
 Planner = Callable[[Cluster, str], Plan]
-Deducer = Callable[[Plan, Collection[Plan]], bytes | None]
-"""Finds out what a variant of a plan needs before it can run, as bytes that other processes can read.
-
-Nothing where the plan has one of the compute layouts that are given, for which that is known.
-"""
 
 
 @dataclass(frozen=True)
@@ -69,14 +65,11 @@ class Replanning:
     Args:
         table: all ranks.
         planner: makes a plan of a given name for a cluster; called on rank 0 only.
-        deducer: deduces of the plan what takes long and is the same for all ranks; on rank 0 too, as the planner.
-        layouts: tells the compute layouts that there are.
+        variants: those there are; they deduce of a plan what takes long and is the same for all ranks, on rank 0 too.
     """
 
-    def __init__(
-        self, table: GroupTable, planner: Planner, deducer: Deducer, layouts: Callable[[], Collection[Plan]]
-    ) -> None:
-        self.table, self.planner, self.deducer, self.layouts = table, planner, deducer, layouts
+    def __init__(self, table: GroupTable, planner: Planner, variants: Variants) -> None:
+        self.table, self.planner, self.variants = table, planner, variants
         self.asked: Asked | None = None
         self._background: Background[Question, Made] | None = None
 
@@ -104,7 +97,7 @@ class Replanning:
         self.asked = asked
         self.begin()
         if self._background is not None:
-            self._background.ask(Question(asked, cluster, self.layouts()))
+            self._background.ask(Question(asked, cluster, self.variants.layouts()))
 
     def drop(self) -> None:
         """Leave the plan that is being made, and the process that makes it."""
@@ -122,14 +115,14 @@ class Replanning:
     def make_now(self, asked: Asked, cluster: Cluster) -> Made:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
         self.drop()
-        return by_first(self.table, lambda: self._made(Question(asked, cluster, self.layouts())))
+        return by_first(self.table, lambda: self._made(Question(asked, cluster, self.variants.layouts())))
 
     def _made(self, question: Question) -> Made:
         start, conditions = perf_counter(), question.asked.conditions
         devices = question.cluster.without(tuple(conditions.drained)).with_rates(dict(conditions.rates))
         plan = self.planner(devices, question.asked.name)
         seconds = perf_counter() - start
-        return Made(plan, seconds, self.deducer(plan, question.layouts))
+        return Made(plan, seconds, self.variants.deduced(plan, question.layouts))
 
     def _outcome(self) -> Made | HetuFxError:
         if self._background is None:

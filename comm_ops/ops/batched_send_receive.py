@@ -68,7 +68,7 @@ def _form(args: Sequence[Any], topology: Topology, choice: str) -> Algorithm:
 
 
 def _price(plan: BsrPlan, change: Transition, topology: Topology) -> Callable[[float], float]:
-    """Give the seconds of a plan as a function of the bytes of the whole tensor."""
+    """Return the seconds of a plan as a function of the bytes of the whole tensor."""
     entries = math.prod(1 if size is None else size for size in change.shape)
     rounds = [part.messages for part in plan.rounds]
 

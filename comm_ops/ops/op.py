@@ -50,7 +50,7 @@ class OpRecord:
         raise NotImplementedError
 
     def _backward(self, ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Give the gradients of all inputs."""
+        """Return the gradients of all inputs."""
         raise NotImplementedError
 
 

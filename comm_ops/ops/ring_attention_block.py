@@ -27,7 +27,7 @@ _SCORES = 1 << 24  # entries of scores that are written out at once
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype in which results and gradients of parts are added up."""
+    """Return the dtype in which results and gradients of parts are added up."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
@@ -48,7 +48,7 @@ class KeyValueBlock:
 
 
 def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
-    """Give the result (..., Q, e) and the log-sum-exp (..., Q) for queries (..., heads, Q, d) and a part of the keys.
+    """Return the result (..., Q, e) and the log-sum-exp (..., Q) for queries (..., heads, Q, d) and a part of the keys.
 
     Both are in the dtype of sums. A query that may attend to no key of the part has result 0 and log-sum-exp -inf.
     """
@@ -64,7 +64,7 @@ def attend(query: Tensor, part: KeyValueBlock) -> tuple[Tensor, Tensor]:
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Give result and log-sum-exp for the keys of two parts."""
+    """Return result and log-sum-exp for the keys of two parts."""
     lse = torch.logaddexp(first[1], second[1])
     top = _finite(lse)
     out = sum(out * (part - top).exp().unsqueeze(-1) for out, part in (first, second))
@@ -75,7 +75,7 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 def gradients(
     gradient: Tensor, query: Tensor, part: KeyValueBlock, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give what a part of the keys adds to the query's gradient, and the gradients of its keys and values.
+    """Return what a part of the keys adds to the query's gradient, and the gradients of its keys and values.
 
     `out` and `lse` are those of all keys. The gradients are in the dtype of sums.
     """
@@ -111,7 +111,7 @@ def _is_fused(query: Tensor, part: KeyValueBlock) -> bool:
 
 
 def _fused_mask(query: Tensor, part: KeyValueBlock) -> tuple[Tensor | None, bool]:
-    """Give what the fused kernel adds to scores, and whether it is to be causal."""
+    """Return what the fused kernel adds to scores, and whether it is to be causal."""
     if part.offset == 0 and part.mask is None:
         return None, True
     bias = _bias(query, part, query.dtype)
@@ -119,7 +119,7 @@ def _fused_mask(query: Tensor, part: KeyValueBlock) -> tuple[Tensor | None, bool
 
 
 def _bias(query: Tensor, part: KeyValueBlock, dtype: torch.dtype) -> Tensor | None:
-    """Give what is added to scores: the mask, and minus infinity where a query must not attend."""
+    """Return what is added to scores: the mask, and minus infinity where a query must not attend."""
     bias = part.mask
     if bias is not None and bias.dtype is torch.bool:
         bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -math.inf)
@@ -148,7 +148,7 @@ def _pieces(query: Tensor, part: KeyValueBlock) -> Iterator[tuple[Tensor, KeyVal
 
 
 def _scores(query: Tensor, part: KeyValueBlock) -> Tensor:
-    """Give the scores (..., query heads, Q, K), in the dtype of sums."""
+    """Return the scores (..., query heads, Q, K), in the dtype of sums."""
     dtype = work_dtype(query.dtype)
     scores = _by_head(query.to(dtype), part) @ part.key.to(dtype).transpose(-2, -1) * _scale(query, part)
     scores = scores.reshape(*query.shape[:-1], part.key.shape[-2])

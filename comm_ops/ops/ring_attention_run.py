@@ -1,7 +1,4 @@
-"""Ring attention as one position runs it: messages that are under way while the part at hand is attended to.
-
-Messages of a ring between the ranks of a group: started together, waited for together.
-"""
+"""Ring attention as one position runs it: its messages travel while the part at hand is attended to."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Attention:
     scale: float | None
 
     def forward(self, links: RingLinks) -> tuple[Tensor, Tensor]:
-        """Give the result (..., Q, e) and the log-sum-exp (..., Q), in the dtype of sums."""
+        """Return the result (..., Q, e) and the log-sum-exp (..., Q), in the dtype of sums."""
         dtype, found = work_dtype(self.query.dtype), None
         held: Tensor | None = self._packed(self.key, self.value)
         for step in self.ring.steps:
@@ -64,7 +61,7 @@ class Attention:
         return nothing, self.query.new_full(self.query.shape[:-1], -torch.inf, dtype=dtype)
 
     def backward(self, gradient: Tensor, out: Tensor, lse: Tensor, links: RingLinks) -> tuple[Tensor, Tensor, Tensor]:
-        """Give the gradients of the position's queries, keys and values, from that of its result."""
+        """Return the gradients of the position's queries, keys and values, from that of its result."""
         dtype, own = work_dtype(self.query.dtype), self.position
         of_queries = torch.zeros_like(self.query, dtype=dtype)
         of_own = self._room(own, dtype)
@@ -123,7 +120,7 @@ class Attention:
         return coming, links.start(sends, receives)
 
     def _part(self, held: Tensor, step: int) -> KeyValueBlock:
-        """Give what the queries attend to at a step."""
+        """Return what the queries attend to at a step."""
         ring, number = self.ring, self.ring.part_at(self.position, step)
         key, value = self._unpacked(held, number)
         mask = self.mask

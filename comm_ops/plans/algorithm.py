@@ -46,7 +46,7 @@ class Algorithm:
         return num_bytes < self.padded_below
 
     def node_of(self, ranks: Sequence[int]) -> Mapping[int, int]:
-        """Give the node of each of the op's ranks."""
+        """Return the node of each of the op's ranks."""
         return dict(zip(ranks, self.nodes, strict=True))
 
     def within(self, ranks: Sequence[int], members: Sequence[int]) -> Algorithm:

@@ -8,9 +8,7 @@ per ordered pair of ranks. Plans depend on nothing but their arguments.
 
 With relays a slice that several receivers would all get from afar (none of them owns it, nor anyone on their
 node: H2's slice-send then gather), or all get as summands, is cut in as many chunks as there are receivers:
-each gets and sums its own chunk, and passes it on in a second round.
-
-The batched send-receive that is cheapest on given links, of concrete sizes: direct, or by relays (H2's SR&AG).
+each gets and sums its own chunk, and passes it on in a second round. `plan_on_links` takes what is cheaper.
 """
 
 from __future__ import annotations

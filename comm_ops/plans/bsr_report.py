@@ -78,6 +78,6 @@ def _least_copies(part: Slice) -> int:
 
 
 def _nodes_without(part: Slice, node_of: NodeOf) -> set[int]:
-    """Give the nodes that must be sent the slice: those of receivers where no copy has all its summands."""
+    """Return the nodes that must be sent the slice: those of receivers where no copy has all its summands."""
     complete = (set.intersection(*({node_of(rank) for rank in ranks} for ranks in copy)) for copy in part.owners)
     return {node_of(rank) for rank in part.receivers}.difference(*complete)

@@ -40,7 +40,7 @@ class Senders:
         self._sets: dict[tuple[int, ...], OwnerSet] = {}
 
     def owners(self, ranks: tuple[int, ...]) -> OwnerSet:
-        """Give the owner set of `ranks`; slices with the same owners share it."""
+        """Return the owner set of `ranks`; slices with the same owners share it."""
         if ranks not in self._sets:
             self._sets[ranks] = OwnerSet(ranks, self.node_of)
         return self._sets[ranks]
@@ -91,7 +91,7 @@ SENDERS: Mapping[str, type[Senders]] = {"load": Senders, "lowest": LowestRank, "
 
 
 def _least(heap: _Heap, loads: Mapping[int, int]) -> int:
-    """Give the least loaded rank, of equals the first; the top is right once its load is what was last seen."""
+    """Return the least loaded rank, of equals the first; the top is right once its load is what was last seen."""
     while True:
         load, place, rank = heap[0]
         if loads[rank] == load:

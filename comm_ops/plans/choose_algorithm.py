@@ -34,7 +34,7 @@ def nodes_of(ranks: Sequence[int], topology: Topology) -> tuple[int, ...]:
 
 
 def crossover(one: Callable[[float], float], other: Callable[[float], float]) -> int | None:
-    """Give the bytes from which `other` is cheaper than `one`; None: never. Both are affine in bytes."""
+    """Return the bytes from which `other` is cheaper than `one`; None: never. Both are affine in bytes."""
     loss = other(0) - one(0)
     gain = (one(_MANY) - one(0)) - (other(_MANY) - other(0))
     if gain <= 1e-9 * one(_MANY):
@@ -43,7 +43,7 @@ def crossover(one: Callable[[float], float], other: Callable[[float], float]) ->
 
 
 def bound(choice: str, one: Callable[[float], float], other: Callable[[float], float]) -> int | None:
-    """Give the bytes from which to go in two levels (`other`) under a choice."""
+    """Return the bytes from which to go in two levels (`other`) under a choice."""
     if choice == "two_level":
         return 0
     return crossover(one, other) if choice == "auto" else None

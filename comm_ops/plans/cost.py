@@ -1,7 +1,4 @@
-"""Seconds of a communication from its bytes, its ranks and the links between them (ring algorithms).
-
-How parameters and gradients travel between home and where they are computed with: in buckets.
-"""
+"""Seconds of a communication from its bytes, its ranks and the links between them (ring algorithms)."""
 
 from __future__ import annotations
 

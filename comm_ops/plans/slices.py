@@ -69,7 +69,7 @@ def finest_slices(transition: Transition) -> tuple[Slice, ...]:
 
 @lru_cache(maxsize=65536)
 def locate(region: Dims, dims: Dims) -> Dims:
-    """Give the local intervals of the slice `dims` inside the dense tensor of `region`, which holds it."""
+    """Return the local intervals of the slice `dims` inside the dense tensor of `region`, which holds it."""
     return tuple(_locate_dim(held, wanted) for held, wanted in zip(region, dims, strict=True))
 
 
@@ -118,7 +118,7 @@ def _regions(sharding: Sharding, piece: Dims) -> list[Dims]:
 
 
 def _piece(annotation: Annotation, index: int, shape: Shape) -> Dims:
-    """Give the index space of one group; a symbolic dim counts as one entry."""
+    """Return the index space of one group; a symbolic dim counts as one entry."""
     piece = [whole(1 if size is None else size) for size in shape]
     if isinstance(annotation.top, Split):
         piece[annotation.top.dim] = cut(piece[annotation.top.dim], annotation.top, index)
@@ -166,7 +166,7 @@ def _holders(held: Iterable[Dims], classes: Sequence[_Classes]) -> dict[tuple[in
 
 
 def _rank_table(annotation: Annotation, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], tuple[int, ...]]:
-    """Give the function from numbers of regions to the ranks that hold them, in the annotation's order."""
+    """Return the function from numbers of regions to the ranks that hold them, in the annotation's order."""
     by_number = list(held.values())
     order = {rank: position for position, rank in enumerate(annotation.ranks)}
 
@@ -179,7 +179,7 @@ def _rank_table(annotation: Annotation, held: Mapping[Dims, Sequence[int]]) -> C
 
 
 def _owner_table(transition: Transition, held: Mapping[Dims, Sequence[int]]) -> Callable[[Numbers], Owners]:
-    """Give the function from numbers of regions to their ranks, by copy and summand."""
+    """Return the function from numbers of regions to their ranks, by copy and summand."""
     source, ranks_of = transition.source, _rank_table(transition.source, held)
     if not source.has_partial:
         return cache(lambda numbers: ((ranks_of(numbers),),))

@@ -11,7 +11,7 @@ from hetu_fx.errors import CommError
 
 
 def part_shape(x: Tensor, dim: int, size: int, outer: int, inner: int) -> list[int]:
-    """Give the shape of `x` with `dim` of size outer * size * inner."""
+    """Return the shape of `x` with `dim` of size outer * size * inner."""
     shape = list(x.shape)
     shape[dim] = outer * size * inner
     return shape

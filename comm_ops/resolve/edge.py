@@ -56,7 +56,7 @@ class ReshardEdge:
         return found if tops == (None, None, None) else self
 
     def of_group(self, index: int) -> ReshardEdge:
-        """Give the change of one group's piece, where both sides have the same top."""
+        """Return the change of one group's piece, where both sides have the same top."""
         source, target, gradient = (
             Annotation((a.groups[index],), (a.shardings[index],)) for a in (self.source, self.target, self.gradient)
         )
@@ -64,7 +64,7 @@ class ReshardEdge:
 
 
 def dual(top: State | None) -> State | None:
-    """Give the state of a gradient: partial becomes duplicate."""
+    """Return the state of a gradient: partial becomes duplicate."""
     return Duplicate(top.ways) if isinstance(top, Partial) else top
 
 
@@ -82,7 +82,7 @@ def flatten(annotation: Annotation) -> Annotation:
 
 
 def piece_shape(top: State | None, index: int, shape: Shape) -> Shape:
-    """Give the shape of what a group holds of a tensor under `top`."""
+    """Return the shape of what a group holds of a tensor under `top`."""
     if not isinstance(top, Split):
         return shape
     size = shape[top.dim]

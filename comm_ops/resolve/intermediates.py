@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.resolve.edge import piece_shape
 
 
 def reduced(annotation: Annotation, shape: Shape) -> list[Annotation]:
-    """Give the annotations of the sum of the summands: on every rank of them, or cut up among them."""
+    """Return the annotations of the sum of the summands: on every rank of them, or cut up among them."""
     if not annotation.has_partial:
         return []
     whole = cotangent(annotation)
@@ -24,7 +24,7 @@ def reduced(annotation: Annotation, shape: Shape) -> list[Annotation]:
 
 
 def scattered(annotation: Annotation, shape: Shape) -> list[Annotation]:
-    """Give the annotation with every copy cut up among those that hold it, if there is one."""
+    """Return the annotation with every copy cut up among those that hold it, if there is one."""
     cut = _with_cuts(annotation, shape, Duplicate)
     return [] if cut is None else [cut]
 
@@ -62,7 +62,7 @@ def _with_cuts(annotation: Annotation, shape: Shape, kind: type[Duplicate | Part
 
 
 def cut_copies(annotation: Annotation, shape: Shape) -> tuple[Sharding, ...]:
-    """Give the shardings with the copies inside the groups cut up."""
+    """Return the shardings with the copies inside the groups cut up."""
     return _cut_shardings(annotation, shape, Duplicate)
 
 

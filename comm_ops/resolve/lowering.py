@@ -39,11 +39,11 @@ class Lowering:
             raise ResolveError(f"lowering {self.choice!r} needs to know the nodes; give it a topology")
 
     def calls(self, resolution: Resolution, rank: int) -> tuple[OpCall, ...]:
-        """Give the op calls of `rank`, in order, as `resolution.calls` does, with their algorithms."""
+        """Return the op calls of `rank`, in order, as `resolution.calls` does, with their algorithms."""
         return tuple(map(self.with_algorithm, resolution.calls(rank)))
 
     def with_algorithm(self, call: OpCall) -> OpCall:
-        """Give a call with its algorithm as the last argument, but where it is flat."""
+        """Return a call with its algorithm as the last argument, but where it is flat."""
         algorithm = str(self.algorithm(call.op, *call.args))
         return OpCall(call.op, (*call.args, algorithm)) if algorithm else call
 
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def adjoint_calls(call: OpCall) -> tuple[OpCall, ...]:
-    """Give the calls that take the gradient of the call's result to that of its input; none: it passes as it is.
+    """Return the calls that take the gradient of the call's result to that of its input; none: it passes as it is.
 
     Of an op that computes too, only the name of the one that its backward runs is told.
     """

@@ -25,7 +25,7 @@ class OpCall:
 
 
 def resized(call: OpCall, sizes: Sequence[object]) -> OpCall:
-    """Give a call that cuts or joins a dim with other sizes: of one whose size only the run tells.
+    """Return a call that cuts or joins a dim with other sizes: of one whose size only the run tells.
 
     Such a change is resolved for a stand-in of as many entries as the split has units.
     """
@@ -53,7 +53,7 @@ class AxisStep:
     cotangent: str
 
     def call(self, rank: int) -> OpCall:
-        """Give the call of `rank`, which must be in the group."""
+        """Return the call of `rank`, which must be in the group."""
         peers = list(self.peers(rank))
         if self.split is None:
             return OpCall(self.op, (peers,) if self.op == "identity" else (peers, self.cotangent))
@@ -66,7 +66,7 @@ class AxisStep:
         return OpCall(self.op, (peers, *layout, *tail))
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Give the ranks that `rank` communicates with, in axis order."""
+        """Return the ranks that `rank` communicates with, in axis order."""
         ranks, position = self.source.groups[0].ranks, self.source.position(rank)
         coordinate = position // self.interval % self.ways
         first = position - coordinate * self.interval
@@ -98,7 +98,7 @@ class TopStep:
     cotangent: str
 
     def call(self, rank: int) -> OpCall:
-        """Give the call of `rank`."""
+        """Return the call of `rank`."""
         transition = str(Transition(self.source, self.target, self.shape))
         return OpCall(self.op, (transition,) if self.op == "split_reduce_scatter" else (transition, self.cotangent))
 
@@ -129,7 +129,7 @@ class MoveStep:
     op: str = "batched_send_receive"
 
     def call(self, rank: int) -> OpCall:
-        """Give the call of `rank`."""
+        """Return the call of `rank`."""
         back = Transition(self.target_cotangent, cotangent(self.source), self.shape)
         return OpCall(self.op, (str(Transition(self.source, self.target, self.shape)), str(back)))
 
@@ -156,7 +156,7 @@ class Resolution:
     steps: tuple[CommStep, ...]
 
     def calls(self, rank: int) -> tuple[OpCall, ...]:
-        """Give the op calls of `rank`, in order. It starts with an empty tensor if it holds nothing yet."""
+        """Return the op calls of `rank`, in order. It starts with an empty tensor if it holds nothing yet."""
         return tuple(step.call(rank) for step in self.steps if _takes_part(step, rank))
 
     def bytes(self, itemsize: int) -> int:

@@ -2,9 +2,8 @@
 
 A way proposes steps that make a change, or nothing where it does not apply. The ways are tried in the paper's order:
 bottom tier, top tier, both, batched send-receive; then those that go beyond it. The cheapest proposal is taken, unless
-an earlier one cannot be beaten (`StepPrices`).
-
-The closed list of reasons why a change is not resolved. Every other change is.
+an earlier one cannot be beaten (`StepPrices`). `Refusal` has the closed list of reasons why a change is not resolved;
+every other change is.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ def _by_way_of(edge: ReshardEdge, before: Annotation, after: Annotation, prices:
 
 
 def _collectives(edge: ReshardEdge, prices: StepPrices) -> Steps | None:
-    """Give steps that move nothing beside collectives, or None."""
+    """Return steps that move nothing beside collectives, or None."""
     if edge.is_idle:
         return ()
     edge = edge.flat

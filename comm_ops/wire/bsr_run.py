@@ -153,7 +153,7 @@ def _device(plan: BsrPlan, rank: int, examples: Sequence[Tensor]) -> torch.devic
 def examples_of(
     plan: BsrPlan, tensors: Sequence[Tensor | None], like: Sequence[Tensor] | None, rank: int
 ) -> list[Tensor]:
-    """Give for every move a tensor of its dtype and device. Raises CommError where a tensor is missing or misfit."""
+    """Return for every move a tensor of its dtype and device. Raises CommError where a tensor is missing or misfit."""
     if len(tensors) != len(plan.moves):
         raise CommError(f"a plan of {len(plan.moves)} moves needs as many tensors, got {len(tensors)}")
     examples = []

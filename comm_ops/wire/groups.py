@@ -119,7 +119,7 @@ class GroupTable:
         release_at_exit(self)
 
     def beside(self, name: str, *, is_whole: bool = False) -> GroupTable:
-        """Give the table of the same ranks, with groups of its own, for messages in a thread of that name.
+        """Return the table of the same ranks, with groups of its own, for messages in a thread of that name.
 
         Messages of one group must come in one order on all ranks, which those of several threads do not. Made at the
         first call. Only a group of all ranks is shared, unless `is_whole`: then the first call is collective.
@@ -166,17 +166,17 @@ class GroupTable:
         return self._base
 
     def to_global(self, rank: int) -> int:
-        """Give torch.distributed's rank of a logical rank."""
+        """Return torch.distributed's rank of a logical rank."""
         return self._globals[rank]
 
     def position(self, ranks: Sequence[int]) -> int:
-        """Give this rank's position among `ranks`; raise CommError where it is not one of them."""
+        """Return this rank's position among `ranks`; raise CommError where it is not one of them."""
         if self.rank not in ranks:
             raise CommError(f"rank {self.rank} runs a communication of ranks {list(ranks)}, which leave it out")
         return list(ranks).index(self.rank)
 
     def group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Give the group of logical `ranks` (any order; inside, they are sorted by global rank).
+        """Return the group of logical `ranks` (any order; inside, they are sorted by global rank).
 
         Its first use is collective over `ranks`. Raises CommError for ranks that are not there.
         """
@@ -186,7 +186,7 @@ class GroupTable:
         return self._groups[key]
 
     def order(self, ranks: Sequence[int]) -> list[int]:
-        """Give the positions in `ranks` in the order in which their process group counts them."""
+        """Return the positions in `ranks` in the order in which their process group counts them."""
         return sorted(range(len(ranks)), key=lambda position: self._globals[ranks[position]])
 
     def staged(self, device: torch.device) -> bool:
@@ -242,7 +242,7 @@ def activate(table: GroupTable | None) -> GroupTable | None:
 
 
 def active() -> GroupTable:
-    """Give the table that ops use: the activated one, else one over the whole world as it is now."""
+    """Return the table that ops use: the activated one, else one over the whole world as it is now."""
     global _default
     own: GroupTable | None = getattr(_beside, "table", None)
     if own is not None:

@@ -17,18 +17,18 @@ _ALIGNMENT = 16  # bytes; a slice of any dtype may then be viewed in place
 
 
 def local_dims(annotation: Annotation, rank: int, shape: Shape, dims: Dims) -> tuple[Intervals | None, ...]:
-    """Give where a slice stands in `rank`'s local tensor; None is a whole (symbolic) dim."""
+    """Return where a slice stands in `rank`'s local tensor; None is a whole (symbolic) dim."""
     located = locate(annotation.region(rank, shape).dims, dims)
     return tuple(None if size is None else held for size, held in zip(shape, located, strict=True))
 
 
 def slice_shape(dims: Dims, shape: Shape, like: Tensor) -> list[int]:
-    """Give the shape of a slice; symbolic sizes are those of `like`."""
+    """Return the shape of a slice; symbolic sizes are those of `like`."""
     return [like.shape[dim] if size is None else length(dims[dim]) for dim, size in enumerate(shape)]
 
 
 def local_shape_like(annotation: Annotation, rank: int, shape: Shape, like: Tensor) -> list[int]:
-    """Give `rank`'s local shape with the symbolic sizes of `like`; empty if it holds nothing."""
+    """Return `rank`'s local shape with the symbolic sizes of `like`; empty if it holds nothing."""
     if annotation.holds(rank):
         local = annotation.local_shape(rank, shape)
     else:

@@ -35,12 +35,12 @@ def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGr
 
 
 def world_group() -> ProcessGroup | None:
-    """Give the group of all ranks; None without torch.distributed."""
+    """Return the group of all ranks; None without torch.distributed."""
     return get_default_group() if dist.is_available() and dist.is_initialized() else None
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:
-    """Give the bound of a group's waits: of the first of its backends that has one, else torch's own."""
+    """Return the bound of a group's waits: of the first of its backends that has one, else torch's own."""
     if group is None:
         return timedelta(minutes=30)
     for device in ("cpu", "cuda"):

@@ -1,11 +1,9 @@
-"""Leaves torch.distributed in order when the process ends.
+"""Ends communication: in order when the process ends, or at once, so that whoever waits in it gets an error.
 
 The threads of gloo hold the tensors of messages. One that frees a tensor while the interpreter is finalised asks for
 python's lock, is ended for that in the middle of a destructor, and aborts the process ("terminate called without an
 active exception"; pytorch issue 190489, seen in torch 2.13). A process group that is freed earlier waits for its
 threads. destroy_process_group frees only those that nobody else holds, and group tables hold theirs.
-
-Ends all communication of this process at once, so that whoever waits in it gets an error.
 
 Gloo cannot be aborted: a message with a peer that lives but does not come, or is stopped, waits for its time-out, and
 destroying its group waits for it (pytorch issue 130345, seen in torch 2.13). But a connection that is shut down fails

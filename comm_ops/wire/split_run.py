@@ -58,7 +58,7 @@ def scatter_slices(x: Tensor, transition: Transition, algorithm: Algorithm, tabl
 
 
 def algorithm_of_slices(of_group: ChooseAlgorithm) -> ChooseAlgorithm:
-    """Give the choice of a split collective's algorithm: that of its largest group that gains from two levels."""
+    """Return the choice of a split collective's algorithm: that of its largest group that gains from two levels."""
 
     def choose(args: Sequence[Any], topology: Topology, choice: str) -> Algorithm:
         transition = parse_transition(args[0])
@@ -76,12 +76,12 @@ def algorithm_of_slices(of_group: ChooseAlgorithm) -> ChooseAlgorithm:
 
 
 def _own_part(group: SliceGroup, rank: int) -> tuple[Dims, ...]:
-    """Give the slices of `rank` in a group."""
+    """Return the slices of `rank` in a group."""
     return group.parts[group.ranks.index(rank)]
 
 
 def result_like(x: Tensor, transition: Transition, rank: int) -> Tensor:
-    """Give an empty tensor for this rank's part after the change."""
+    """Return an empty tensor for this rank's part after the change."""
     return x.new_empty(local_shape_like(transition.target, rank, transition.shape, x))
 
 

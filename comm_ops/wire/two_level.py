@@ -38,7 +38,7 @@ Levels = tuple[tuple[int, ...], ...]
 
 
 def _sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
-    """Give the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
+    """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     levels = by_node(tuple(ranks), tuple(nodes))
     inside = _inside(levels, table.rank)
     place, count = inside.index(table.rank), min(map(len, levels))
@@ -52,7 +52,7 @@ def _sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table:
 def _gather_in_levels(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
 ) -> list[Tensor]:
-    """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
+    """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
     levels = by_node(tuple(ranks), tuple(nodes))
     inside = _inside(levels, table.rank)
     numels = {rank: torch.Size(shape).numel() for rank, shape in zip(ranks, shapes, strict=True)}
@@ -71,7 +71,7 @@ def _gather_in_levels(
 
 
 def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
-    """Give the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
+    """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     levels = by_node(tuple(ranks), tuple(nodes))
     inside = _inside(levels, table.rank)
     flats = {rank: part.detach().reshape(-1) for rank, part in zip(ranks, parts, strict=True)}
@@ -104,7 +104,7 @@ def _own_lanes(levels: Levels, rank: int) -> Iterator[tuple[int, tuple[int, ...]
 
 
 def _owners(levels: Levels, lane: int) -> list[int]:
-    """Give the rank of each node whose part travels in a lane; -1 where a node has no more ranks."""
+    """Return the rank of each node whose part travels in a lane; -1 where a node has no more ranks."""
     return [ranks[lane] if lane < len(ranks) else -1 for ranks in levels]
 
 
@@ -115,7 +115,7 @@ def _brought(levels: Levels, place: int, count: int) -> list[int]:
 
 
 def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
-    """Give the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
+    """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
         return _sum_in_levels(x, ranks, algorithm.nodes, table)
     return sum_over(x, ranks, table)
@@ -124,7 +124,7 @@ def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: 
 def all_gather_by(
     x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable
 ) -> list[Tensor]:
-    """Give the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
+    """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
     if algorithm.in_two_levels(num_bytes):
         return _gather_in_levels(x, shapes, ranks, algorithm.nodes, table)
@@ -133,7 +133,7 @@ def all_gather_by(
 
 
 def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
-    """Give the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
+    """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
         return _reduce_in_levels(parts, ranks, algorithm.nodes, table)

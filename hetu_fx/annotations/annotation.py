@@ -96,15 +96,15 @@ class Annotation:
         return rank in _places(self)
 
     def position(self, rank: int) -> int:
-        """Give the position of `rank` inside its group."""
+        """Return the position of `rank` inside its group."""
         return _place(self, rank)[1]
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Give the index of the group that `rank` is in, and its position there."""
+        """Return the index of the group that `rank` is in, and its position there."""
         return _place(self, rank)
 
     def local_shape(self, rank: int, shape: Sequence[int | None]) -> Shape:
-        """Give the shape of `rank`'s dense local tensor; None (symbolic) dims must not be split."""
+        """Return the shape of `rank`'s dense local tensor; None (symbolic) dims must not be split."""
         group, position = _place(self, rank)
         local = list(shape)
         for split, index in _cuts(self, group, position):
@@ -121,18 +121,18 @@ class Annotation:
                 split.parts(_known_size(self, split, sizes))
 
     def region(self, rank: int, shape: Sequence[int | None]) -> Region:
-        """Give the index space that `rank` holds; a symbolic dim, never split, counts as of size 1."""
+        """Return the index space that `rank` holds; a symbolic dim, never split, counts as of size 1."""
         return _region(self, rank, tuple(shape))
 
 
 @lru_cache(maxsize=4096)
 def _one_of_its_kind(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give the first of all equal tuples, so that caches compare large annotations by identity."""
+    """Return the first of all equal tuples, so that caches compare large annotations by identity."""
     return value
 
 
 def cotangent(annotation: Annotation) -> Annotation:
-    """Give the annotation of a gradient: partial becomes duplicate, the rest stays."""
+    """Return the annotation of a gradient: partial becomes duplicate, the rest stays."""
     if not annotation.has_partial:
         return annotation  # the same object: comparing large equal ones, as caches do, is slow
     shardings = tuple(Sharding(tuple(map(_dual, s.axes))) if s.num_summands > 1 else s for s in annotation.shardings)

@@ -70,7 +70,7 @@ def offsets(intervals: Intervals) -> Intervals:
 
 
 def whole(size: int) -> Intervals:
-    """Give the intervals of an uncut dim."""
+    """Return the intervals of an uncut dim."""
     return ((0, size),) if size else ()
 
 

@@ -50,21 +50,21 @@ class Split:
         return len(self.units)
 
     def parts(self, size: int) -> tuple[int, ...]:
-        """Give the middle factor's part of each position, for a dim of `size`; raise where it divides not."""
+        """Return the middle factor's part of each position, for a dim of `size`; raise where it divides not."""
         unit = self._unit(size)
         return tuple(count * unit for count in self.units)
 
     def bounds(self, size: int, position: int) -> tuple[int, int]:
-        """Give where the part of `position` starts and stops in the middle factor."""
+        """Return where the part of `position` starts and stops in the middle factor."""
         unit = self._unit(size)
         return self._starts[position] * unit, self._starts[position + 1] * unit
 
     def local_size(self, size: int, position: int) -> int:
-        """Give the length of the dim that `position` holds."""
+        """Return the length of the dim that `position` holds."""
         return self.outer * self.units[position] * self._unit(size) * self.inner
 
     def _unit(self, size: int) -> int:
-        """Give the entries of the middle factor that one unit stands for; raise where it divides not."""
+        """Return the entries of the middle factor that one unit stands for; raise where it divides not."""
         middle, rest = divmod(size, self.outer * self.inner)
         total = self._starts[-1]
         if rest or middle % total:

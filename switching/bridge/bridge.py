@@ -1,6 +1,6 @@
 """The bridge between home and compute parameters: values there once per step, gradients back.
 
-What travels how is decided by `bridge_plan`; this module carries it out on one rank. Where home and compute
+What travels how is decided by `plan_bridge`; this module carries it out on one rank. Where home and compute
 coincide the memory is shared and nothing moves.
 """
 

@@ -175,7 +175,7 @@ class Arrivals:
         self.tensors: dict[str, Tensor] = {}
 
     def make(self, name: str) -> Tensor:
-        """Give the result of a name, uninitialised at first."""
+        """Return the result of a name, uninitialised at first."""
         if name not in self.tensors:
             self.tensors[name] = torch.empty(self.places[name].shape, dtype=self.dtype, device=self.device)
         return self.tensors[name]

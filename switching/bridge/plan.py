@@ -1,9 +1,8 @@
 """The bridge on paper: which boxes of which parameters travel in which message, and in what order.
 
-A parameter's transition is cut in finest slices (comm_ops.slices). A slice whose summands lie on several
-ranks and whose sum is wanted by one of them is *scattered* (reduce-scatter), by all of them *summed*
-(all-reduce); a slice that one rank owns and others read is *gathered* (all-gather). Slices with the same
-ranks travel in one flat message. What fits none of these is *moved* by batched send-receive.
+A parameter's transition is cut in finest slices, and `comm_ops.plans.routes` says by which collective each gets
+home or to its readers. Slices with the same ranks travel in one flat message. What has no route is *moved* by
+batched send-receive.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ While a bucket's messages travel, those before it are put together and those aft
 most and beside its state, what leaves of three buckets (others may read it where it is packed), what arrives of two,
 and new parts of one. Where all ranks read messages where they are packed, nothing travels: a rank holds what leaves of
 two buckets, and new parts of one. Where all ranks read each other's parts, slices of few runs are not packed either.
-
-The ways of slices from rank to rank when the home changes, and what memory each takes.
 """
 
 from __future__ import annotations

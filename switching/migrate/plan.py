@@ -1,6 +1,6 @@
 """A change of the parameters' home on paper: what travels from whom to whom, in which order, and what that takes.
 
-Values, gradients and optimizer state of a parameter lie alike, so they travel alike; `comm_ops.bsr_plan` chooses their
+Values, gradients and optimizer state of a parameter lie alike, so they travel alike; `plan_moves` chooses their
 senders together. Buckets are carried out one after the other, each in one message per pair of ranks, so that a rank
 needs little memory beside its state (Malleus moves its state in ten rounds for that).
 """

@@ -2,9 +2,9 @@
 
 import pytest
 
+from hetu_fx.annotations.hetu_json import read_leaf, read_leaves, write_leaf
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.errors import AnnotationError
-from tests.oracles.hetu_json import read_leaf, read_leaves, write_leaf
 
 WEIGHT = {
     "split": {"0": [4, 1]},

@@ -20,11 +20,11 @@ from hetu_fx.base.torch_private import FakeTensorMode, tree_leaves
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, Result, Run, Sharing
-from hetu_fx.planner.count.recompute_segments import Pieces, all_pieces
+from hetu_fx.planner.count.recompute_segments import RecomputeSegments, all_pieces
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
-from hetu_fx.planner.values.recompute_memory import Again, Piece
+from hetu_fx.planner.values.recompute_memory import Again, Segment
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 
@@ -108,10 +108,10 @@ class _Measured:
         """Yield the line through each two measurements."""
         return map(self._amount, one, other)
 
-    def pieces(self, pieces: Pieces, num_blocks: int) -> list[tuple[Piece, ...]]:
+    def pieces(self, pieces: RecomputeSegments, num_blocks: int) -> list[tuple[Segment, ...]]:
         """Return what the pieces of each block are."""
         found = zip(*(pieces.peaks(run, num_blocks + 2)[1:-1] for run in (self.first, self.second)), strict=True)
-        return [tuple(Piece(*self.amounts(*pair)) for pair in zip(*blocks, strict=True)) for blocks in found]
+        return [tuple(Segment(*self.amounts(*pair)) for pair in zip(*blocks, strict=True)) for blocks in found]
 
     def _amount(self, first: Held, second: Held) -> Amount:
         more = second - first if self.grows else first

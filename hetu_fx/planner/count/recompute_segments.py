@@ -19,7 +19,7 @@ from hetu_fx.transforms.layouts.work_shares import WorkShares
 from hetu_fx.transforms.lowering.recompute import segments_of
 
 
-class PiecePeaks(NamedTuple):
+class SegmentPeaks(NamedTuple):
     """What a piece keeps, what besides since it is sent, and the most above what earlier ones keep."""
 
     kept: Held
@@ -30,7 +30,7 @@ class PiecePeaks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class RecomputeSegments:
     """The pieces of all parts for one way to share work; ops go by their names.
 
     `sent` are the ops whose results are sent, with how the group shares what arrives; `readers` the ops that read each
@@ -51,7 +51,7 @@ class Pieces:
         pairs = [(op, self.places[other]) for op in self.places for other in self.readers[op] if other in self.places]
         return frozenset(op for op, place in pairs if place != self.places[op] and place in keeping)
 
-    def peaks(self, run: Run, num_parts: int) -> tuple[tuple[PiecePeaks, ...], ...]:
+    def peaks(self, run: Run, num_parts: int) -> tuple[tuple[SegmentPeaks, ...], ...]:
         """Return the peaks of each part's pieces.
 
         A piece's backward begins with its forward once more, while cotangents wait. What it holds then is what it holds
@@ -67,7 +67,7 @@ class Pieces:
             for place in ((part, piece) for piece in range(self._count(part))):
                 own, forward = kept.get(place, none), later.most.get((place, False), before) - before
                 backward = first.peak(place, before, own, after, forward), later.peak(place, before, own, none, forward)
-                pieces.append(PiecePeaks(left.get(place, none), sent.get(place, none), forward, *backward))
+                pieces.append(SegmentPeaks(left.get(place, none), sent.get(place, none), forward, *backward))
                 before += own
             found.append(tuple(pieces))
         return tuple(found)
@@ -117,7 +117,7 @@ class _Backward:
         return max(self.most[place, True] - before - after, again, key=lambda held: held.whole)
 
 
-def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[str, Pieces]:
+def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[str, RecomputeSegments]:
     """Return the pieces by how the devices of a stage share work, under the names of `again.Again`."""
     ops = [node for node in graph.graph.nodes if node.op == "call_function" and part_of[node] >= 0]
     weights = frozenset(leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER))
@@ -129,7 +129,7 @@ def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int])
     for way, sent in _sent(ops, shares).items():
         numbers = {part: segments_of(span, frozenset(sent), weights) for part, span in spans.items()}
         places = {node.name: (part, segment) for part, found in numbers.items() for node, segment in found.items()}
-        pieces[way] = Pieces(places, {node.name: sharing for node, sharing in sent.items()}, readers)
+        pieces[way] = RecomputeSegments(places, {node.name: sharing for node, sharing in sent.items()}, readers)
     return pieces
 
 

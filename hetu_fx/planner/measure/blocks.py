@@ -21,7 +21,7 @@ from hetu_fx.planner.measure.fit import (
     lengths_of,
     slowdown,
 )
-from hetu_fx.planner.measure.shards import Shard, shard_of, symbol_hints
+from hetu_fx.planner.measure.shards import BlockShard, shard_of, symbol_hints
 from hetu_fx.planner.values.block_times import BlockTime
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.program import Program
@@ -129,7 +129,7 @@ class _Measurement:
         return 3 * flops / speed * (_REPEATS + 2) * sum(SHARES_OF_LENGTH)
 
 
-def _timed(shard: Shard, length: int, place: torch.device, budget: float) -> tuple[float, float]:
+def _timed(shard: BlockShard, length: int, place: torch.device, budget: float) -> tuple[float, float]:
     """Return the median seconds forward and backward, and the bytes kept in between."""
     inputs = shard.inputs(length, place)
     kept = shard.kept_bytes(inputs)
@@ -140,7 +140,7 @@ def _timed(shard: Shard, length: int, place: torch.device, budget: float) -> tup
     return statistics.median(seconds), float(kept)
 
 
-def seconds_of(shard: Shard, inputs: Sequence[torch.Tensor]) -> float:
+def seconds_of(shard: BlockShard, inputs: Sequence[torch.Tensor]) -> float:
     """Run a shard forward and backward; return the seconds."""
     for tensor in inputs:
         tensor.grad = None

@@ -33,7 +33,7 @@ _STAGES = 3  # what stands before the block, the block, what stands after it
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class BlockShard:
     """One device's part of one block, as a function of made-up tensors."""
 
     program: Program
@@ -113,7 +113,7 @@ def symbol_hints(program: Program) -> Mapping[Any, int]:
     return {symbol: hint for symbol, hint in found.items() if symbol != program.graph.batch_symbol}
 
 
-def shard_of(program: Program, block: int, degree: int) -> Shard:
+def shard_of(program: Program, block: int, degree: int) -> BlockShard:
     """Return what the first device of a group of `degree` runs of a block.
 
     Raises:
@@ -128,7 +128,7 @@ def shard_of(program: Program, block: int, degree: int) -> Shard:
     assert device is not None, "the plan has the rank"
     _leave_communication_out(device.graph)
     table = GroupTable.dry(device.rank, _STAGES * degree)
-    return Shard(program, deduced, device, table, lower(Checkpoint()(device), None))
+    return BlockShard(program, deduced, device, table, lower(Checkpoint()(device), None))
 
 
 def _leave_communication_out(graph: fx.Graph) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hetu_fx.planner.values.device_memory import Shard, Terms, in_flight, instants, most_rows, peak
+from hetu_fx.planner.values.device_memory import HeldShard, Terms, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tied import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
@@ -42,7 +42,7 @@ class Homes:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockRange:
     """The blocks [start, stop) of a program, with `share` of what a group of `group` devices splits.
 
     `costs` are those for the way in which the group shares work.
@@ -59,7 +59,7 @@ class Piece:
         """Return the bytes of parameters that the piece reads."""
         return self.costs.stage(self.start, self.stop).parameter_bytes_at(self.share)
 
-    def shard(self, homes: Homes) -> Shard:
+    def shard(self, homes: Homes) -> HeldShard:
         """Return what its device holds."""
         shared = self.costs.shared(self.start, self.stop)
         tied = sum(one.at(self.share) for one in shared)
@@ -68,7 +68,7 @@ class Piece:
         common = self.parameter_bytes - split - tied
         copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
         owned = split * homes.split + common * homes.whole + sum(one.bytes for one in shared) * homes.tied
-        return Shard(
+        return HeldShard(
             parameters=self.parameter_bytes,
             owned=owned if homes.zero else self.parameter_bytes,
             copied=copied if homes.zero else 0.0,
@@ -86,14 +86,14 @@ class Piece:
             known[key] = most_rows(limit, shard, num_in_flight, micro_batches)
         return known[key]
 
-    def _even_shard(self, zero: int, num_replicas: int) -> Shard:
+    def _even_shard(self, zero: int, num_replicas: int) -> HeldShard:
         """Return what its device holds if states are spread evenly; it is the same for all schedules."""
         key, known = (zero, num_replicas, self._place), self.costs.known_shards
         if key not in known:
             known[key] = self.shard(Homes.even(zero, num_replicas, self.group))
         return known[key]
 
-    def recomputing(self, blocks: int) -> Piece:
+    def recomputing(self, blocks: int) -> BlockRange:
         """Return the same with so many blocks, its first ones, recomputed."""
         stage = Stage(tuple(range(self.group)), recompute=blocks)
         return replace(self, costs=self.costs.kept_by(stage, self.start))
@@ -112,13 +112,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedDevice:
     """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept."""
 
     rank: int
     pipeline: int
     stage: int
-    piece: Piece
+    piece: BlockRange
     homes: Homes
 
 
@@ -137,12 +137,12 @@ def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -
     return found
 
 
-def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Shard]:
+def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
     """Return what every device of a plan is given to hold; states are spread by `speeds`."""
     return {place.rank: place.piece.shard(place.homes) for place in places_in(plan, costs, speeds)}
 
 
-def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[Place]:
+def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> Iterator[PlacedDevice]:
     """Yield every device of a plan with what it is given to hold; states are spread by `speeds`."""
     asked = costs.under(plan)
     stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
@@ -164,7 +164,8 @@ def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> I
                 tied=split if stage.is_grid else own / tied,
             )
             program = asked.kept_by(stage, start, position)
-            yield Place(rank, number, index, Piece(program, start, stop, stage.work_shares[position], group), homes)
+            held = BlockRange(program, start, stop, stage.work_shares[position], group)
+            yield PlacedDevice(rank, number, index, held, homes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import Place, places_in
+from hetu_fx.planner.price.placement import PlacedDevice, places_in
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.options import PlanOptions
@@ -63,7 +63,7 @@ def _least_counts(
     return counts
 
 
-def _least(place: Place, stage: Stage, plan: Plan, rows: int, limit: int, costs: ProgramCosts) -> int | None:
+def _least(place: PlacedDevice, stage: Stage, plan: Plan, rows: int, limit: int, costs: ProgramCosts) -> int | None:
     pipeline = plan.pipelines[place.pipeline]
     micro_batches = max(1, min(pipeline.micro_batches, rows))
     kept = in_flight(plan.schedule, place.stage, len(pipeline.stages), micro_batches)

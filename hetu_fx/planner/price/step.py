@@ -133,7 +133,7 @@ Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PricedDevice:
     """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and time.
 
     `peers` are the ranks that hold the same in all pipelines, this one included; `tied` are the parameters that other
@@ -203,7 +203,7 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
 
 
-def ends_of(plan: Plan, places: Iterable[Place], cluster: Cluster) -> list[tuple[float, float, float]]:
+def ends_of(plan: Plan, places: Iterable[PricedDevice], cluster: Cluster) -> list[tuple[float, float, float]]:
     """Return (gradient sync, gather, optimizer) seconds of each device."""
     sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
     return [place.end_terms(plan, cluster, sync) for place in places]
@@ -214,7 +214,7 @@ def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
     return costs.row_sums.seconds([pipeline.devices[0] for pipeline in plan.pipelines], cluster)
 
 
-def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Place]:
+def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[PricedDevice]:
     """Yield every device of a plan."""
     columns, rows = Columns(plan, costs.num_blocks), pipeline_rows(costs.rows, plan)
     for number, pipeline in enumerate(plan.pipelines):
@@ -225,14 +225,14 @@ def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[Pla
             tied = tuple((one, _others(pipeline, held, index)) for one, held in holders if index in held)
             for position, rank in enumerate(stage.stage.devices):
                 peers = columns.of(number, index, position)
-                yield Place(rank, stage, position, rows[number], count, peers, tied)
+                yield PricedDevice(rank, stage, position, rows[number], count, peers, tied)
 
 
 def _others(pipeline: Pipeline, held: Sequence[int], index: int) -> tuple[int, ...]:
     return tuple(pipeline.stages[stage].devices[0] for stage in held if stage != index)
 
 
-def _device_cost(place: Place, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
+def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
     rows, count = place.micro_rows, place.micro_batches if place.rows else 0
     costs = place.costs
     lines = (costs.compute[place.position], costs.tensor_parallel, costs.hand_over)

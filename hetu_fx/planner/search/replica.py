@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import Piece
+from hetu_fx.planner.price.placement import BlockRange
 from hetu_fx.planner.price.recompute import least_blocks
 from hetu_fx.planner.price.stage import compute_lines, forward_lines, tensor_parallel_lines
 from hetu_fx.planner.price.step import pipeline_seconds
@@ -56,7 +56,7 @@ class DeviceHolding:
 
     stage: int
     memory: int
-    piece: Piece
+    piece: BlockRange
 
     def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
         """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
@@ -266,7 +266,7 @@ def stage_estimate(
         seconds=sum(tensor_parallel_lines(stage, parts, cluster), seconds),
         recompute_line=reduce(Line.upper, forward_lines(compute_lines(stage, recompute_line, cluster))),
         holdings=tuple(
-            DeviceHolding(0, room, Piece(costs, start, stop, share, count)) for share, room in least.items()
+            DeviceHolding(0, room, BlockRange(costs, start, stop, share, count)) for share, room in least.items()
         ),
         update=reduce(
             Line.upper,

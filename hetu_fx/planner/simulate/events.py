@@ -57,7 +57,7 @@ class Times:
 
 def play(activities: Sequence[Activity]) -> tuple[Times, ...]:
     """Return when each activity runs, from second 0. Raises `StateError` where some wait for each other."""
-    run = _Run(activities)
+    run = _Replay(activities)
     run.play()
     waiting = [number for number, times in enumerate(run.times) if times is None]
     if waiting:
@@ -104,7 +104,7 @@ class _Running:
         self.since, self.rate, self.version = now, rate, self.version + 1
 
 
-class _Run:
+class _Replay:
     """The state of a play. Events are (seconds, activity, version): its latency is over (-1), or it is done."""
 
     def __init__(self, activities: Sequence[Activity]) -> None:

@@ -28,7 +28,7 @@ _COMPUTE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PipelineLane:
     """A pipeline whose stages' blocks are dealt out in chunks, and its costs.
 
     Part k of `parts` is chunk k // p of stage k % p, of p stages; `stops` says where the blocks of each begin.
@@ -42,7 +42,7 @@ class Lane:
     cluster: Cluster
 
     @classmethod
-    def of(cls, pipeline: Pipeline, schedule: PaperSchedule, program: ProgramCosts, cluster: Cluster) -> Lane:
+    def of(cls, pipeline: Pipeline, schedule: PaperSchedule, program: ProgramCosts, cluster: Cluster) -> PipelineLane:
         """Return a pipeline in the chunks of a schedule. Raises `PlanError` where it does not fit the program."""
         parts = _dealt(pipeline, num_chunks(schedule), program.num_blocks)
         stops = stops_of(parts, program.num_blocks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hetu_fx.errors import StateError
 from hetu_fx.planner.price.buckets import Bucket
 from hetu_fx.planner.simulate.jobs import Jobs, Traffic
-from hetu_fx.planner.simulate.pipeline import Lane
+from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.schedules import Entry, PaperSchedule, Work, table
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line
@@ -40,7 +40,7 @@ class PipelineJobs:
     """
 
     jobs: Jobs
-    lane: Lane
+    lane: PipelineLane
     number: int
     rows: Sequence[int]
     buckets: Sequence[Bucket]

@@ -19,11 +19,11 @@ from hetu_fx.planner.price.step import places_of, row_sum_seconds
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.jobs import Jobs, ring_traffic
-from hetu_fx.planner.simulate.pipeline import Lane
+from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
 from hetu_fx.planner.simulate.result import Simulation, simulation
 from hetu_fx.planner.simulate.schedules import PaperSchedule
-from hetu_fx.planner.values.device_memory import MOMENTS, Shard
+from hetu_fx.planner.values.device_memory import MOMENTS, HeldShard
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage, split_rows
@@ -41,20 +41,20 @@ def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster, *, schedule: Pap
     Raises:
         PlanError: a plan that does not fit the program, or a schedule that does not fit the plan.
     """
-    return _Step(plan, costs, cluster, schedule or plan.schedule).simulation()
+    return _StepJobs(plan, costs, cluster, schedule or plan.schedule).simulation()
 
 
-class _Step:
+class _StepJobs:
     """The jobs of a step."""
 
     def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster, schedule: PaperSchedule) -> None:
         self.plan, self.cluster, self.schedule = plan, cluster, schedule
         self.costs = costs.under(plan)
         self.jobs = Jobs(cluster)
-        self.lanes = [Lane.of(pipeline, schedule, self.costs, cluster) for pipeline in plan.pipelines]
+        self.lanes = [PipelineLane.of(pipeline, schedule, self.costs, cluster) for pipeline in plan.pipelines]
         self.buckets = buckets(costs, [lane.stops for lane in self.lanes])
         speeds = {rank: cluster.device(rank).speed for rank in plan.devices}
-        self.shards: dict[int, Shard] = shards_of(plan, costs, speeds)
+        self.shards: dict[int, HeldShard] = shards_of(plan, costs, speeds)
 
     def simulation(self) -> Simulation:
         """Add all jobs, play them and sum up."""

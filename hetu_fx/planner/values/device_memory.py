@@ -60,7 +60,7 @@ def fixed_bytes(parameters: float, *, zero: int, num_replicas: int) -> Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class HeldShard:
     """What a device of a stage holds for any number of rows and micro-batches.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Moment:
         return Line(lasting + sum(self.terms.values()) + fixed, per_row + self.messages)
 
 
-def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
+def instants(shard: HeldShard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
     """Return what a device holds at (2) to (7)."""
     lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": moments * shard.owned}
     found = []
@@ -138,7 +138,7 @@ def instants(shard: Shard, num_in_flight: int, micro_batches: int, moments: int 
     return tuple(found)
 
 
-def _moments(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+def _moments(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
     """Yield (2) to (7); what is sent to other stages is held to the end."""
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
     synced = {"gradients": shard.parameters, "messages": shard.messages}
@@ -148,7 +148,7 @@ def _moments(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_
     yield from _passing(shard, num_in_flight, micro_batches)
 
 
-def _passing(shard: Shard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
+def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
     """Yield (3), (4) and (5)."""
     print_, others = shard.footprint, num_in_flight - 1
     has_gradients = micro_batches > num_in_flight
@@ -174,7 +174,7 @@ def peak(found: Sequence[Instant], rows: int) -> Terms:
     return max(found, key=lambda instant: instant.bytes(rows)).at(rows)
 
 
-def most_rows(limit: float, shard: Shard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> int:
+def most_rows(limit: float, shard: HeldShard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> int:
     """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
     lasting = (1 + moments) * shard.owned + shard.copied
     found = (moment.line(lasting) for moment in _moments(shard, num_in_flight, micro_batches))

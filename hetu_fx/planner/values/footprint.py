@@ -16,7 +16,7 @@ from operator import attrgetter
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.affine import NOTHING, Amount, combined
 from hetu_fx.planner.values.line import ZERO, Line
-from hetu_fx.planner.values.recompute_memory import UNKNOWN, Again, Piece, Pieces
+from hetu_fx.planner.values.recompute_memory import UNKNOWN, Again, Segment, Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PartMemory:
     later: Amount = NOTHING
     largest: Amount = NOTHING
     again: Again = field(default=UNKNOWN, kw_only=True)
-    pieces: Pieces = field(default=(), kw_only=True)
+    pieces: Segments = field(default=(), kw_only=True)
 
     def recomputed(self, way: str, kept: Amount) -> PartMemory:
         """Return what it is where it is computed again in backward.
@@ -43,7 +43,7 @@ class PartMemory:
             kept: what is left after the forward if `again` does not say; all comes back at once then.
         """
         backward, later = self.backward + self.kept, self.later + self.kept
-        assumed = Piece(kept=kept, forward=self.forward, backward=backward, later=later)
+        assumed = Segment(kept=kept, forward=self.forward, backward=backward, later=later)
         return replace(self, pieces=getattr(self.again, way) or (assumed,))
 
     @property

@@ -12,7 +12,7 @@ from operator import add
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.affine import Amount
-from hetu_fx.planner.values.device_memory import Shard
+from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -223,7 +223,7 @@ class ProgramCosts:
         return {}
 
     @cached_property
-    def known_shards(self) -> dict[object, Shard]:
+    def known_shards(self) -> dict[object, HeldShard]:
         """What has been worked out of what devices hold."""
         return {}
 

@@ -10,7 +10,7 @@ from hetu_fx.planner.values.affine import NOTHING, Amount, combined
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """What stands between two messages of a block that is computed again in backward: it comes back by itself.
 
     `kept` is what is left after the forward, `sent` what is besides since it was sent; `forward`, `backward` and
@@ -24,10 +24,10 @@ class Piece:
     backward: Amount = NOTHING
     later: Amount = NOTHING
 
-    def by_sequence(self, received: float) -> Piece:
+    def by_sequence(self, received: float) -> Segment:
         """Return what it is for a context parallel group, from which it has received so many bytes per row."""
         kept, sent = self.kept.by_sequence(0.0), self.sent.by_sequence(self.gathered)
-        return Piece(kept, sent, *(a.by_sequence(received) for a in (self.forward, self.backward, self.later)))
+        return Segment(kept, sent, *(a.by_sequence(received) for a in (self.forward, self.backward, self.later)))
 
     @property
     def gathered(self) -> float:
@@ -35,7 +35,7 @@ class Piece:
         return self.sent.per_row - self.sent.sequence_per_row
 
 
-Pieces = tuple[Piece, ...]
+Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,19 @@ class Again:
     One device alone, tensor parallel ones that share the sequence or do not, context parallel ones, and a grid of both.
     """
 
-    alone: Pieces = ()
-    tensor: Pieces = ()
-    sequence: Pieces = ()
-    context: Pieces = ()
-    grid: Pieces = ()
+    alone: Segments = ()
+    tensor: Segments = ()
+    sequence: Segments = ()
+    context: Segments = ()
+    grid: Segments = ()
 
-    def each(self, change: Callable[[Pieces], Pieces]) -> Again:
+    def each(self, change: Callable[[Segments], Segments]) -> Again:
         """Return the same with all pieces changed."""
         return self if self == UNKNOWN else Again(*map(change, _WAYS(self)))
 
     def amounts(self, change: Callable[[Amount], Amount]) -> Again:
         """Return the same with all amounts changed."""
-        return self.each(lambda pieces: tuple(Piece(*map(change, _PIECE(piece))) for piece in pieces))
+        return self.each(lambda pieces: tuple(Segment(*map(change, _PIECE(piece))) for piece in pieces))
 
     @property
     def in_sequence(self) -> Again:
@@ -77,15 +77,15 @@ class Again:
         if any(len(set(map(len, pieces))) > 1 for pieces in ways):
             return cls()
         columns = (zip(*pieces, strict=True) for pieces in ways)
-        return cls(*(tuple(combined(Piece, _PIECE, column, weights) for column in pieces) for pieces in columns))
+        return cls(*(tuple(combined(Segment, _PIECE, column, weights) for column in pieces) for pieces in columns))
 
 
 UNKNOWN = Again()
 
 _WAYS = attrgetter(*(field.name for field in fields(Again)))
-_PIECE = attrgetter(*(field.name for field in fields(Piece)))
+_PIECE = attrgetter(*(field.name for field in fields(Segment)))
 
 
-def _by_sequence(pieces: Pieces) -> Pieces:
+def _by_sequence(pieces: Segments) -> Segments:
     received = (0.0, *(piece.gathered for piece in pieces))
     return tuple(piece.by_sequence(count) for piece, count in zip(pieces, received, strict=False))

@@ -1,13 +1,13 @@
 from dataclasses import replace
 
 from hetu_fx.planner.count.peaks import Held, Owner, Result, Run, Sharing
-from hetu_fx.planner.count.recompute_segments import PiecePeaks, Pieces
+from hetu_fx.planner.count.recompute_segments import RecomputeSegments, SegmentPeaks
 from hetu_fx.planner.count.storages import Change
 
 PARTS = {"x": 0, "a": 1, "sum": 1, "b": 1, "y": 1, "end": 2}
 NUMBERS = {"x": 0, "a": 1, "sum": 2, "b": 3, "y": 4}
 # Part 1 is a block: x -> a -> sum, which is sent, then b -> y. The end reads y.
-BLOCK = Pieces(
+BLOCK = RecomputeSegments(
     places={"x": (0, 0), "a": (1, 0), "sum": (1, 0), "b": (1, 1), "y": (1, 1), "end": (2, 0)},
     sent={"sum": Sharing.NEVER},
     readers={"x": ("a",), "a": ("sum",), "sum": ("b",), "b": ("y",), "y": ("end",), "end": ()},
@@ -45,9 +45,9 @@ NONE = Held()
 def test_a_piece_comes_back_without_those_after_it() -> None:
     _, (first, second), _ = BLOCK.peaks(RUN, 3)
     # x, the sum and b with the cotangents 5 and 8: 103 in all, of which x and the sum are kept by what is before
-    assert second == PiecePeaks(kept=Held(10), sent=NONE, forward=Held(80), backward=Held(83), later=Held(83))
+    assert second == SegmentPeaks(kept=Held(10), sent=NONE, forward=Held(80), backward=Held(83), later=Held(83))
     # x, a and the cotangents 8 and 20: 78 in all
-    assert first == PiecePeaks(kept=NONE, sent=Held(10), forward=Held(50), backward=Held(68), later=Held(68))
+    assert first == SegmentPeaks(kept=NONE, sent=Held(10), forward=Held(50), backward=Held(68), later=Held(68))
 
 
 def test_what_is_sent_is_shared_as_it_arrives() -> None:
@@ -61,7 +61,7 @@ def test_a_piece_that_saves_nothing_need_not_be_computed_again() -> None:
 
 
 def test_a_block_without_messages_comes_back_at_once() -> None:
-    whole = Pieces({op: (part, 0) for op, part in PARTS.items()}, {}, BLOCK.readers)
+    whole = RecomputeSegments({op: (part, 0) for op, part in PARTS.items()}, {}, BLOCK.readers)
     (piece,) = whole.peaks(RUN, 3)[1]
     # all that it keeps and the cotangents 5 and 8, when the end has freed y
-    assert piece == PiecePeaks(kept=Held(10), sent=NONE, forward=Held(130), backward=Held(133), later=Held(133))
+    assert piece == SegmentPeaks(kept=Held(10), sent=NONE, forward=Held(130), backward=Held(133), later=Held(133))

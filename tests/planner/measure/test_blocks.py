@@ -17,7 +17,7 @@ from hetu_fx.planner.api import profile
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import Measuring, joined
 from hetu_fx.planner.measure.fit import degrees_of, distinct_blocks
-from hetu_fx.planner.measure.shards import Shard, shard_of
+from hetu_fx.planner.measure.shards import BlockShard, shard_of
 from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.captures import Programs
@@ -38,7 +38,7 @@ def llama() -> nn.Module:
     return model_zoo.llama(num_key_value_heads=2)
 
 
-def run_by_size(shard: Shard, inputs: Sequence[torch.Tensor]) -> float:
+def run_by_size(shard: BlockShard, inputs: Sequence[torch.Tensor]) -> float:
     """Run a shard, and say that it takes as long as it has to do."""
     shard.backward(shard.forward(inputs))
     tokens = next(t.shape[1] for s, t in zip(shard.device.slots, inputs, strict=True) if s.kind is SlotKind.RECEIVED)

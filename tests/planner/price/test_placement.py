@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.planner.price.placement import Homes, Piece, device_bytes, shards_of, stops_of
+from hetu_fx.planner.price.placement import BlockRange, Homes, device_bytes, shards_of, stops_of
 from hetu_fx.planner.values.tied import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import transformer
@@ -45,7 +45,7 @@ def test_a_group_alone_copies_only_what_it_does_not_split() -> None:
 
 
 def test_without_spreading_states_every_device_owns_what_it_reads() -> None:
-    piece = Piece(COSTS, 0, 4)
+    piece = BlockRange(COSTS, 0, 4)
     shard = piece.shard(Homes(zero=0, num_copies=2))
     assert (shard.owned, shard.copied, shard.synced) == (piece.parameter_bytes, 0, piece.parameter_bytes)
 

@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.simulate.pipeline import Lane
+from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, Work
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage
@@ -10,8 +10,8 @@ from tests.planner.examples import paper, transformer
 PIPELINE = Pipeline((Stage((0,), blocks=5), Stage((1, 2), blocks=3)))
 
 
-def lane(schedule: PaperSchedule) -> Lane:
-    return Lane.of(PIPELINE, schedule, transformer(layers=8), paper(4, 2, 1))
+def lane(schedule: PaperSchedule) -> PipelineLane:
+    return PipelineLane.of(PIPELINE, schedule, transformer(layers=8), paper(4, 2, 1))
 
 
 def test_chunks_deal_blocks_out_round_by_round() -> None:

@@ -1,16 +1,16 @@
 import pytest
 
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
-from hetu_fx.planner.values.device_memory import UNBOUNDED, Shard, fixed_bytes, in_flight, instants, most_rows, peak
+from hetu_fx.planner.values.device_memory import UNBOUNDED, HeldShard, fixed_bytes, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 
 PRINT = StageFootprint(Line(0, 10), (Line(0, 12),), (Line(5, 14),), (Line(0, 15),), largest=8)
-ALONE = Shard(parameters=100, owned=100, copied=0, synced=0, footprint=PRINT)
-SPREAD = Shard(parameters=100, owned=25, copied=100, synced=100, footprint=PRINT)
+ALONE = HeldShard(parameters=100, owned=100, copied=0, synced=0, footprint=PRINT)
+SPREAD = HeldShard(parameters=100, owned=25, copied=100, synced=100, footprint=PRINT)
 
 
-def total(shard: Shard, rows: int, num_in_flight: int = 1, micro_batches: int = 1) -> dict[str, int]:
+def total(shard: HeldShard, rows: int, num_in_flight: int = 1, micro_batches: int = 1) -> dict[str, int]:
     """Return the bytes of all terms at each instant, the largest where there are several of a name."""
     found: dict[str, int] = {}
     for instant in instants(shard, num_in_flight, micro_batches):
@@ -51,7 +51,7 @@ def test_replicas_hold_copies_their_messages_and_what_arrives() -> None:
 
 def test_gathers_hold_no_more_messages_than_travel_at_once() -> None:
     size = 10 * BUCKET_BYTES
-    shard = Shard(parameters=size, owned=0, copied=size, synced=size, footprint=PRINT)
+    shard = HeldShard(parameters=size, owned=0, copied=size, synced=size, footprint=PRINT)
     assert total(shard, 0)["gather"] == 2 * size + 3 * BUCKET_BYTES
 
 
@@ -64,7 +64,7 @@ def test_micro_batches_in_flight_add_up() -> None:
 
 
 @pytest.mark.parametrize("shard", [ALONE, SPREAD])
-def test_most_rows_fill_what_is_left(shard: Shard) -> None:
+def test_most_rows_fill_what_is_left(shard: HeldShard) -> None:
     found = instants(shard, 3, 6)
     rows = most_rows(1000, shard, 3, 6)
     assert rows > 0
@@ -74,6 +74,6 @@ def test_most_rows_fill_what_is_left(shard: Shard) -> None:
 
 def test_rows_have_no_limit_where_they_hold_nothing_and_none_fit_where_states_do_not() -> None:
     empty = StageFootprint(Line(), (), (), ())
-    shard = Shard(100, 100, 0, 0, empty)
+    shard = HeldShard(100, 100, 0, 0, empty)
     assert most_rows(400, shard, 1, 1) == UNBOUNDED
     assert most_rows(399, shard, 1, 1) == 0

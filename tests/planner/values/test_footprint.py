@@ -6,7 +6,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.footprint import PartMemory, StageFootprint, highest_at
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.recompute_memory import Again, Piece
+from hetu_fx.planner.values.recompute_memory import Again, Segment
 
 PART = PartMemory(kept=Amount(per_row=10), forward=Amount(per_row=14), backward=Amount(per_row=3), later=Amount(2, 3))
 
@@ -25,8 +25,8 @@ def test_a_part_that_is_recomputed_keeps_less_and_comes_back_at_once_where_its_p
 
 
 def test_pieces_come_back_one_after_another() -> None:
-    first = Piece(Amount(), sent=Amount(per_row=2), forward=Amount(per_row=6), backward=Amount(8, 7), later=Amount())
-    second = Piece(kept=Amount(per_row=1), forward=Amount(per_row=9), backward=Amount(0, 9), later=Amount(per_row=9))
+    first = Segment(Amount(), sent=Amount(per_row=2), forward=Amount(per_row=6), backward=Amount(8, 7), later=Amount())
+    second = Segment(kept=Amount(per_row=1), forward=Amount(per_row=9), backward=Amount(0, 9), later=Amount(per_row=9))
     block = replace(PART, again=Again(tensor=(first, second))).recomputed("tensor", Amount(per_row=50))
     stage = StageFootprint.of([block, PART], [0, 30], share=1.0, before=Line(0, 5))
     assert stage.kept == (0, 5 + 2 + 1 + 10)
@@ -38,15 +38,15 @@ def test_pieces_come_back_one_after_another() -> None:
 
 
 def test_a_context_parallel_group_has_the_whole_of_what_it_gathers() -> None:
-    gathers = Piece(kept=Amount(per_row=4), sent=Amount(per_row=6), forward=Amount(per_row=20))
-    reads = Piece(kept=Amount(per_row=4), forward=Amount(per_row=20))
+    gathers = Segment(kept=Amount(per_row=4), sent=Amount(per_row=6), forward=Amount(per_row=20))
+    reads = Segment(kept=Amount(per_row=4), forward=Amount(per_row=20))
     first, second = Again(context=(gathers, reads)).by_sequence.context
     assert (first.kept.at(1, 0.5), first.sent.at(1, 0.5), first.forward.at(1, 0.5)) == (2, 6, 10)
     assert second.forward.at(1, 0.5) == 6 + 14 / 2  # what it has been sent comes with a cotangent that is whole too
 
 
 def test_sums_are_spread_over_those_that_share_the_sequence() -> None:
-    piece = Piece(sent=Amount(per_row=6, sequence_per_row=6))
+    piece = Segment(sent=Amount(per_row=6, sequence_per_row=6))
     again = Again(tensor=(piece, piece), sequence=(piece,), grid=(piece,))
     assert [one.sent.at(1, 0.5) for one in again.in_sequence.tensor] == [3]
     narrow = again.amounts(lambda amount: amount.narrowed(0.5))

@@ -15,7 +15,8 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.measure import snapped
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import HetuFxError, StateError
-from hetu_fx.planner.price.step import predict, stage_costs
+from hetu_fx.planner.price.stage import stage_costs
+from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.switching.adapt.health import HealthTracker

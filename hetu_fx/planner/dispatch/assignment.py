@@ -22,7 +22,8 @@ from enum import StrEnum
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
-from hetu_fx.planner.price.step import ends_of, places_of, stage_costs
+from hetu_fx.planner.price.stage import stage_costs
+from hetu_fx.planner.price.step import ends_of, places_of
 from hetu_fx.planner.price.step_end import end_seconds
 from hetu_fx.planner.values.lengths import costs_at
 from hetu_fx.planner.values.program import ProgramCosts

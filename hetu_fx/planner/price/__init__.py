@@ -1,4 +1,5 @@
 """What a plan costs on a cluster: seconds and bytes, term by term.
 
-`stage` prices one stage, `replica_groups` and `buckets` the end of the step, `homes` updates; `step` adds them up.
+`stage` prices stages and pipelines, `step_end` what follows them (`buckets` and `homes` tell what travels then), and
+`step` adds them up; `placement` tells what every device holds, `recompute` what it need not.
 """

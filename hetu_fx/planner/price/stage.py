@@ -1,4 +1,4 @@
-"""Seconds of a stage for one micro-batch, as lines of its rows.
+"""Seconds of the stages of a pipeline for one micro-batch, as lines of its rows, and of the pipeline.
 
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
@@ -12,21 +12,25 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
 Every turn around a ring of devices that compute is a meeting: an all-reduce is two, a gather or a reduce-scatter one.
 A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 
-What goes around between the devices of a stage for each row of a micro-batch, and among whom.
+A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost, messages_cost
+from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.ring import turn_seconds
-from hetu_fx.plans.plan import Stage
+from hetu_fx.plans.plan import Pipeline, Stage
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
 OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of its kind
@@ -131,3 +135,91 @@ def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts]) ->
     size = len(stage.tensor_groups[0])
     for ranks, (context, _) in zip(stage.tensor_groups, stage.shares[::size], strict=True):
         yield Rounds.of(SUM, ranks, whole, context)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """A stage on its devices: seconds per micro-batch by term, and what it holds.
+
+    `by_device` are the costs of its part of the program for each device, which differ in a grid alone; `rounds` is what
+    the devices send each other; `again` is what `compute` has of forwards that are done once more in the backward, of
+    each device.
+    """
+
+    stage: Stage
+    by_device: tuple[PartCosts, ...]
+    rounds: tuple[Rounds, ...]
+    compute: tuple[Line, ...]
+    sums: Line
+    returns: Line
+    to_next: Line
+    to_previous: Line
+    again: tuple[Line, ...]
+
+    @property
+    def parts(self) -> PartCosts:
+        """Return the costs of its part of the program, for the first device."""
+        return self.by_device[0]
+
+    @property
+    def slowest_compute(self) -> Line:
+        """Return a line that no device's compute is above."""
+        return reduce(Line.upper, self.compute)
+
+    @property
+    def tensor_parallel(self) -> Line:
+        """Return (2): the sums of the forward and those of the backward."""
+        return self.sums + self.returns
+
+    @property
+    def hand_over(self) -> Line:
+        """Return (3): both messages of a micro-batch."""
+        return self.to_next + self.to_previous
+
+    @property
+    def seconds(self) -> Line:
+        """Return l_s, forward and backward of one micro-batch."""
+        return self.slowest_compute + self.tensor_parallel + self.hand_over
+
+    def share(self, index: int) -> float:
+        """Return the share of the stage's index-th device in what its costs cut."""
+        return self.stage.work_shares[index]
+
+    def parameter_bytes(self, index: int) -> float:
+        """Return the parameter bytes that the stage's index-th device holds."""
+        return self.by_device[index].parameter_bytes_at(self.share(index))
+
+
+def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> float:
+    """Return (4) for `rows` rows in up to `micro_batches` micro-batches (no more than there are rows)."""
+    if rows == 0:
+        return 0.0
+    count = min(micro_batches, rows)
+    times = [line(math.ceil(rows / count)) for line in lines]
+    return math.fsum(times) + (count - 1) * max(times)
+
+
+def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:
+    """Return the costs of every stage of a pipeline whose blocks are written out."""
+    stops = stops_of(pipeline, costs.num_blocks)
+    return tuple(_stage_costs(pipeline, i, stops, costs, cluster) for i in range(len(pipeline.stages)))
+
+
+def _stage_costs(
+    pipeline: Pipeline, index: int, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster
+) -> StageCosts:
+    stage = pipeline.stages[index]
+    positions = range(len(stage.devices))
+    parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
+    repeated = [costs.again(stage, stops[index], i) for i in positions]
+    again = forward_lines(device_lines(stage, repeated, cluster))
+    compute = tuple(map(add, device_lines(stage, parts, cluster), again))
+    to_next = to_previous = Line()
+    if index + 1 < len(pipeline.stages):
+        size = costs.boundary(stops[index + 1])
+        to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
+    if index > 0:
+        to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
+    rounds = tuple(rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
+    sums, returns = round_lines(rounds, cluster)
+    return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)

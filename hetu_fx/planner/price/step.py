@@ -1,9 +1,6 @@
 """Seconds of a step under a plan.
 
-A stage takes l_s(x) seconds for forward and backward of a micro-batch of x rows, (1) to (3) of `price.stage`.
-
-A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
-A step takes the slowest pipeline, then its end (`price.step_end`);                                      (5)
+A step takes the slowest pipeline, (4) of `price.stage`, then its end (`price.step_end`);                (5)
 replicas in which rows meet sum them in between.
 
 Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
@@ -12,120 +9,26 @@ Nothing is overlapped. Communication is priced by the same functions as the comm
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from operator import add
+from functools import cache
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import device_bytes, stops_of, tied_holders
-from hetu_fx.planner.price.replica_groups import Columns
 from hetu_fx.planner.price.stage import (
-    Rounds,
-    device_lines,
-    forward_lines,
-    hand_over_line,
-    round_lines,
-    rounds_of,
+    StageCosts,
+    pipeline_seconds,
+    stage_costs,
 )
 from hetu_fx.planner.price.step_end import end_seconds, sync_seconds, update_line
 from hetu_fx.planner.values.device_memory import Terms
-from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tied import Tied
-from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
+from hetu_fx.plans.plan import Pipeline, Plan, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
-
-
-@dataclass(frozen=True, slots=True)
-class StageCosts:
-    """A stage on its devices: seconds per micro-batch by term, and what it holds.
-
-    `by_device` are the costs of its part of the program for each device, which differ in a grid alone; `rounds` is what
-    the devices send each other; `again` is what `compute` has of forwards that are done once more in the backward, of
-    each device.
-    """
-
-    stage: Stage
-    by_device: tuple[PartCosts, ...]
-    rounds: tuple[Rounds, ...]
-    compute: tuple[Line, ...]
-    sums: Line
-    returns: Line
-    to_next: Line
-    to_previous: Line
-    again: tuple[Line, ...]
-
-    @property
-    def parts(self) -> PartCosts:
-        """Return the costs of its part of the program, for the first device."""
-        return self.by_device[0]
-
-    @property
-    def slowest_compute(self) -> Line:
-        """Return a line that no device's compute is above."""
-        return reduce(Line.upper, self.compute)
-
-    @property
-    def tensor_parallel(self) -> Line:
-        """Return (2): the sums of the forward and those of the backward."""
-        return self.sums + self.returns
-
-    @property
-    def hand_over(self) -> Line:
-        """Return (3): both messages of a micro-batch."""
-        return self.to_next + self.to_previous
-
-    @property
-    def seconds(self) -> Line:
-        """Return l_s, forward and backward of one micro-batch."""
-        return self.slowest_compute + self.tensor_parallel + self.hand_over
-
-    def share(self, index: int) -> float:
-        """Return the share of the stage's index-th device in what its costs cut."""
-        return self.stage.work_shares[index]
-
-    def parameter_bytes(self, index: int) -> float:
-        """Return the parameter bytes that the stage's index-th device holds."""
-        return self.by_device[index].parameter_bytes_at(self.share(index))
-
-
-def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> float:
-    """Return (4) for `rows` rows in up to `micro_batches` micro-batches (no more than there are rows)."""
-    if rows == 0:
-        return 0.0
-    count = min(micro_batches, rows)
-    times = [line(math.ceil(rows / count)) for line in lines]
-    return math.fsum(times) + (count - 1) * max(times)
-
-
-def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:
-    """Return the costs of every stage of a pipeline whose blocks are written out."""
-    stops = stops_of(pipeline, costs.num_blocks)
-    return tuple(_stage_costs(pipeline, i, stops, costs, cluster) for i in range(len(pipeline.stages)))
-
-
-def _stage_costs(
-    pipeline: Pipeline, index: int, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster
-) -> StageCosts:
-    stage = pipeline.stages[index]
-    positions = range(len(stage.devices))
-    parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
-    repeated = [costs.again(stage, stops[index], i) for i in positions]
-    again = forward_lines(device_lines(stage, repeated, cluster))
-    compute = tuple(map(add, device_lines(stage, parts, cluster), again))
-    to_next = to_previous = Line()
-    if index + 1 < len(pipeline.stages):
-        size = costs.boundary(stops[index + 1])
-        to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
-    if index > 0:
-        to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
-    rounds = tuple(rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
-    sums, returns = round_lines(rounds, cluster)
-    return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)
 
 
 Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]
@@ -257,3 +160,52 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
         for d in prediction.devices
         if d.total_bytes > limits[d.rank]
     )
+
+
+class Columns:
+    """Groups that hold a block, and their devices that stand at the same height of them.
+
+    Devices of a column share one tuple, so that what depends on the column alone can be worked out once for all.
+    """
+
+    def __init__(self, plan: Plan, num_blocks: int) -> None:
+        """Raises `PlanError` where the plan does not fit so many blocks."""
+        self._plan, self._num_blocks = plan, num_blocks
+        known = {pipeline.blocks(num_blocks): pipeline for pipeline in plan.pipelines}
+        stops = {blocks: stops_of(pipeline, num_blocks) for blocks, pipeline in known.items()}
+        self._stops = [stops[pipeline.blocks(num_blocks)] for pipeline in plan.pipelines]
+        self._groups: dict[int, list[tuple[int, ...]]] = {}
+        self._known: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+    def stops(self, pipeline: int) -> tuple[int, ...]:
+        """Return where the blocks of each stage of a pipeline begin, and where the last one's end."""
+        return self._stops[pipeline]
+
+    def of(self, pipeline: int, stage: int, position: int) -> tuple[int, ...]:
+        """Return the ranks that hold the first block of a stage, in the order of pipelines, with the device asked for.
+
+        Where groups differ in size, a device meets those that stand at the same height of theirs.
+        """
+        devices = self._plan.pipelines[pipeline].stages[stage].devices
+        found = self._column(self._stops[pipeline][stage], position, len(devices))
+        return found if found[pipeline] == devices[position] else _with(found, pipeline, devices[position])
+
+    def _column(self, block: int, position: int, size: int) -> tuple[int, ...]:
+        key = block, position, size
+        if key not in self._known:
+            groups = self._holders(block)
+            self._known[key] = tuple([devices[position * len(devices) // size] for devices in groups])
+        return self._known[key]
+
+    def _holders(self, block: int) -> list[tuple[int, ...]]:
+        """Return the group of each pipeline that holds a block; the last one for what stands after all."""
+        if block not in self._groups:
+            pairs = zip(self._plan.pipelines, self._stops, strict=True)
+            found = [p.stages[min(bisect_right(own, block), len(p.stages)) - 1].devices for p, own in pairs]
+            self._groups[block] = found
+        return self._groups[block]
+
+
+def _with(column: Sequence[int], pipeline: int, rank: int) -> tuple[int, ...]:
+    """Return the column of a stage without blocks: with its own device instead of that which has the next block."""
+    return (*column[:pipeline], rank, *column[pipeline + 1 :])

@@ -9,7 +9,7 @@ from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import stops_of
-from hetu_fx.planner.price.step import stage_costs
+from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.replica import Replica, ReplicaRules, StageEstimate, StageRun, stage_estimate

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.placement import stops_of
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, compute_lines
-from hetu_fx.planner.price.step import StageCosts, stage_costs
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.simulate.jobs import Traffic, ring_traffic
 from hetu_fx.planner.simulate.schedules import PaperSchedule, Work, num_chunks
 from hetu_fx.planner.values.footprint import StageFootprint

@@ -6,8 +6,9 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import GATHER, SUM, hand_over_line
-from hetu_fx.planner.price.step import TERMS, memory_problems, pipeline_seconds, predict, stage_costs
+from hetu_fx.planner.price import step
+from hetu_fx.planner.price.stage import GATHER, SUM, hand_over_line, pipeline_seconds, stage_costs
+from hetu_fx.planner.price.step import TERMS, Columns, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -15,6 +16,8 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import FAST_LINK, paper, transformer
 
+FOUR_BLOCKS = transformer(layers=4, rows=8)
+SLOW_LINK = Link(1e6, 1e-3)
 PIPELINE = Pipeline((Stage((0,), blocks=3), Stage((1,), blocks=1)), micro_batches=4)
 
 
@@ -192,3 +195,50 @@ def test_what_is_synced_is_copied_on_the_slowest_device_in_every_turn() -> None:
     copied = 8e6 * TURN_MOVES * FLOPS_PER_BYTE / 1e9
     assert sync_seconds(8e6, (0, 1), cluster, 1) == (pytest.approx(copied), pytest.approx(copied))
     assert sync_seconds(8e6, (0, 1), cluster, 0) == (pytest.approx(2 * copied), 0.0)
+
+
+def pipeline(*stages: tuple[tuple[int, ...], int]) -> Pipeline:
+    return Pipeline(tuple(Stage(devices, blocks=blocks) for devices, blocks in stages))
+
+
+def test_devices_at_the_same_height_of_equal_pipelines_meet() -> None:
+    columns = Columns(Plan((pipeline(((0, 1), 2), ((2, 3), 2)), pipeline(((4, 5), 2), ((6, 7), 2)))), 4)
+    assert [columns.of(0, 0, 0), columns.of(0, 0, 1), columns.of(1, 1, 0)] == [(0, 4), (1, 5), (2, 6)]
+    assert columns.of(0, 0, 1) is columns.of(1, 0, 1)
+
+
+def test_a_stage_meets_the_groups_that_hold_its_first_block() -> None:
+    plan = Plan((pipeline(((0, 1), 1), ((2,), 3)), pipeline(((3, 4, 5, 6), 4)), pipeline(((7,), 3), ((8,), 1))))
+    columns = Columns(plan, 4)
+    assert columns.of(0, 0, 1) == (1, 5, 7)
+    assert columns.of(0, 1, 0) == (2, 3, 7)
+    assert columns.of(2, 1, 0) == (2, 3, 8)
+    assert columns.of(1, 0, 3) == (1, 6, 7)
+
+
+def test_a_stage_without_blocks_stands_in_its_own_column() -> None:
+    columns = Columns(Plan((pipeline(((0,), 0), ((1,), 4)), pipeline(((2,), 4)))), 4)
+    assert columns.of(0, 0, 0) == (0, 2)
+    assert columns.of(0, 1, 0) == (1, 2)
+
+
+def test_stages_sync_inside_their_node_where_those_that_hold_the_same_stand_there() -> None:
+    plan = Plan((pipeline(((0,), 2), ((1,), 2)), pipeline(((2,), 2), ((3,), 2))))
+    within, across = (paper(1, 1, 1, 1, nodes=nodes, inter=SLOW_LINK) for nodes in ("abab", "aabb"))
+    for cluster in (within, across):
+        (device,) = (d for d in predict(plan, FOUR_BLOCKS, cluster).devices if d.rank == 1)
+        held = FOUR_BLOCKS.stage(2, 4).parameter_bytes
+        assert dict(device.seconds)["gradient_sync"] == sync_seconds(held, (1, 3), cluster, 1)[0]
+    assert predict(plan, FOUR_BLOCKS, within).seconds < predict(plan, FOUR_BLOCKS, across).seconds
+
+
+def test_a_ring_is_priced_once_for_all_that_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced = []
+
+    def counted(num_bytes: float, ranks: tuple[int, ...], *others: object) -> tuple[float, float]:
+        priced.append(ranks)
+        return 0.0, 0.0
+
+    monkeypatch.setattr(step, "sync_seconds", counted)
+    predict(Plan.data_parallel(range(8)), FOUR_BLOCKS, paper(*[1] * 8))
+    assert priced == [tuple(range(8))]

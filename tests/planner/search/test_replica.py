@@ -1,6 +1,6 @@
 import pytest
 
-from hetu_fx.planner.price.step import stage_costs
+from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step_end import update_line
 from hetu_fx.planner.search.replica import stage_estimate
 from hetu_fx.plans.plan import Pipeline, Stage

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
-from hetu_fx.planner.price.step import StageCosts, stage_costs
+from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Problem

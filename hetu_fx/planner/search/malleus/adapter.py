@@ -16,8 +16,7 @@ from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
-from hetu_fx.planner.price.step import pipeline_seconds, stage_costs
+from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.search.allocate import Seconds, spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES

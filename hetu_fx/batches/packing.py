@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -40,6 +41,33 @@ def rows_by_room(lengths: Sequence[int], room: int) -> tuple[tuple[int, ...], ..
         rows[row].append(position)
         left[row] -= lengths[position]
     return tuple(sorted(tuple(sorted(row)) for row in rows))
+
+
+def packed(
+    sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], *, multiple: int = 1, padding: int = 0
+) -> dict[str, Any]:
+    """Return the batch of a causal language model whose rows hold these sequences one after another.
+
+    Args:
+        sequences: token ids, each of shape (tokens,).
+        rows: for each row the positions of its sequences, each exactly once.
+        multiple: rows are padded to a multiple of so many tokens.
+        padding: the token that fills a row; nothing is learnt from it.
+
+    Returns:
+        `input_ids`, `position_ids` and `labels`, each int64 of shape (rows, tokens of the longest row), and
+        `use_cache`, which is False. Positions count from 0 in every sequence. The first label of a sequence is
+        ignored: nothing before it is its own.
+
+    Raises:
+        BatchError: a sequence stands in no row or in several, or is not of one dim.
+    """
+    _check(sequences, rows)
+    width = max(sum(len(sequences[i]) for i in row) for row in rows)
+    filling = Filling({"input_ids": padding, "labels": IGNORED}, "position_ids", ("labels",))
+    width += -width % multiple
+    tensors = filled({"input_ids": sequences, "labels": sequences}, rows, width, filling)
+    return {**tensors, "use_cache": False}
 
 
 @dataclass(frozen=True)
@@ -98,3 +126,15 @@ def _filled(
 
 def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in (*lengths, width - sum(lengths))])
+
+
+def _check(sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]]) -> None:
+    placed = sorted(position for row in rows for position in row)
+    if placed != list(range(len(sequences))) or not rows or not all(rows):
+        raise BatchError(
+            f"the rows hold sequences {placed} of the {len(sequences)} given; every one belongs in one row, and a row "
+            f"holds one or more"
+        )
+    odd = [i for i, sequence in enumerate(sequences) if sequence.dim() != 1 or not len(sequence)]
+    if odd:
+        raise BatchError(f"sequences {odd} are not token ids of shape (tokens,) with a token or more; pass each as one")

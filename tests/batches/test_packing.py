@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetu_fx
-from hetu_fx.batches.packing import IGNORED, Filling, filled, rows_by_room
+from hetu_fx.batches.packing import IGNORED, packed, rows_by_room
 from hetu_fx.errors import BatchError
 from tests.model_zoo import llama
-
-
-def packed(
-    sequences: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], *, multiple: int, padding: int = 0
-) -> dict[str, Any]:
-    """Return rows of a causal language model; with a cache, its default, it would attend over the whole row."""
-    width = max(sum(len(sequences[i]) for i in row) for row in rows)
-    filling = Filling({"input_ids": padding, "labels": IGNORED}, "position_ids", ("labels",))
-    made = filled({"input_ids": sequences, "labels": sequences}, rows, width + -width % multiple, filling)
-    return {**made, "use_cache": False}
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=15), room=st.integers(30, 60))
@@ -65,6 +53,17 @@ def test_packed_sequences_train_as_each_alone(is_parallel: bool) -> None:
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("rows", [[(0,)], [(0, 1), (1,)], [(0, 1), ()], []])
+def test_a_sequence_in_no_row_or_in_two_is_refused(rows: list[tuple[int, ...]]) -> None:
+    with pytest.raises(BatchError, match="every one belongs in one row"):
+        packed([torch.tensor([1]), torch.tensor([2])], rows)
+
+
+def test_what_is_no_sequence_of_tokens_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"sequences \[0\] are not token ids"):
+        packed([torch.ones(1, 2)], [(0,)])
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

@@ -13,8 +13,8 @@ from hetu_fx.checkpoint.save import load_model, save_model
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
+from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -163,7 +163,7 @@ class Handle:
         Args:
             batch: as the model is called with it: by keyword, or positional as a tuple.
         """
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        args, kwargs = as_call(batch)
         self._runtime.warm(args, kwargs)
 
     def switch(self, name: str) -> None:

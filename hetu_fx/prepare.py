@@ -21,6 +21,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
+from hetu_fx.graph.bind import as_call
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.module_program import ModuleProgram
 from hetu_fx.planner.price.step import predict
@@ -114,7 +115,7 @@ def _found(wanted: Preparation) -> Findings:
     _check_model(wanted.model)
     execution, program = _execution_of(wanted)
     batch, cluster = wanted.batch, wanted.cluster
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    args, kwargs = as_call(batch)
     example = execution.read(args, kwargs, True, shared=True).facts
     given = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.read(cluster)
     return Findings(execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given)

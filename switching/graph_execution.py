@@ -19,8 +19,9 @@ from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch, Programs, batch_of
+from hetu_fx.program.captures import Programs, batch_of
 from hetu_fx.program.deduce import deduce_program, sizes_of
 from hetu_fx.switching.home.buffers import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader

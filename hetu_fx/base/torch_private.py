@@ -70,6 +70,16 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one
 parameter_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")  # takes tensors of any kind
 
 
+def is_written(argument: Any) -> bool:
+    """Tell whether an op writes to an argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def written_names(op: Any) -> list[str]:
+    """Return the names of the arguments that an op writes to, by its schema."""
+    return [argument.name for argument in schema(op).arguments if is_written(argument)]
+
+
 def has_schema(target: Any) -> bool:
     """Tell whether what a node calls is an op with a schema."""
     return hasattr(target, "_schema")

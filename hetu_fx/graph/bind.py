@@ -14,6 +14,11 @@ from hetu_fx.graph.graph import Graph, LeafKind
 Batch = Mapping[str, Any] | tuple[Any, ...]
 
 
+def as_call(batch: Batch) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return a batch as arguments of a call: by keyword, or positional where it is a tuple."""
+    return ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+
+
 def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch by input name.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hetu_fx.base.torch_private import OpOverload, schema
+from hetu_fx.base.torch_private import OpOverload, is_written, schema
 from hetu_fx.graph import meta
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return [
         given
         for index, argument in enumerate(schema(node.target).arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if is_written(argument)
         for given in _as_nodes(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
     ]
 

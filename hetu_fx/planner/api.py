@@ -16,6 +16,7 @@ from torch import nn
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.searches import DEFAULT
@@ -24,7 +25,7 @@ from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch, Programs
+from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.search.hap.from_graph import problem_of
@@ -14,7 +15,7 @@ from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch, Programs, example_size
+from hetu_fx.program.captures import Programs, example_size
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.work_shares import Split
 

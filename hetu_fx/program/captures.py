@@ -12,13 +12,12 @@ from torch import nn
 
 from hetu_fx.base.torch_private import parameter_slots
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import input_tensors
+from hetu_fx.graph.bind import Batch, as_call, input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
 from hetu_fx.program.program import Program, make_program
 
 Forward = Callable[..., Any]
-Batch = Mapping[str, Any] | tuple[Any, ...]
 
 
 class Programs:
@@ -48,7 +47,7 @@ class Programs:
 
     def first(self, batch: Batch, training: bool) -> Program:
         """Return the program for an example batch as the user gives it: by keyword, or positional as a tuple."""
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        args, kwargs = as_call(batch)
         return self.find(batch_of(self.signature, args, kwargs), training)
 
     def find(self, batch: Batch, training: bool) -> Program:
@@ -71,7 +70,7 @@ class Programs:
         """Return the loss function; in evaluation, none for a batch without what it needs (labels)."""
         if training or self.loss_fn is None:
             return self.loss_fn
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        args, kwargs = as_call(batch)
         try:
             inspect.signature(self.loss_fn).bind(None, *args, **kwargs)
         except TypeError:

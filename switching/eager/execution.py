@@ -15,9 +15,9 @@ from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
+from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import unflatten
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.eager.module import EagerBatch, EagerModule, EagerOutput

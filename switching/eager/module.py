@@ -13,8 +13,9 @@ from torch.func import functional_call
 
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.errors import BatchError
+from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import TensorSlot, Tree, flatten, unflatten
-from hetu_fx.program.captures import Batch, Forward, batch_of, form_of
+from hetu_fx.program.captures import Forward, batch_of, form_of
 from hetu_fx.switching.step.batches import longest_side, sizes_besides_rows
 
 OUTPUT, LOSS = "output", "loss"

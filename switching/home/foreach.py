@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetu_fx.base.torch_private import schema
+from hetu_fx.base.torch_private import schema, written_names
 from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
@@ -21,7 +21,7 @@ def run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     A position whose written tensor is plain runs whole: its home operands are gathered.
     """
     lists = {name: value for name, value in _named(func, args, kwargs).items() if _is_list(value)}
-    written = {arg.name for arg in schema(func).arguments if arg.alias_info and arg.alias_info.is_write}
+    written = set(written_names(func))
     layouts = _common_layouts(lists)
     if layouts is not None:
         results = func(*map(_locals, args), **{k: _locals(v) for k, v in kwargs.items()})

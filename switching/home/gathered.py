@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from hetu_fx.base.torch_private import disabled_torch_function, make_subclass, schema, tree_leaves, tree_map
+from hetu_fx.base.torch_private import (
+    disabled_torch_function,
+    make_subclass,
+    schema,
+    tree_leaves,
+    tree_map,
+    written_names,
+)
 from hetu_fx.base.torch_private import version as version_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.tensor import HomeTensor, gather_whole, mark_written, wrap
@@ -128,9 +135,8 @@ def _give_back(func: Any, result: Any, first: HomeTensor, owners: dict[int, tupl
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """List the arguments that the op's schema says it writes."""
-    names = [arg.name for arg in schema(func).arguments if arg.alias_info and arg.alias_info.is_write]
     values = {arg.name: value for arg, value in zip(schema(func).arguments, args, strict=False)} | kwargs
-    return [values[name] for name in names if name in values]
+    return [values[name] for name in written_names(func) if name in values]
 
 
 def _is_view(func: Any) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.errors import BatchError, StateError
+from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, Planned, candidate_of, device_seconds
 from hetu_fx.planner.dispatch.policies import SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch, Programs, form_of
+from hetu_fx.program.captures import Programs, form_of
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import bind
 from hetu_fx.switching.sequences.form import (

@@ -19,10 +19,9 @@ from torch import Tensor
 from hetu_fx.batches.packing import Filling, filled
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.bind import input_tensors
+from hetu_fx.graph.bind import Batch, input_tensors
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Batch
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, bind
 from hetu_fx.switching.step.batches import MicroBatchRows

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, SizeArg
-from hetu_fx.deduction.rules.call import Path, _get, _holder
+from hetu_fx.deduction.rules.call import Path, entry_at, holder_of
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
 
@@ -43,7 +43,7 @@ def localized_call(
     for size in op.size_args:
         if not cut:
             break
-        told = _told(_get(call, size.path), size, cut, size_of, others)
+        told = _told(entry_at(call, size.path), size, cut, size_of, others)
         if told is not None:
             _set(call, size.path, told)
             placed.update([told] if isinstance(told, fx.Node) else [])
@@ -111,5 +111,5 @@ def _thawed(value: Any) -> Any:
 
 
 def _set(call: dict[str, Any], path: Path, value: Any) -> None:
-    holder, key = _holder(call, path)
+    holder, key = holder_of(call, path)
     holder[key] = value

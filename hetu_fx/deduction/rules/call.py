@@ -196,10 +196,11 @@ def _tensor_names(target: Any, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def argument_at(node: fx.Node, path: Path) -> Any:
     """Return what stands at a place of a call."""
-    return _get({"args": node.args, "kwargs": node.kwargs}, path)
+    return entry_at({"args": node.args, "kwargs": node.kwargs}, path)
 
 
-def _holder(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
+def holder_of(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
+    """Return the container of a place in a call's `args` and `kwargs`, and the place's index or key in it."""
     first, *rest = path
     holder, key = (call["args"], first) if isinstance(first, int) else (call["kwargs"], first)
     for step in rest:
@@ -207,6 +208,7 @@ def _holder(call: dict[str, Any], path: Path) -> tuple[Any, Any]:
     return holder, key
 
 
-def _get(call: dict[str, Any], path: Path) -> Any:
-    holder, key = _holder(call, path)
+def entry_at(call: dict[str, Any], path: Path) -> Any:
+    """Return what stands at a place in a call's `args` and `kwargs`."""
+    holder, key = holder_of(call, path)
     return holder[key]

@@ -13,7 +13,7 @@ from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, attend, gra
 from hetu_fx.comm_ops.plans.ring_plan import Ring
 from hetu_fx.comm_ops.wire.collectives import to_wire
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.p2p import Tag, post
+from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for
 
 Message = tuple[int, int, Tensor]
 """The other position, a tag, and what is sent or filled."""
@@ -174,8 +174,7 @@ class GroupLinks:
 
         def wait() -> None:
             with guarded("ring attention", self.ranks, self.table):
-                for work in works:
-                    work.wait()
+                wait_for(works)
             for _, _, x, wire in filled:
                 if wire is not x:
                     x.copy_(wire)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class Tag(IntEnum):
 
     SLICES = 0x4253  # batched send-receive
     STAGES = 0x4846  # from one stage of a pipeline to another
+    SNAPSHOTS = 0x534E  # copies of state in the memory of others
     SUMMANDS = 0x5752  # of a sum that is waited for at once
     BUCKETS = 0x425200  # summands of a bucket of the bridge
     RING = 0x5247_0000  # keys, values and their gradients
@@ -42,3 +43,9 @@ def post(
         return list(dist.batch_isend_irecv(batch))
     works = [op(x, table.to_global(peer), group=group, tag=tag) for op, peer, x, tag in calls]
     return [work for work in works if work is not None]
+
+
+def wait_for(works: Iterable[dist.Work]) -> None:
+    """Wait until messages are gone, or there."""
+    for work in works:
+        work.wait()

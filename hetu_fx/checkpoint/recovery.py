@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, meeting
@@ -17,6 +16,7 @@ from hetu_fx.checkpoint.snapshot_plan import Moment, PartTransfer, SnapshotChoic
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for
 from hetu_fx.switching.home.ops import HomeTensor
 
 
@@ -98,7 +98,7 @@ def _carry_out(
         with guarded("bringing a snapshot", (transfer.sender, transfer.receiver), table):
             if table.rank == transfer.sender:
                 part = _local(memory, moment)[transfer.owner]
-                dist.send(memory.bytes_of(part), table.to_global(transfer.receiver), group=table.base)
+                wait_for(post((), [(transfer.receiver, memory.bytes_of(part), Tag.SNAPSHOTS)], table))
             elif table.rank == transfer.receiver:
                 _receive(
                     transfer, memory, table, SnapshotPart(moment, transfer.owner, transfer.owner), sizes[transfer.owner]
@@ -107,6 +107,6 @@ def _carry_out(
 
 def _receive(transfer: PartTransfer, memory: Memory, table: GroupTable, part: SnapshotPart, size: int) -> None:
     def fill(target: Tensor) -> None:
-        dist.recv(target, table.to_global(transfer.sender), group=table.base)
+        wait_for(post([(transfer.sender, target, Tag.SNAPSHOTS)], (), table))
 
     memory.receive(part, size, fill)

@@ -25,6 +25,7 @@ from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, holders
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.comm_ops.wire.consensus import from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for
 from hetu_fx.comm_ops.wire.process_group import create_group
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 from hetu_fx.errors import CheckpointError, EnvironmentProblem
@@ -98,10 +99,9 @@ class SnapshotWriter:
         sizes[self.rank] = mine.numel()
         with guarded("copies of snapshots", range(self.world), self._aside):
             dist.all_reduce(sizes, group=self._group)
-            sent = dist.isend(mine, self._table.to_global(holder), group=self._group)
+            sent = post((), [(holder, mine, Tag.SNAPSHOTS)], self._table, self._group)
             failures = [_failure_of(lambda o=owner: self._keep(own.moment, o, int(sizes[o]))) for owner in self._kept()]
-            assert sent is not None
-            sent.wait()
+            wait_for(sent)
         for failure in filter(None, failures):
             raise failure
 
@@ -110,10 +110,9 @@ class SnapshotWriter:
 
     def _keep(self, moment: Moment, owner: int, size: int) -> None:
         """Receive another rank's part."""
-        source = self._table.to_global(owner)
 
         def fill(target: Tensor) -> None:
-            dist.recv(target, source, group=self._group)
+            wait_for(post([(owner, target, Tag.SNAPSHOTS)], (), self._table, self._group))
 
         self.memory.receive(SnapshotPart(moment, owner, self.rank), size, fill)
 

@@ -21,8 +21,7 @@ from benchmarks.families.cells import LIMITS, PLANS, SIZES, exactly, in_dtype
 from benchmarks.families.families import FAMILIES, Family
 from benchmarks.kit import report
 from benchmarks.workers.coverage import Record, run_plans
-from hetu_fx.deduction.factors.analyse import analyse
-from hetu_fx.deduction.factors.steps import UnknownOpWarning
+from hetu_fx.deduction.factors.analyse import UnknownOpWarning, analyse
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 

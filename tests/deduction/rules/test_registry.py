@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetu_fx.deduction.factors.analyse import analyse
+from hetu_fx.deduction.factors.analyse import UnknownOpWarning, analyse
 from hetu_fx.deduction.factors.factors import FactorMap, OpFactors
-from hetu_fx.deduction.factors.steps import UnknownOpWarning
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.registry import register_rule, rule_for, unregister_rule
 from hetu_fx.deduction.rules.rule import Factoring

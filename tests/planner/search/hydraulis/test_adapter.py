@@ -5,8 +5,7 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.search.hydraulis.adapter import plan_of, typical_batch, variants
-from hetu_fx.planner.search.hydraulis.schemes import fitting_schemes
+from hetu_fx.planner.search.hydraulis.adapter import fitting_schemes, plan_of, typical_batch, variants
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.block_times import BlockTime
 from hetu_fx.planner.values.options import PlanOptions

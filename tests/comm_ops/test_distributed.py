@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 def run_world(script: str, size: int, path: Path, seconds: float) -> list[tuple[int | None, str]]:
     """Run a worker script as `size` ranks; give exit codes and outputs, and leave nothing running."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     worker = str(Path(__file__).with_name(script))
     processes = [

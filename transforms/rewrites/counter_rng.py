@@ -162,7 +162,7 @@ class _RandomnessRewrite:
 
     def _attention(self, node: fx.Node) -> fx.Node | None:
         p = argument(node, "dropout_p")
-        return explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
+        return _explicit_attention(node, lambda weights: self.drop(node, weights, p)) if p else None
 
     def _rand(self, node: fx.Node) -> fx.Node:
         zeros = insert(node, aten.zeros.default, *node.args, **node.kwargs)
@@ -215,7 +215,7 @@ def _filled(args: tuple[Any, ...]) -> list[Any]:
 Drop = Callable[[fx.Node], fx.Node]
 
 
-def explicit_attention(node: fx.Node, drop: Drop) -> fx.Node:
+def _explicit_attention(node: fx.Node, drop: Drop) -> fx.Node:
     """Insert softmax(q k^T * scale + mask), dropped by `drop`, times v before an attention node; return it.
 
     Rows whose every key is masked give zero, as torch's op does.

@@ -5,7 +5,7 @@ all of them are unified over the graph, and a factor is refined into sub-factors
 product (a reshape, grouped heads, a fused projection that is cut later). Near-linear in the number of
 nodes.
 
-`factor_ops` sees each op node as its rule does; extraction and unification go over what it returns.
+`_factor_ops` sees each op node as its rule does; extraction and unification go over what it returns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def analyse(graph: Graph) -> FactorMap:
 
     An op without a rule keeps everything whole, with an UnknownOpWarning that names it and the user's line.
     """
-    ops = factor_ops(graph)
+    ops = _factor_ops(graph)
     analysis = _Analysis(graph)
     for node in graph.graph.nodes:
         analysis.visit(node, ops.steps.get(node))
@@ -266,7 +266,7 @@ class FactoredOps:
     routing: Routing
 
 
-def factor_ops(graph: Graph) -> FactoredOps:
+def _factor_ops(graph: Graph) -> FactoredOps:
     """Ask the rule of every op of a graph for its factors; see `analyse`."""
     told: set[str] = set()
     steps: dict[fx.Node, FactoredOp] = {}

@@ -39,7 +39,7 @@ def synthesise(expansion: Expansion, *, blocks_once: bool = True) -> Synthesised
 
     Raises `PlanError` when no program fits the memory, or an op cannot be done at all.
     """
-    items = items_of(expansion, blocks_once=blocks_once)
+    items = _items_of(expansion, blocks_once=blocks_once)
     nothing = (0.0,) * len(expansion.prices.per_flop)
     start = Span(nothing) if len(nothing) == 1 else Span(nothing, 0.0, nothing)
     ends, frontier = best_first(expansion, items, Label((), start, HeldBytes()), first_only=True)
@@ -120,7 +120,7 @@ MOST_ENTRIES = 8
 """A block is searched from so many states, those that took least."""
 
 
-def items_of(expansion: Expansion, *, blocks_once: bool = True) -> list[Item]:
+def _items_of(expansion: Expansion, *, blocks_once: bool = True) -> list[Item]:
     """Return the items of a problem, in order; blocks that come once, or all of them if asked, as their ops."""
     ops: list[Item] = [OpItem(expansion, index) for index in range(len(expansion.problem.ops))]
     items: list[Item] = []

@@ -159,7 +159,7 @@ def _lacks(problem: Problem) -> str:
         return "its pipelines are cut into stages and micro-batches, which the program cannot be"
     if len(kinds) > 1:
         return f"it plans for equal devices, but these have (kind, FLOP/s) {kinds}; use another search"
-    if not knows_times(problem):
+    if not _knows_times(problem):
         return (
             f"seconds by length are not known for {kinds[0][0]!r}; give times of that kind, or the program at three "
             f"lengths (hetu_fx.profile(model, batch, more=[shorter, longer]))"
@@ -185,7 +185,7 @@ def fitting_schemes(problem: Problem) -> tuple[Scheme, ...]:
     return tuple(scheme for scheme in found if scheme is not None)
 
 
-def knows_times(problem: Problem) -> bool:
+def _knows_times(problem: Problem) -> bool:
     """Tell whether seconds by length are measured or given for the devices, or can be counted."""
     kind = problem.cluster.devices[0].kind
     return bool(problem.profile.block_times(kind)) or len(problem.profile.by_length) >= ENOUGH

@@ -80,7 +80,7 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Map
 
 
 def _bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
-    """Give whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
+    """Return whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
     homes = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HomeTensor)}
     moves = [
         TensorMove(home.home_layout.annotation, Annotation.on((0,)), tuple(home.shape), home.element_size())
@@ -117,7 +117,7 @@ class WeightFiles:
         self._stack.close()
 
     def slice_of(self, name: str) -> Any:
-        """Give safetensors' lazy slice of a tensor."""
+        """Return safetensors' lazy slice of a tensor."""
         file = self.where[name]
         if file not in self._files:
             self._files[file] = self._stack.enter_context(open_safetensors(self.folder / file))
@@ -129,7 +129,7 @@ class WeightFiles:
             ) from error
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Give the dtype of a stored tensor."""
+        """Return the dtype of a stored tensor."""
         stored = self.slice_of(name)
         return read_box(stored, (slice(0, 0),) * len(stored.get_shape())).dtype
 

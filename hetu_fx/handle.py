@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetu_fx.checkpoint.save import load_model, save_model
+from hetu_fx.checkpoint.checkpoint import load_model, save_model
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime

@@ -7,7 +7,8 @@ A checkpoint is one folder, there whole or not at all:
     hetu_fx/training_state*                               optimizer state, by parameter name (no pickle)
     hetu_fx_manifest.json                                 sizes and SHA-256 sums, written last
 
-Every function is collective over `table`, and the ranks share the file system.
+Every function is collective over `table`, and the ranks share the file system. `save_model` and `load_model` are for a
+parallel model, under the user's names; the others for any tensors.
 """
 
 from __future__ import annotations
@@ -17,79 +18,103 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hetu_fx.base.frameworks import config_writer
 from hetu_fx.base.sizes import size_parts
-from hetu_fx.checkpoint.folders import MANIFEST, check_folder, is_complete, latest, replaced_folder, settle
+from hetu_fx.checkpoint.folders import MANIFEST, check_folder, replaced_folder, settle
 from hetu_fx.checkpoint.optimizer_files import Parameters, TrainingFiles, write_training_state
+from hetu_fx.checkpoint.shard_files import whole_tensor
 from hetu_fx.checkpoint.weight_files import WeightFiles, write_weights
 from hetu_fx.comm_ops.wire.consensus import together
-from hetu_fx.comm_ops.wire.groups import GroupTable, active
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError
-
-__all__ = [
-    "is_complete",
-    "latest",
-    "load_consolidated",
-    "load_training_state",
-    "save_checkpoint",
-    "save_consolidated",
-    "save_training_state",
-]
+from hetu_fx.switching.runtime import Runtime
 
 TRAINING = "hetu_fx"
 # The default of save_pretrained; units are decimal there too.
 MAX_SHARD_SIZE = "50GB"
 
 
-def save_consolidated(
-    folder: str | Path,
-    tensors: Mapping[str, Tensor],
+def save_model(
+    runtime: Runtime,
+    folder: Path,
     *,
-    aliases: Mapping[str, str] | None = None,
-    write_config: Callable[[Path], None] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
-    table: GroupTable | None = None,
 ) -> None:
-    """Write whole tensors by name, as Hugging Face lays them out, in place of `folder`.
+    """Write a checkpoint, all of it or none; collective.
 
     Args:
-        folder: replaced as a whole when the new one is complete; until then it stays as it is.
-        tensors: home tensors, or plain ones (rank 0's are written), by the user's names, alike on all ranks.
-        aliases: names of tied tensors and the name that each is stored under; aliases are left out.
-        write_config: writes what else belongs beside the weights; called on rank 0 with the folder to write in.
-        max_shard_size: bytes per file, or text such as "5GB".
-        table: the ranks that take part.
+        runtime: what runs the model.
+        folder: replaced as a whole once the new one is complete.
+        optimizer: its state is written too, by parameter name.
+        extra: any JSON object to keep with the optimizer's state (step, scheduler, data position).
+        max_shard_size: bytes per weight file, or text such as "5GB".
 
-    Raises CheckpointError (on all ranks, of one kind or another) where it cannot be written.
+    Raises:
+        CheckpointError: on every rank, if it cannot be written.
     """
-    save_checkpoint(
-        folder,
-        tensors,
-        aliases=aliases,
-        write_config=write_config,
-        max_shard_size=max_shard_size,
-        table=table,
-    )
+    runtime.in_flight.settle()
+    with using(runtime.table):
+        runtime.buffers.sync()
+        save_checkpoint(
+            folder,
+            tensors_of(runtime),
+            aliases=_aliases_of(runtime.model),
+            write_config=config_writer(runtime.model),
+            max_shard_size=max_shard_size,
+            optimizer=optimizer,
+            parameters=runtime.homes,
+            extra={"hetu_fx_step": runtime.step, **(extra or {})},
+            table=runtime.table,
+        )
 
 
-def save_training_state(
-    folder: str | Path,
-    optimizer: torch.optim.Optimizer,
-    parameters: Parameters,
-    extra: Mapping[str, Any] | None = None,
-    *,
-    table: GroupTable | None = None,
-) -> None:
-    """Write an optimizer's state by parameter name, in place of `folder`.
+def load_model(
+    runtime: Runtime, folder: Path, *, optimizer: torch.optim.Optimizer | None = None, verify: bool = False
+) -> dict[str, Any]:
+    """Read a checkpoint that any number of ranks under any plan wrote; collective.
 
-    `extra` is any JSON object (step, scheduler, data position). Raises CheckpointError.
+    Args:
+        runtime: what runs the model.
+        folder: a checkpoint of `save_model`, or weights that `save_pretrained` wrote.
+        optimizer: gets its state back, if it was saved.
+        verify: compare SHA-256 sums too.
+
+    Returns the saved `extra`; empty without an optimizer.
+
+    Raises:
+        CheckpointError: on every rank; nothing has been changed then.
     """
-    save_checkpoint(folder, {}, optimizer=optimizer, parameters=parameters, extra=extra, table=table)
+    runtime.in_flight.settle()
+    with using(runtime.table):
+        aliases = _aliases_of(runtime.model)
+        load_consolidated(folder, tensors_of(runtime), aliases=aliases, verify=verify, table=runtime.table)
+        if optimizer is None:
+            return {}
+        extra = load_training_state(folder, optimizer, runtime.homes, verify=verify, table=runtime.table)
+    runtime.resume(int(extra.pop("hetu_fx_step", runtime.step)))
+    return extra
+
+
+def tensors_of(runtime: Runtime) -> dict[str, Tensor]:
+    """Return all that a checkpoint holds, by the user's names: home parameters and persistent buffers."""
+    kept = set(runtime.model.state_dict(keep_vars=True))
+    buffers = {name: buffer for name, buffer in runtime.model.named_buffers() if name in kept}
+    return {**runtime.homes, **buffers}
+
+
+def _aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return the further names of tied parameters, and the first name that each is stored under."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in everything if first[id(p)] != name}
 
 
 def save_checkpoint(
-    folder: str | Path,
+    folder: Path,
     tensors: Mapping[str, Tensor],
     *,
     aliases: Mapping[str, str] | None = None,
@@ -98,16 +123,26 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     parameters: Parameters | None = None,
     extra: Mapping[str, Any] | None = None,
-    table: GroupTable | None = None,
+    table: GroupTable,
 ) -> None:
-    """Write weights and training state in one step: both are of the same moment or neither is there.
+    """Write weights and training state in one step, in place of `folder`: both are of one moment or neither is there.
 
-    See `save_consolidated` and `save_training_state` for the arguments.
+    Args:
+        folder: replaced as a whole when the new one is complete; until then it stays as it is.
+        tensors: home tensors, or plain ones (rank 0's are written), by the user's names, alike on all ranks.
+        aliases: names of tied tensors and the name that each is stored under; aliases are left out.
+        write_config: writes what else belongs beside the weights; called on rank 0 with the folder to write in.
+        max_shard_size: bytes per file, or text such as "5GB".
+        optimizer: its state is written by parameter name.
+        parameters: by name, those that the optimizer may hold.
+        extra: any JSON object (step, scheduler, data position), kept with the optimizer's state.
+        table: the ranks that take part.
+
+    Raises CheckpointError (on all ranks, of one kind or another) where it cannot be written.
     """
-    table = table or active()
     limit = parse_size(max_shard_size)
     stored = {name: tensor for name, tensor in tensors.items() if name not in (aliases or {})}
-    with replaced_folder(Path(folder), table) as staging:
+    with replaced_folder(folder, table) as staging:
         if stored:
             together(table, lambda: write_weights(staging, stored, limit, table))
         if write_config is not None:
@@ -127,12 +162,12 @@ def _write_config(write_config: Callable[[Path], None], staging: Path) -> None:
 
 
 def load_consolidated(
-    folder: str | Path,
+    folder: Path,
     tensors: Mapping[str, Tensor],
     *,
     aliases: Mapping[str, str] | None = None,
     verify: bool = False,
-    table: GroupTable | None = None,
+    table: GroupTable,
 ) -> None:
     """Read weights into tensors of any layout; each rank reads only what it owns.
 
@@ -140,33 +175,32 @@ def load_consolidated(
     SHA-256 sums. Nothing is changed unless names, shapes and dtypes all fit; raises CheckpointError that
     lists what does not.
     """
-    folder, table = Path(folder), table or active()
     wanted = {name: tensor for name, tensor in tensors.items() if name not in (aliases or {})}
     together(table, lambda: _open_folder(folder, table.rank, verify))
 
     def load() -> None:
-        with WeightFiles(folder) as files:
-            names = _match_names(folder, files, wanted, aliases or {})
-            _check_fit(folder, files, wanted, names)
+        files = WeightFiles(folder)
+        names = _match_names(files, wanted, aliases or {})
+        _check_fit(files, wanted, names)
+        with torch.no_grad():
             for name, tensor in wanted.items():
-                files.read_into(names[name], tensor)
+                files.fill(whole_tensor(names[name]), tensor)
 
     together(table, load)
 
 
 def load_training_state(
-    folder: str | Path,
+    folder: Path,
     optimizer: torch.optim.Optimizer,
     parameters: Parameters,
     *,
     verify: bool = False,
-    table: GroupTable | None = None,
+    table: GroupTable,
 ) -> dict[str, Any]:
     """Read an optimizer's state, written under any layout and number of ranks; return the saved `extra`.
 
     The optimizer must hold the same parameters, by name, in the same groups. Raises CheckpointError.
     """
-    folder, table = Path(folder), table or active()
     together(table, lambda: _open_folder(folder, table.rank, verify))
     return together(table, lambda: TrainingFiles.open(folder / TRAINING).load(optimizer, parameters))
 
@@ -180,19 +214,17 @@ def _open_folder(folder: Path, rank: int, verify: bool) -> None:
             check_folder(folder, sums=verify)
 
 
-def _match_names(
-    folder: Path, files: WeightFiles, wanted: Mapping[str, Tensor], aliases: Mapping[str, str]
-) -> dict[str, str]:
+def _match_names(files: WeightFiles, wanted: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, str]:
     """Return the stored name of each tensor: its own, or that of one of its aliases."""
-    names = {name: name for name in wanted if name in files.where}
+    names = {name: name for name in wanted if name in files.index}
     for alias, name in sorted(aliases.items()):
-        if alias in files.where and name in wanted:
+        if alias in files.index and name in wanted:
             names.setdefault(name, alias)
     missing = sorted(set(wanted) - set(names))
-    unexpected = sorted(set(files.where) - set(wanted) - set(aliases))
+    unexpected = sorted(set(files.index) - set(wanted) - set(aliases))
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder} is of another model: missing in the file {_some(missing)}, unknown here {_some(unexpected)}"
+            f"{files.where} is of another model: missing in the file {_some(missing)}, unknown here {_some(unexpected)}"
         )
     return names
 
@@ -202,15 +234,14 @@ def _some(names: Sequence[str]) -> str:
     return f"[{', '.join(names[:8])}{more}]"
 
 
-def _check_fit(folder: Path, files: WeightFiles, wanted: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+def _check_fit(files: WeightFiles, wanted: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
     misfits = []
     for name, tensor in wanted.items():
-        stored = files.slice_of(names[name])
-        found = (tuple(stored.get_shape()), files.dtype_of(names[name]))
+        found = files.form_of(names[name])
         if found != (tuple(tensor.shape), tensor.dtype):
             misfits.append(f"{name}: {found[0]} {found[1]} in the file, {tuple(tensor.shape)} {tensor.dtype} here")
     if misfits:
-        raise CheckpointError(f"tensors of {folder} do not fit: {'; '.join(misfits[:8])}")
+        raise CheckpointError(f"tensors of {files.where} do not fit: {'; '.join(misfits[:8])}")
 
 
 def parse_size(size: int | str) -> int:

@@ -92,9 +92,7 @@ def _describe_group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[
 def _describe(value: Any, what: str) -> Any:
     """Turn a value into JSON; tensors of no dims carry their number, others their shape and dtype."""
     match value:
-        case HomeTensor():
-            return {"shape": list(value.shape), "dtype": _dtype_name(value)}
-        case Tensor() if value.dim():
+        case Tensor() if value.dim() or isinstance(value, HomeTensor):
             return {"shape": list(value.shape), "dtype": _dtype_name(value)}
         case Tensor():
             return {"number": value.item(), "dtype": _dtype_name(value)}

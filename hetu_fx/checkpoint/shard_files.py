@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval
-from hetu_fx.checkpoint.weight_files import open_safetensors, read_box
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.layout import Chunk
 from hetu_fx.switching.home.ops import HomeTensor
@@ -26,6 +26,11 @@ from hetu_fx.switching.home.tensor import mark_written
 
 Bounds = tuple[Interval, ...]
 Key = tuple[str, str]
+
+
+def whole_tensor(name: str) -> Key:
+    """Return the key of a parameter or a buffer itself."""
+    return name, ""
 
 
 @dataclass
@@ -79,9 +84,14 @@ class BoxFiles:
         self.boxes: dict[Key, list[SavedBox]] = {}
         self._files: dict[Path, Any] = {}
         for path in paths:
-            self._files[path] = open_safetensors(path)
-            for entry, (key, bounds) in boxes_in(self._files[path]).items():
+            for entry, (key, bounds) in boxes_in(self.file(path)).items():
                 self.boxes.setdefault(key, []).append(SavedBox(path, entry, bounds))
+
+    def file(self, path: Path) -> Any:
+        """Return an open file."""
+        if path not in self._files:
+            self._files[path] = open_safetensors(path)
+        return self._files[path]
 
     def fill(self, key: Key, target: Tensor) -> None:
         """Fill a tensor, home (this rank's piece only) or plain, from the saved boxes that meet it.
@@ -102,7 +112,7 @@ class BoxFiles:
             for box, place in chunks:
                 common = meeting(saved.bounds, box.bounds)
                 if common is not None:
-                    stored = self._files[saved.file].get_slice(saved.entry)
+                    stored = self.file(saved.file).get_slice(saved.entry)
                     value = read_box(stored, _within(common, saved.bounds, None))
                     if value.dtype != dense.dtype:
                         raise CheckpointError(
@@ -115,6 +125,20 @@ class BoxFiles:
             raise CheckpointError(
                 f"{self.where} holds {filled} of {wanted} elements of {_spelled(key)}: a rank's file is missing"
             )
+
+
+def read_box(stored: Any, where: tuple[slice, ...]) -> Tensor:
+    """Read a box of a stored tensor (a scalar for no dims)."""
+    box: Tensor = stored[where]
+    return box
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file lazily. Raises CheckpointError where it is missing or torn."""
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
 def boxes_in(file: Any) -> dict[str, tuple[Key, Bounds]]:

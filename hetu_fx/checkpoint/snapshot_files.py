@@ -15,9 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hetu_fx.checkpoint.shard_files import Bounds, Key, RankShards, boxes_in
+from hetu_fx.checkpoint.shard_files import Bounds, Key, RankShards, boxes_in, open_safetensors
 from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, read_name
-from hetu_fx.checkpoint.weight_files import open_safetensors
 from hetu_fx.cluster.measure import node_name
 from hetu_fx.errors import CheckpointError
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.local import index
 from hetu_fx.base.frameworks import weight_names
+from hetu_fx.checkpoint.shard_files import BoxFiles, SavedBox, open_safetensors, read_box, whole_tensor
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor
-from hetu_fx.switching.home.tensor import mark_written
 
 
 def plan_shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
@@ -101,63 +98,23 @@ def _plain(tensor: Tensor | None) -> Tensor:
     return plain.clone() if plain.untyped_storage().nbytes() != plain.nbytes else plain
 
 
-class WeightFiles:
-    """Open consolidated weights for reading; a context manager."""
+class WeightFiles(BoxFiles):
+    """Consolidated weights, open for reading: each tensor is one box in one file, by `index`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self.where = _read_index(folder)
+        super().__init__((), folder)
+        self.index = _read_index(folder)
 
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def slice_of(self, name: str) -> Any:
-        """Return safetensors' lazy slice of a tensor."""
-        file = self.where[name]
-        if file not in self._files:
-            self._files[file] = self._stack.enter_context(open_safetensors(self.folder / file))
+    def form_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the shape and the dtype of a stored tensor, which can be filled from then on."""
+        path = self.where / self.index[name]
         try:
-            return self._files[file].get_slice(name)
+            stored = self.file(path).get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(
-                f"{self.folder / file} does not hold {name!r}, which the index places there: {error}"
-            ) from error
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype of a stored tensor."""
-        stored = self.slice_of(name)
-        return read_box(stored, (slice(0, 0),) * len(stored.get_shape())).dtype
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Fill a tensor, home (this rank's piece only) or plain, with what is stored under `name`."""
-        stored = self.slice_of(name)
-        with torch.no_grad():
-            if not isinstance(target, HomeTensor):
-                target.copy_(read_box(stored, tuple(slice(0, size) for size in target.shape)))
-                return
-            layout = target.home_layout
-            for box, place in zip(layout.boxes, layout.region.local_boxes, strict=False):
-                target.local[index(place)].copy_(read_box(stored, index(box)))
-            mark_written([target])
-
-
-def read_box(stored: Any, where: tuple[slice, ...]) -> Tensor:
-    """Read a box of a stored tensor (a scalar for no dims)."""
-    box: Tensor = stored[where]
-    return box
-
-
-def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file lazily. Raises CheckpointError where it is missing or torn."""
-    try:
-        return safe_open(str(path), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+            raise CheckpointError(f"{path} does not hold {name!r}, which the index places there: {error}") from error
+        shape = tuple(stored.get_shape())
+        self.boxes[whole_tensor(name)] = [SavedBox(path, name, tuple((0, size) for size in shape))]
+        return shape, read_box(stored, (slice(0, 0),) * len(shape)).dtype
 
 
 def _read_index(folder: Path) -> dict[str, str]:

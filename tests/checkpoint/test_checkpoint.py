@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.checkpoint import folders
-from hetu_fx.checkpoint.checkpoint import (
-    is_complete,
-    latest,
-    load_consolidated,
-    load_training_state,
-    parse_size,
-    save_checkpoint,
-    save_consolidated,
-    save_training_state,
-)
+from hetu_fx.checkpoint import checkpoint, folders
+from hetu_fx.checkpoint.checkpoint import parse_size
+from hetu_fx.checkpoint.folders import is_complete, latest
 from hetu_fx.checkpoint.weight_files import plan_shards
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, ExportError, OtherRankError
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
+
+save_checkpoint = partial(checkpoint.save_checkpoint, table=GroupTable.dry(0, 1))
+load_consolidated = partial(checkpoint.load_consolidated, table=GroupTable.dry(0, 1))
+load_training_state = partial(checkpoint.load_training_state, table=GroupTable.dry(0, 1))
 
 
 def weights(fill: float = 0.0) -> dict[str, Tensor]:
@@ -41,7 +38,7 @@ def weights(fill: float = 0.0) -> dict[str, Tensor]:
 
 def test_one_file_is_what_hugging_face_reads(tmp_path: Path) -> None:
     tied = {**weights(), "head": weights()["embed"]}
-    save_consolidated(tmp_path / "out", tied, aliases={"head": "embed"})
+    save_checkpoint(tmp_path / "out", tied, aliases={"head": "embed"})
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [folders.MANIFEST, "model.safetensors"]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == weights().keys()
@@ -58,7 +55,7 @@ def test_shards_and_index_are_those_of_the_hub_library() -> None:
 
 
 def test_many_files_have_an_index(tmp_path: Path) -> None:
-    save_consolidated(tmp_path / "out", weights(), max_shard_size=50)
+    save_checkpoint(tmp_path / "out", weights(), max_shard_size=50)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 20, "total_size": 64}
     assert set(index["weight_map"].values()) == {f"model-{i}-of-00002.safetensors" for i in ("00001", "00002")}
@@ -75,7 +72,7 @@ def test_a_foreign_folder_with_aliases_is_read(tmp_path: Path) -> None:
 
 
 def test_misfits_are_named_and_change_nothing(tmp_path: Path) -> None:
-    save_consolidated(tmp_path / "out", weights())
+    save_checkpoint(tmp_path / "out", weights())
     with pytest.raises(CheckpointError, match=r"missing in the file \[new\], unknown here \[half, mask, scale\]"):
         load_consolidated(tmp_path / "out", {"embed": torch.zeros(4, 3), "new": torch.zeros(1)})
     target = {name: torch.zeros_like(value) for name, value in weights().items()} | {"embed": torch.zeros(3, 4)}
@@ -89,13 +86,13 @@ def test_misfits_are_named_and_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
-    save_consolidated(tmp_path / "out", weights())
+    save_checkpoint(tmp_path / "out", weights())
 
     def fail(folder: Path) -> None:
         raise ValueError("no config today")
 
     with pytest.raises(CheckpointError, match="no config today"):
-        save_consolidated(tmp_path / "out", weights(1.0), write_config=fail)
+        save_checkpoint(tmp_path / "out", weights(1.0), write_config=fail)
     target = weights(5.0)
     load_consolidated(tmp_path / "out", target, verify=True)
     assert torch.equal(target["embed"], weights()["embed"])
@@ -130,7 +127,7 @@ def test_other_folders_are_replaced_alike_with_an_error_of_their_own(tmp_path: P
 
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_crash_while_replacing_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int) -> None:
-    save_consolidated(tmp_path / "out", weights())
+    save_checkpoint(tmp_path / "out", weights())
     done = []
     rename = os.rename
 
@@ -145,19 +142,19 @@ def test_a_crash_while_replacing_loses_nothing(tmp_path: Path, monkeypatch: pyte
         patch.setattr(folders.shutil, "rmtree", lambda *args, **kwargs: None)
         if renames < 2:
             with pytest.raises(KeyboardInterrupt):
-                save_consolidated(tmp_path / "out", weights(1.0))
+                save_checkpoint(tmp_path / "out", weights(1.0))
         else:
-            save_consolidated(tmp_path / "out", weights(1.0))
+            save_checkpoint(tmp_path / "out", weights(1.0))
     target = weights(5.0)
     load_consolidated(tmp_path / "out", target, verify=True)
     assert torch.equal(target["embed"], weights(0.0 if renames == 0 else 1.0)["embed"])
-    save_consolidated(tmp_path / "out", weights(2.0))
+    save_checkpoint(tmp_path / "out", weights(2.0))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_torn_and_damaged_folders_are_refused_and_skipped(tmp_path: Path) -> None:
     for step in (9, 10, 11):
-        save_consolidated(tmp_path / f"step-{step}", weights())
+        save_checkpoint(tmp_path / f"step-{step}", weights())
     assert latest(tmp_path) == tmp_path / "step-11"
     file = tmp_path / "step-11" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -212,25 +209,25 @@ def test_training_goes_on_as_if_never_stopped(
 
 def test_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.SGD, lr=0.1, momentum=0.9)
-    save_training_state(tmp_path / "out", optimizer, dict(model.named_parameters()))
+    save_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters=dict(model.named_parameters()))
     with pytest.raises(CheckpointError, match=r"missing in the file \['other'\], unknown here \['bias'\]"):
         load_training_state(tmp_path / "out", optimizer, {"weight": model.weight, "other": model.bias})
     with pytest.raises(CheckpointError, match="none of the model's"):
-        save_training_state(tmp_path / "out", optimizer, {"weight": model.weight})
+        save_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters={"weight": model.weight})
 
 
 def test_state_that_only_pickle_could_hold_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer.state[model.bias]["history"] = [torch.zeros(3)]
     with pytest.raises(CheckpointError, match="state 'history' of 'bias' is a list"):
-        save_training_state(tmp_path / "out", optimizer, dict(model.named_parameters()))
+        save_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters=dict(model.named_parameters()))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_home_tensor_of_one_rank_is_saved_and_loaded(tmp_path: Path) -> None:
     layout = home_layout(Annotation.on((0,)), (4, 3), 0, 1)
     home = HomeTensor.from_full(weights()["embed"], layout)
-    save_consolidated(tmp_path / "out", {"embed": home})
+    save_checkpoint(tmp_path / "out", {"embed": home})
     with torch.no_grad():
         home.zero_()
     load_consolidated(tmp_path / "out", {"embed": home})

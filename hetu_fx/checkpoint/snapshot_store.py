@@ -1,16 +1,19 @@
-"""Snapshots of a training run in memory, written beside the steps that follow.
+"""Snapshots of a training run in the memory of its nodes: written beside the steps that follow, found after a restart.
 
 At a step's end every rank copies what it counts of parameters, buffers and optimizer state. A thread then writes the
 copy to shared memory, sends it to the rank that keeps it too, and waits until all ranks have done so; only then the
-snapshot before is removed. So there is always one whole snapshot of a step that every rank has finished.
+snapshot before is removed. So there is always one whole snapshot of a step that every rank has finished. A restarted
+job finds the newest one, and brings it to where it is needed.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +22,25 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.torch_private import device_types
-from hetu_fx.checkpoint.shard_files import Key, RankShards
-from hetu_fx.checkpoint.snapshot_files import Memory
-from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, holders
+from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, Key, RankShards, meeting
+from hetu_fx.checkpoint.snapshot_files import Header, Memory
+from hetu_fx.checkpoint.snapshot_plan import (
+    Moment,
+    PartTransfer,
+    SnapshotChoice,
+    SnapshotPart,
+    choose,
+    holders,
+    plan_transfers,
+)
 from hetu_fx.cluster.measure import node_name
-from hetu_fx.comm_ops.wire.consensus import from_first, of_all
+from hetu_fx.comm_ops.wire.consensus import from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for
 from hetu_fx.comm_ops.wire.process_group import create_group
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 from hetu_fx.errors import CheckpointError, EnvironmentProblem
+from hetu_fx.switching.home.ops import HomeTensor
 
 _log = logging.getLogger("hetu_fx.snapshots")
 
@@ -100,21 +112,15 @@ class SnapshotWriter:
         with guarded("copies of snapshots", range(self.world), self._aside):
             dist.all_reduce(sizes, group=self._group)
             sent = post((), [(holder, mine, Tag.SNAPSHOTS)], self._table, self._group)
-            failures = [_failure_of(lambda o=owner: self._keep(own.moment, o, int(sizes[o]))) for owner in self._kept()]
+            kept = [owner for owner, holder in enumerate(self.holders) if holder == self.rank]
+            failures = [_failure_of(partial(self._keep, own.moment, owner, int(sizes[owner]))) for owner in kept]
             wait_for(sent)
         for failure in filter(None, failures):
             raise failure
 
-    def _kept(self) -> list[int]:
-        return [owner for owner, holder in enumerate(self.holders) if holder == self.rank]
-
     def _keep(self, moment: Moment, owner: int, size: int) -> None:
         """Receive another rank's part."""
-
-        def fill(target: Tensor) -> None:
-            wait_for(post([(owner, target, Tag.SNAPSHOTS)], (), self._table, self._group))
-
-        self.memory.receive(SnapshotPart(moment, owner, self.rank), size, fill)
+        _receive(self.memory, SnapshotPart(moment, owner, self.rank), size, owner, self._table, self._group)
 
 
 def _failure_of(act: Any) -> CheckpointError | None:
@@ -137,3 +143,98 @@ def _own_group(table: GroupTable, life: str) -> ProcessGroup | None:
     members = [table.to_global(rank) for rank in range(table.size)]
     with guarded("group creation", range(table.size), table):
         return create_group(members, f"hetu_fx/snapshots/{life}", table.timeout)
+
+
+@dataclass(frozen=True)
+class FoundSnapshot:
+    """A whole snapshot: the document of each owner, and the files with all boxes that this rank needs."""
+
+    moment: Moment
+    documents: tuple[Mapping[str, Any], ...]
+    boxes: BoxFiles
+
+
+def find_snapshot(
+    memory: Memory, table: GroupTable, tensors: Mapping[str, Tensor]
+) -> tuple[SnapshotChoice, FoundSnapshot | None]:
+    """Choose a snapshot, and bring to each node the parts of it that ranks of the node need for `tensors`; collective.
+
+    Raises CheckpointError where a part cannot be read.
+    """
+    nodes = of_all(table, node_name())
+    choice = choose(dict(zip(nodes, of_all(table, memory.parts()), strict=True)))
+    moment = choice.moment
+    if moment is None:
+        return choice, None
+    headers = _headers(memory, table, moment, choice, nodes)
+    boxes = {name: _boxes_of(tensor) for name, tensor in tensors.items()}
+    needs = [owner for owner, header in enumerate(headers) if _meets(header, boxes)]
+    transfers = plan_transfers(choice, nodes, of_all(table, needs))
+    sizes = [header.size for header in headers]
+    # Together, as other ranks of a node use what its first one receives.
+    together(table, lambda: _carry_out(transfers, memory, table, moment, sizes))
+    local = _local(memory, moment)
+    files = together(table, lambda: BoxFiles([memory.path(local[owner]) for owner in needs], memory.folder))
+    return choice, FoundSnapshot(moment, tuple(header.document for header in headers), files)
+
+
+def _local(memory: Memory, moment: Moment) -> dict[int, SnapshotPart]:
+    """Return one part here of each owner at a moment."""
+    return {part.owner: part for part in memory.parts() if part.moment == moment}
+
+
+def _headers(
+    memory: Memory, table: GroupTable, moment: Moment, choice: SnapshotChoice, nodes: Sequence[str]
+) -> list[Header]:
+    """Read each part's header on the first rank of the first node that has it, and tell all ranks."""
+    node = nodes[table.rank]
+
+    def read() -> dict[int, Header]:
+        if nodes.index(node) != table.rank:
+            return {}
+        local = _local(memory, moment)
+        return {owner: memory.header(local[owner]) for owner, where in enumerate(choice.nodes) if where[0] == node}
+
+    told = of_all(table, together(table, read))
+    everything = {owner: header for headers in told for owner, header in headers.items()}
+    return [everything[owner] for owner in range(moment.world)]
+
+
+def _boxes_of(tensor: Tensor) -> tuple[Bounds, ...]:
+    if isinstance(tensor, HomeTensor):
+        return tuple(box.bounds for box in tensor.home_layout.boxes)
+    return (tuple((0, size) for size in tensor.shape),)
+
+
+def _meets(header: Header, wanted: Mapping[str, Iterable[Bounds]]) -> bool:
+    """Tell whether a part has something that is wanted; of state with other dims than its parameter, all is."""
+    return any(
+        len(box) != len(bounds) or meeting(box, bounds) is not None
+        for (name, _), bounds in header.boxes
+        for box in wanted.get(name, ())
+    )
+
+
+def _carry_out(
+    transfers: Iterable[PartTransfer], memory: Memory, table: GroupTable, moment: Moment, sizes: Sequence[int]
+) -> None:
+    """Send and receive what this rank has a part in, in the order that all ranks keep."""
+    for transfer in transfers:
+        owner = transfer.owner
+        with guarded("bringing a snapshot", (transfer.sender, transfer.receiver), table):
+            if table.rank == transfer.sender:
+                part = _local(memory, moment)[owner]
+                wait_for(post((), [(transfer.receiver, memory.bytes_of(part), Tag.SNAPSHOTS)], table))
+            elif table.rank == transfer.receiver:
+                _receive(memory, SnapshotPart(moment, owner, owner), sizes[owner], transfer.sender, table)
+
+
+def _receive(
+    memory: Memory, part: SnapshotPart, size: int, sender: int, table: GroupTable, group: ProcessGroup | None = None
+) -> None:
+    """Receive a part of so many bytes from another rank."""
+
+    def fill(target: Tensor) -> None:
+        wait_for(post([(sender, target, Tag.SNAPSHOTS)], (), table, group))
+
+    memory.receive(part, size, fill)

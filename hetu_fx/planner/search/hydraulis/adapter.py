@@ -15,17 +15,16 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.dispatch.dispatch import dispatch
+from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch
+from hetu_fx.planner.dispatch.pack import Packing, pack, pack_quickly
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, TimeFit, fit_times
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.hydraulis.choose import BatchChoice, packed
-from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT
-from hetu_fx.planner.search.hydraulis.pool import StrategyPool, propose
+from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.values.block_times import BlockTime
@@ -38,44 +37,28 @@ from hetu_fx.plans.prediction import Prediction
 _INTERVALS = 64  # lengths are told apart in so many steps at most
 
 
-@dataclass(frozen=True, slots=True)
-class LengthVariant:
-    """A strategy, and the longest sequence of the batches that it is for."""
-
-    longest: int
-    strategy: Strategy
-
-
 def variants(problem: Problem) -> tuple[LengthVariant, ...]:
-    """Return the strategies of the pool by growing longest sequence; none when no scheme fits."""
+    """Return the strategies of the pool by growing longest sequence, one for each run of lengths; none if none fits."""
     counts, schemes = problem.profile.sequences, fitting_schemes(problem)
-    home = _home(schemes, counts, len(problem.cluster.devices))
-    if home is None:
+    devices = _devices(schemes, counts, len(problem.cluster.devices))
+    if not devices:
         return ()
-    longest = max(counts)
-    step = math.ceil(longest / _INTERVALS / ALIGNMENT) * ALIGNMENT
-    return tuple(_ranges(propose(schemes, counts, home, step=step)))
+    step = math.ceil(max(counts) / _INTERVALS / ALIGNMENT) * ALIGNMENT
+    runs = itertools.groupby(propose(schemes, counts, devices, step=step), key=lambda variant: variant.strategy)
+    return tuple([*run][-1] for _, run in runs)
 
 
-def _ranges(pool: StrategyPool) -> Iterator[LengthVariant]:
-    """Yield one variant for each run of lengths that have the same strategy."""
-    for strategy, run in itertools.groupby(pool.proposed, key=lambda pair: pair[1]):
-        yield LengthVariant(max(length for length, _ in run), strategy)
-
-
-def _home(schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int) -> Strategy | None:
-    """Return equal pipelines that hold every sequence and do a batch soonest; None if no scheme holds them all."""
+def _devices(schemes: Sequence[Scheme], counts: Mapping[int, float], most: int) -> int:
+    """Return how many devices equal pipelines take that hold every sequence and do a batch soonest; 0 if none do."""
     longest = max(counts)
 
     def seconds(scheme: Scheme) -> float:
         work = math.fsum(count * scheme.times.seconds(length) for length, count in counts.items())
-        return work / (devices // scheme.devices) + (scheme.stages - 1) * scheme.times.seconds(longest)
+        return work / (most // scheme.devices) + (scheme.stages - 1) * scheme.times.seconds(longest)
 
     holding = [scheme for scheme in schemes if scheme.max_length >= longest]
-    if not holding:
-        return None
-    best = min(holding, key=lambda scheme: (seconds(scheme), scheme.devices, scheme.stages))
-    return Strategy((best,) * (devices // best.devices))
+    best = min(holding, key=lambda scheme: (seconds(scheme), scheme.devices, scheme.stages), default=None)
+    return 0 if best is None else most // best.devices * best.devices
 
 
 def typical_batch(counts: Mapping[int, float], longest: int, size: int) -> SequenceBatch:
@@ -87,16 +70,32 @@ def typical_batch(counts: Mapping[int, float], longest: int, size: int) -> Seque
     return SequenceBatch((*drawn[:-1], lengths[-1]))
 
 
-def plan_of(variant: LengthVariant, problem: Problem) -> tuple[Plan, BatchChoice]:
-    """Return a variant's plan, and how a typical batch is dispatched and packed under it."""
+def packings(dispatched: Dispatch, *, seed: int = 0) -> tuple[Packing, ...]:
+    """Return the packings of a dispatch's pipelines, those that could be last packed with care."""
+    packed = [pack_quickly(scheme, lengths) for scheme, lengths in asked(dispatched)]
+    careful: set[int] = set()
+    while (last := max(range(len(packed)), key=lambda i: packed[i].seconds)) not in careful:
+        packed[last] = pack(packed[last].scheme, packed[last].lengths, seed=seed)
+        careful.add(last)
+    return tuple(packed)
+
+
+def asked(dispatched: Dispatch) -> list[tuple[Scheme, tuple[int, ...]]]:
+    """Return the scheme and the lengths of each pipeline of a dispatch."""
+    pairs = zip(dispatched.strategy.pipelines, dispatched.pipelines, strict=True)
+    return [(scheme, tuple(dispatched.batch.lengths[i] for i in group)) for scheme, group in pairs]
+
+
+def plan_of(variant: LengthVariant, problem: Problem) -> tuple[Plan, tuple[Packing, ...]]:
+    """Return a variant's plan, and how the sequences of a typical batch are packed under it."""
     counts, schemes = problem.profile.sequences, variant.strategy.pipelines
-    done = packed(dispatch(variant.strategy, typical_batch(counts, variant.longest, problem.costs.rows)))
+    done = packings(dispatch(variant.strategy, typical_batch(counts, variant.longest, problem.costs.rows)))
     shares = _shares(done)
     pipelines = tuple(
         Pipeline(
             stages=tuple(map(Stage, stages)),
             share=shares[scheme],
-            micro_batches=max(len(packing.rows) or 1 for packing in done.packings if packing.scheme == scheme),
+            micro_batches=max(len(packing.rows) or 1 for packing in done if packing.scheme == scheme),
             max_length=scheme.max_length if scheme.max_length < variant.longest else None,
         )
         for scheme, stages in zip(schemes, _placed(variant.strategy, problem.cluster), strict=True)
@@ -106,9 +105,9 @@ def plan_of(variant: LengthVariant, problem: Problem) -> tuple[Plan, BatchChoice
     return written.with_blocks(problem.costs.num_blocks), done
 
 
-def _shares(done: BatchChoice) -> dict[Scheme, int]:
+def _shares(done: Sequence[Packing]) -> dict[Scheme, int]:
     """Return the percentage of the tokens that a pipeline of each scheme has on average, 1 at least."""
-    tokens = [(packing.scheme, sum(packing.lengths)) for packing in done.packings]
+    tokens = [(packing.scheme, sum(packing.lengths)) for packing in done]
     total = sum(count for _, count in tokens)
     of_scheme = {scheme: [count for other, count in tokens if other == scheme] for scheme, _ in tokens}
     return {scheme: max(1, round(100 * fmean(counts) / total)) for scheme, counts in of_scheme.items()}

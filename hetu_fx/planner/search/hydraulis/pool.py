@@ -35,56 +35,28 @@ from numpy.typing import NDArray
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.local_search import Indices
 from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, Strategy
-from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT
+
+ALIGNMENT = 128
+"""Rows have whole multiples of so many tokens."""
 
 
-@dataclass(frozen=True)
-class StrategyPool:
-    """The optimizer strategy, and the strategy for each longest sequence.
+@dataclass(frozen=True, slots=True)
+class LengthVariant:
+    """A strategy, and the longest sequence of the batches that it is for."""
 
-    `home` has one scheme for all its pipelines. `proposed` are `(longest, strategy)`, longest growing: the strategy is
-    for batches whose longest sequence has at most so many tokens, and more than the one before.
-    """
-
-    home: Strategy
-    proposed: tuple[tuple[int, Strategy], ...]
-
-    def __post_init__(self) -> None:
-        if not self.home.is_homogeneous:
-            raise PlanError(f"the optimizer strategy {self.home} mixes schemes; give pipelines of one scheme")
-        longest = [length for length, _ in self.proposed]
-        if longest != sorted(set(longest)):
-            raise PlanError(f"strategies are proposed for longest sequences {longest}; give growing lengths")
-        for length, strategy in self.proposed:
-            if strategy.max_length < length or strategy.devices > self.home.devices:
-                raise PlanError(
-                    f"{strategy} is proposed for {length} tokens on {self.home.devices} devices, but holds "
-                    f"{strategy.max_length} and takes {strategy.devices}; give one that holds and takes as many"
-                )
-
-    @cached_property
-    def strategies(self) -> tuple[Strategy, ...]:
-        """Return the different strategies, the optimizer strategy first."""
-        return tuple(dict.fromkeys((self.home, *(strategy for _, strategy in self.proposed))))
-
-    def strategy_for(self, longest: int) -> Strategy:
-        """Return the strategy proposed for a longest sequence; raises `PlanError` when it is too long for all."""
-        found = next((strategy for length, strategy in self.proposed if length >= longest), None)
-        if found is None:
-            most = max((length for length, _ in self.proposed), default=0)
-            raise PlanError(f"no strategy is proposed for sequences of {longest} tokens, only up to {most}; cut them")
-        return found
+    longest: int
+    strategy: Strategy
 
 
 def propose(
-    schemes: Sequence[Scheme], counts: Mapping[int, float], home: Strategy, *, step: int = ALIGNMENT
-) -> StrategyPool:
-    """Return the pool for as many devices as the optimizer strategy takes.
+    schemes: Sequence[Scheme], counts: Mapping[int, float], devices: int, *, step: int = ALIGNMENT
+) -> tuple[LengthVariant, ...]:
+    """Return the pool: by growing longest sequence, the strategy for batches with more than the one before.
 
     Args:
         schemes: what a pipeline may be.
         counts: how many sequences of each length a batch has on average.
-        home: the optimizer strategy.
+        devices: so many may be used.
         step: the lengths of intervals are multiples of so many tokens.
 
     Raises `PlanError` for counts that cannot be, or a length that no scheme on so many devices holds.
@@ -94,16 +66,16 @@ def propose(
             f"cannot propose strategies for counts {dict(counts)} in steps of {step}; give counts of at least 0 by "
             f"lengths from 1, and a step from 1"
         )
-    usable = tuple(sorted(dict.fromkeys(s for s in schemes if s.devices <= home.devices), key=str))
+    usable = tuple(sorted(dict.fromkeys(s for s in schemes if s.devices <= devices), key=str))
     most = max((scheme.max_length for scheme in usable), default=0)
     if max(counts) > most:
         raise PlanError(
-            f"no scheme of at most {home.devices} devices holds {max(counts)} tokens, only up to {most}; cut longer "
+            f"no scheme of at most {devices} devices holds {max(counts)} tokens, only up to {most}; cut longer "
             f"sequences, or give more devices"
         )
-    proposal = _Proposal(usable, _Histogram(counts, step), home.devices)
-    found = ((length, proposal.strategy(index)) for index, length in enumerate(proposal.histogram.ends[1:], 1))
-    return StrategyPool(home, tuple(found))
+    proposal = _Proposal(usable, _Histogram(counts, step), devices)
+    ends = enumerate(proposal.histogram.ends[1:], 1)
+    return tuple(LengthVariant(length, proposal.strategy(index)) for index, length in ends)
 
 
 class _Histogram:

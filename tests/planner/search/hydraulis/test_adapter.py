@@ -59,8 +59,8 @@ def test_pipelines_that_cannot_take_the_longest_sequence_say_so() -> None:
     plan, done = plan_of(variants(PROBLEM)[-1], PROBLEM)
     limits = [pipeline.max_length for pipeline in plan.pipelines]
     assert limits[0] is None
-    assert limits[-1] == done.strategy.pipelines[-1].max_length
-    for packing, limit in zip(done.packings, limits, strict=True):
+    assert limits[-1] == done[-1].scheme.max_length
+    for packing, limit in zip(done, limits, strict=True):
         assert all(length <= (limit or 8192) for length in packing.lengths)
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cases.published_hydraulis import POOL, SCHEMES, strategy
+from benchmarks.cases.published_hydraulis import SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, Strategy, TimeFit
-from hetu_fx.planner.search.hydraulis.pool import StrategyPool, propose
+from hetu_fx.planner.search.hydraulis.pool import LengthVariant, propose
 
 STEP = 100
 
@@ -70,8 +70,8 @@ def ends_of(counts: Mapping[int, float]) -> list[int]:
     return [*range(0, max(counts), STEP), max(counts)]
 
 
-def home_of(devices: int) -> Strategy:
-    return Strategy((Scheme(devices, 1, TimeFit(0.0, 1.0), 500),))
+def strategy_for(longest: int, pool: Sequence[LengthVariant]) -> Strategy:
+    return next(variant.strategy for variant in pool if variant.longest >= longest)
 
 
 @settings(max_examples=100)
@@ -79,8 +79,8 @@ def home_of(devices: int) -> Strategy:
 def test_the_strategy_of_the_longest_sequence_equals_enumeration(
     schemes: tuple[Scheme, ...], counts: dict[int, float], devices: int
 ) -> None:
-    pool = propose(schemes, counts, home_of(devices), step=STEP)
-    made = pool.strategy_for(max(counts))
+    pool = propose(schemes, counts, devices, step=STEP)
+    made = strategy_for(max(counts), pool)
     assert made.devices <= devices
     assert made.max_length >= max(counts)
     assert seconds_of(made, counts) == pytest.approx(best_of_all(schemes, counts, devices), rel=1e-9)
@@ -91,8 +91,8 @@ def test_the_strategy_of_the_longest_sequence_equals_enumeration(
 def test_shorter_batches_get_the_strategy_of_the_shorter_histogram(
     schemes: tuple[Scheme, ...], counts: dict[int, float]
 ) -> None:
-    pool = propose(schemes, counts, home_of(4), step=STEP)
-    for longest, made in pool.proposed[:-1]:
+    pool = propose(schemes, counts, 4, step=STEP)
+    for longest, made in ((variant.longest, variant.strategy) for variant in pool[:-1]):
         part = {length: count for length, count in counts.items() if length <= longest} | {
             longest: counts.get(longest, 0)
         }
@@ -107,18 +107,18 @@ def published_counts() -> dict[int, float]:
 
 
 def test_a_long_tail_gets_a_few_large_pipelines_and_the_rest_small_ones() -> None:
-    pool = propose(tuple(SCHEMES.values()), published_counts(), POOL[0], step=1024)
-    largest = [scheme for scheme in pool.strategy_for(32768).pipelines if scheme.max_length >= 32768]
+    pool = propose(tuple(SCHEMES.values()), published_counts(), 64, step=1024)
+    largest = [scheme for scheme in strategy_for(32768, pool).pipelines if scheme.max_length >= 32768]
     assert 1 <= len(largest) <= 2
-    assert len(pool.strategy_for(32768).pipelines) >= 8
-    assert pool.strategy_for(1000).max_length < 32768
+    assert len(strategy_for(32768, pool).pipelines) >= 8
+    assert strategy_for(1000, pool).max_length < 32768
 
 
-def test_the_pool_holds_every_length_and_starts_with_the_optimizer_strategy() -> None:
-    pool = propose(tuple(SCHEMES.values()), published_counts(), POOL[0], step=1024)
-    assert pool.strategies[0] == pool.home == POOL[0]
-    assert len(set(pool.strategies)) == len(pool.strategies)
-    assert [length for length, _ in pool.proposed] == [
+def test_the_pool_holds_every_length() -> None:
+    pool = propose(tuple(SCHEMES.values()), published_counts(), 64, step=1024)
+    assert all(variant.strategy.max_length >= variant.longest for variant in pool)
+    assert all(variant.strategy.devices <= 64 for variant in pool)
+    assert [variant.longest for variant in pool] == [
         *range(1024, max(published_counts()), 1024),
         max(published_counts()),
     ]
@@ -127,15 +127,15 @@ def test_the_pool_holds_every_length_and_starts_with_the_optimizer_strategy() ->
 def test_the_order_of_schemes_and_counts_does_not_matter() -> None:
     counts = published_counts()
     backwards = dict(reversed(counts.items()))
-    first = propose(tuple(SCHEMES.values()), counts, POOL[0], step=2048)
-    assert first == propose(tuple(reversed(SCHEMES.values())), backwards, POOL[0], step=2048)
+    first = propose(tuple(SCHEMES.values()), counts, 64, step=2048)
+    assert first == propose(tuple(reversed(SCHEMES.values())), backwards, 64, step=2048)
 
 
 def test_a_length_that_no_scheme_holds_is_refused() -> None:
     with pytest.raises(PlanError, match="no scheme of at most 64 devices holds 50000 tokens, only up to 43520"):
-        propose(tuple(SCHEMES.values()), {50000: 1.0}, POOL[0])
+        propose(tuple(SCHEMES.values()), {50000: 1.0}, 64)
     with pytest.raises(PlanError, match="no scheme of at most 8 devices holds 30000 tokens, only up to 21888"):
-        propose(tuple(SCHEMES.values()), {30000: 1.0}, strategy((1, (8, 1))))
+        propose(tuple(SCHEMES.values()), {30000: 1.0}, 8)
 
 
 @pytest.mark.parametrize(
@@ -143,15 +143,4 @@ def test_a_length_that_no_scheme_holds_is_refused() -> None:
 )
 def test_counts_that_cannot_be_are_refused(counts: dict[int, float], step: int) -> None:
     with pytest.raises(PlanError, match="cannot propose"):
-        propose(tuple(SCHEMES.values()), counts, POOL[0], step=step)
-
-
-def test_pools_that_cannot_be_are_refused() -> None:
-    with pytest.raises(PlanError, match="mixes schemes"):
-        StrategyPool(POOL[1], ())
-    with pytest.raises(PlanError, match="growing lengths"):
-        StrategyPool(POOL[0], ((200, POOL[1]), (100, POOL[1])))
-    with pytest.raises(PlanError, match="holds 12416 and takes 64"):
-        StrategyPool(POOL[0], ((20000, POOL[6]),))
-    with pytest.raises(PlanError, match="only up to 100; cut them"):
-        StrategyPool(POOL[0], ((100, POOL[6]),)).strategy_for(101)
+        propose(tuple(SCHEMES.values()), counts, 64, step=step)

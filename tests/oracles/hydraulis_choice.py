@@ -1,5 +1,6 @@
 """The strategy of a pool that does a batch soonest, with the micro-batches of all its pipelines.
 
+What benchmarks compare with the published numbers; a run chooses among variants (`planner.dispatch.policies`).
 As Hydraulis' planner does in every step: strategies that cannot hold the longest sequence are left out, the
 others get a dispatch, their pipelines a packing, and the one whose last pipeline is done first is chosen. It is
 left where a dispatch is refined with the packing in view, and where strategies are not packed whose bound on
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch, of_lengths, unpacked_seconds
-from hetu_fx.planner.dispatch.pack import Packing, pack, pack_quickly
+from hetu_fx.planner.dispatch.pack import Packing
 from hetu_fx.planner.dispatch.quick import quick_rows
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, too_long
+from hetu_fx.planner.search.hydraulis.adapter import asked, packings
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class BatchChoice:
 
     def __post_init__(self) -> None:
         given = [(packing.scheme, packing.lengths) for packing in self.packings]
-        if given != _asked(self.dispatch):
+        if given != asked(self.dispatch):
             raise PlanError(
                 f"the packings are of {[(str(scheme), lengths) for scheme, lengths in given]}, which are not the "
                 f"pipelines of the dispatch; pack the sequences that each pipeline has there"
@@ -107,18 +109,7 @@ def holding(strategies: Iterable[Strategy], batch: SequenceBatch) -> tuple[Strat
 
 def packed(dispatched: Dispatch, *, seed: int = 0) -> BatchChoice:
     """Return a dispatch with the packings of its pipelines, those that could be last packed with care."""
-    packings = [pack_quickly(scheme, lengths) for scheme, lengths in _asked(dispatched)]
-    careful: set[int] = set()
-    while (last := max(range(len(packings)), key=lambda i: packings[i].seconds)) not in careful:
-        packings[last] = pack(packings[last].scheme, packings[last].lengths, seed=seed)
-        careful.add(last)
-    return BatchChoice(dispatched, tuple(packings))
-
-
-def _asked(dispatched: Dispatch) -> list[tuple[Scheme, tuple[int, ...]]]:
-    """Return the scheme and the lengths of each pipeline of a dispatch."""
-    pairs = zip(dispatched.strategy.pipelines, dispatched.pipelines, strict=True)
-    return [(scheme, tuple(dispatched.batch.lengths[i] for i in group)) for scheme, group in pairs]
+    return BatchChoice(dispatched, packings(dispatched, seed=seed))
 
 
 _PACKED_SEQUENCES = 10_000  # so many sequences are packed to try changes

@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks.cases.published_hydraulis import FILLING_TOKENS, MEMORY, SCHEMES, TIMES
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hydraulis.memory import ALIGNMENT, ModelShape, OptimizerStrategy, fitting_schemes
+from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT
+from tests.oracles.hydraulis_memory import ModelShape, OptimizerStrategy, fitting_schemes
 
 PUBLISHED = {
     (1, 4): 1920,

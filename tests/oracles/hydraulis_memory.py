@@ -1,4 +1,6 @@
-"""How long a row a parallel scheme can hold: the memory model of Hydraulis, in bytes per device.
+"""How long a row a parallel scheme can hold by the memory model that Hydraulis published, in bytes per device.
+
+Profiles say what searches go by; this leads to the published strategies, which benchmarks and tests start from.
 
 For L layers of hidden size H and a vocabulary of V, on a scheme of T-way tensor parallelism and P stages,
 with the optimizer strategy O of D replicas:
@@ -22,9 +24,7 @@ from dataclasses import dataclass
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
-
-ALIGNMENT = 128
-"""Rows have whole multiples of so many tokens."""
+from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT
 
 MOVED_SHARE = 0.25
 """The share of the states that follows the scheme; the rest stays where the optimizer is."""

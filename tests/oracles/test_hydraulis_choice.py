@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hetu_fx.planner.search.hydraulis.choose as module
+import hetu_fx.planner.search.hydraulis.adapter as module
 from benchmarks.cases.published_hydraulis import POOL, SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import dispatch
 from hetu_fx.planner.dispatch.pack import pack
 from hetu_fx.planner.dispatch.strategy import SequenceBatch, Strategy
-from hetu_fx.planner.search.hydraulis.choose import BatchChoice, choose, holding, packed, refine
+from tests.oracles.hydraulis_choice import BatchChoice, choose, holding, packed, refine
 from tests.planner.dispatch.examples import BATCH, PACKED_MS
 
 LONG_TAIL = SequenceBatch((*range(400, 2620, 37), 9000, 14000, 25000))

@@ -31,7 +31,7 @@ FEWEST = 20
 _FIRST = (
     "resolve/test_tiers",
     "resolve/test_intermediates",
-    "resolve/test_price",
+    "resolve/test_edge",
     "plans/test_split_plan",
     "plans/test_bsr_plan",
     "plans/test_bsr_senders",

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
-from hetu_fx.comm_ops.plans.bsr_report import bsr_report
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove
 from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
 from hetu_fx.comm_ops.resolve.resolve import resolve
 
@@ -36,8 +35,7 @@ class Case:
 
     def least_bytes(self, shape: tuple[int, int]) -> int:
         """Count the bytes that any way must move."""
-        move = TensorMove(parse_annotation(self.source), parse_annotation(self.target), shape, ITEMSIZE)
-        return bsr_report([plan_moves([move])]).least_bytes
+        return TensorMove(parse_annotation(self.source), parse_annotation(self.target), shape, ITEMSIZE).least_bytes
 
     def is_moved(self, shape: tuple[int, int]) -> bool:
         """Tell whether it resolves to batched send-receive alone."""

@@ -20,7 +20,6 @@ from benchmarks.kit.contest import Step, adamw, barrier, slowest, timed, train_s
 from benchmarks.kit.fleet import say
 from benchmarks.kit.models import Size, batch, llama, num_parameters
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove
-from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.bridge.bridge import BridgePlan
 from hetu_fx.switching.home.ops import HomeTensor
@@ -166,7 +165,7 @@ def variant_switches(model: Any, data: Mapping[str, torch.Tensor], rounds: int) 
 def bytes_of(plan: BridgePlan) -> dict[str, int]:
     """Count what a gather sends over all ranks, and what readers lack."""
     entries = {entry.name: entry for entry in plan.entries}
-    least = {e.name: least_bytes(TensorMove(e.home, e.compute, e.shape, e.dtype.itemsize)) for e in plan.entries}
+    least = {e.name: TensorMove(e.home, e.compute, e.shape, e.dtype.itemsize).least_bytes for e in plan.entries}
     sent = sum(
         sum(message.sizes) * (len(message.lane.ranks) - 1) * bucket.dtype.itemsize
         for bucket in plan.gathers

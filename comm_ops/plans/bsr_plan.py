@@ -1,7 +1,7 @@
 """Batched send-receive on paper (Hetu v2 section 5.3): which slice goes from whom to whom.
 
-Every receiver gets every slice it lacks from one owner, whom `bsr_senders` chooses: by default itself, else the
-least loaded owner on its node, else the least loaded one elsewhere. Of a partial source every summand is sent to
+Every receiver gets every slice it lacks from one owner: itself, else the owner on its node that has sent least within
+nodes so far, else the owner that has sent least between nodes. Of a partial source every summand is sent to
 the receiver, which adds them in the order of their numbers. In a partial target the first summand
 takes the value and the others are zero. All moves of a plan share the load counters and travel in one message
 per ordered pair of ranks. Plans depend on nothing but their arguments.
@@ -13,15 +13,16 @@ each gets and sums its own chunk, and passes it on in a second round. `plan_on_l
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import length, merge, select
-from hetu_fx.comm_ops.plans.bsr_senders import SENDERS, NodeOf, OwnerSet, Senders
 from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost
-from hetu_fx.comm_ops.plans.slices import Dims, Slice, finest_slices
+from hetu_fx.comm_ops.plans.slices import Dims, Slice, finest_slices, least_entries
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.errors import AnnotationError, ResolveError
 
@@ -43,6 +44,13 @@ class TensorMove:
             return True
         region = self.source.region(rank, self.shape)
         return region.summand is None and region == self.target.region(rank, self.shape)
+
+    @property
+    def least_bytes(self) -> int:
+        """Count the bytes that any plan of it must send; symbolic dims count as one entry."""
+        if self.source == self.target:
+            return 0
+        return least_entries(Transition(self.source, self.target, self.shape)) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +107,72 @@ class BsrPlan:
             for receiver, transfers in sorted(peers.items())
         ]
 
-    def bytes_sent(self, rank: int) -> int:
-        """Count the bytes that `rank` sends, in all rounds."""
-        messages = [message for plan in self.rounds for message in plan.messages]
-        return sum(num_bytes for sender, _, num_bytes in messages if sender == rank)
+
+NodeOf = Callable[[int], int]
+_Heap = list[tuple[int, int, int]]  # load when last seen, place among the owners, rank
+
+
+class OwnerSet:
+    """The ranks that hold one summand of a slice, ready to be asked for the least loaded."""
+
+    def __init__(self, ranks: Sequence[int], node_of: NodeOf) -> None:
+        self.ranks, self.members = tuple(ranks), frozenset(ranks)
+        self.far: _Heap = [(0, place, rank) for place, rank in enumerate(ranks)]
+        self.near: dict[int, _Heap] = {}
+        for place, rank in enumerate(ranks):
+            self.near.setdefault(node_of(rank), []).append((0, place, rank))
+
+
+class Senders:
+    """Chooses senders by load, and counts the bytes that every rank has sent, within its node and to others.
+
+    Every choice takes amortised logarithmic time: loads only grow, so the heaps are put right when looked at.
+    """
+
+    def __init__(self, node_of: NodeOf) -> None:
+        self.node_of = node_of
+        self.within: defaultdict[int, int] = defaultdict(int)
+        self.between: defaultdict[int, int] = defaultdict(int)
+        self._sets: dict[tuple[int, ...], OwnerSet] = {}
+
+    def owners(self, ranks: tuple[int, ...]) -> OwnerSet:
+        """Return the owner set of `ranks`; slices with the same owners share it."""
+        if ranks not in self._sets:
+            self._sets[ranks] = OwnerSet(ranks, self.node_of)
+        return self._sets[ranks]
+
+    def sender(self, owners: OwnerSet, receiver: int) -> int:
+        """Choose the owner that sends to `receiver`."""
+        return receiver if receiver in owners.members else self.choose(owners, receiver)
+
+    def price(self, sender: int, receiver: int) -> tuple[int, int]:
+        """Compare transfers: local, then inside a node, then between nodes; then by load."""
+        if sender == receiver:
+            return 0, 0
+        return (1, self.within[sender]) if self._same_node(sender, receiver) else (2, self.between[sender])
+
+    def add(self, sender: int, receiver: int, num_bytes: int) -> None:
+        """Count a transfer."""
+        if sender != receiver:
+            counter = self.within if self._same_node(sender, receiver) else self.between
+            counter[sender] += num_bytes
+
+    def choose(self, owners: OwnerSet, receiver: int) -> int:
+        """Choose among owners other than the receiver."""
+        near = owners.near.get(self.node_of(receiver))
+        return _least(near, self.within) if near else _least(owners.far, self.between)
+
+    def _same_node(self, a: int, b: int) -> bool:
+        return self.node_of(a) == self.node_of(b)
+
+
+def _least(heap: _Heap, loads: Mapping[int, int]) -> int:
+    """Return the least loaded rank, of equals the first; the top is right once its load is what was last seen."""
+    while True:
+        load, place, rank = heap[0]
+        if loads[rank] == load:
+            return rank
+        heapq.heapreplace(heap, (loads[rank], place, rank))
 
 
 def plan_moves(
@@ -111,16 +181,14 @@ def plan_moves(
     node_of: NodeOf = lambda rank: 0,
     relays: bool = False,
     afar: bool = True,
-    senders: str = "load",
+    senders: Callable[[NodeOf], Senders] = Senders,
 ) -> BsrPlan:
     """Plan moves together, so that their messages are fused and their load is shared; linear in the table.
 
-    `node_of` gives the node of a rank, `senders` names a choice of `SENDERS`; without `afar` only sums are
-    relayed. Raises ResolveError where an annotation does not fit its shape, or where there is no such choice.
+    `node_of` gives the node of a rank, `senders` chooses who sends; without `afar` only sums are relayed.
+    Raises ResolveError where an annotation does not fit its shape.
     """
-    if senders not in SENDERS:
-        raise ResolveError(f"there is no choice of senders {senders!r}; choose one of {', '.join(SENDERS)}")
-    loads = SENDERS[senders](node_of)
+    loads = senders(node_of)
     transfers: list[SliceTransfer] = []
     passed_on: list[SliceTransfer] = []
     for number, move in enumerate(moves):
@@ -137,17 +205,6 @@ def plan_moves(
                     transfers += _transfers(number, move, part, copies, receiver, loads)
     relay = BsrPlan(tuple(map(_in_place, moves)), tuple(passed_on)) if passed_on else None
     return BsrPlan(tuple(moves), tuple(transfers), relay)
-
-
-def plan_each(
-    moves: Sequence[TensorMove],
-    *,
-    node_of: NodeOf = lambda rank: 0,
-    relays: bool = False,
-    senders: str = "load",
-) -> tuple[BsrPlan, ...]:
-    """Plan every move alone, as `plan_moves` does: nothing fused and no load shared, for comparison."""
-    return tuple(plan_moves([move], node_of=node_of, relays=relays, senders=senders) for move in moves)
 
 
 def _relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tuple[int, ...]]:

@@ -67,6 +67,25 @@ def finest_slices(transition: Transition) -> tuple[Slice, ...]:
     )
 
 
+def least_entries(transition: Transition) -> int:
+    """Count the entries that any plan of a change must send, each as often as it travels."""
+    return sum(_least_copies(part) * part.numel for part in finest_slices(transition))
+
+
+def _least_copies(part: Slice) -> int:
+    """Count how often the slice must travel, at least.
+
+    Where somebody owns the value, every receiver that does not takes one. Else the summands have to meet (one
+    message less than there are summands), and all receivers but one that they may meet at take one.
+    """
+    values = {rank for copy in part.owners if len(copy) == 1 for rank in copy[0]}
+    receivers = set(part.receivers)
+    if values or not receivers:
+        return len(receivers - values)
+    owners = {rank for copy in part.owners for ranks in copy for rank in ranks}
+    return min(map(len, part.owners)) - 1 + len(receivers) - bool(receivers & owners)
+
+
 @lru_cache(maxsize=65536)
 def locate(region: Dims, dims: Dims) -> Dims:
     """Return the local intervals of the slice `dims` inside the dense tensor of `region`, which holds it."""

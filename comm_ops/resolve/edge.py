@@ -1,12 +1,18 @@
-"""A change to be resolved: a tensor, how it is annotated before and after, and how its gradient comes back."""
+"""A change to be resolved: a tensor, how it is annotated before and after, and how its gradient comes back.
+
+And what steps that make it cost, for choosing among several: by bytes, or by seconds on measured links.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State
-from hetu_fx.comm_ops.resolve.resolution import CommStep, MoveStep
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove
+from hetu_fx.comm_ops.plans.cost import EQUAL_LINKS, Topology
+from hetu_fx.comm_ops.resolve.intermediates import flatten, piece_shape
+from hetu_fx.comm_ops.resolve.resolution import AxisStep, CommStep, MoveStep, steps_bytes, steps_seconds
 
 Steps = tuple[CommStep, ...]
 
@@ -63,28 +69,45 @@ class ReshardEdge:
         return ReshardEdge(source, target, gradient, piece_shape(self.source.top, index, self.shape))
 
 
-def dual(top: State | None) -> State | None:
-    """Return the state of a gradient: partial becomes duplicate."""
-    return Duplicate(top.ways) if isinstance(top, Partial) else top
+@dataclass(frozen=True, slots=True)
+class StepPrices:
+    """Prices steps for entries of `itemsize` bytes; a symbolic size counts as one.
+
+    With a topology seconds decide, then bytes; without one bytes decide, then seconds on equal links. Fewer
+    steps win a tie, and of equally many those that come first.
+    """
+
+    topology: Topology | None = None
+    itemsize: int = 4
+
+    def of(self, steps: Sequence[CommStep]) -> tuple[float, float, int]:
+        """Price the forward; adjoints move as much the other way."""
+        known = [_with_known_sizes(step) for step in steps]
+        num_bytes = steps_bytes(known, self.itemsize)
+        if self.topology is None:
+            return num_bytes, steps_seconds(known, self.itemsize, EQUAL_LINKS), len(known)
+        return steps_seconds(known, self.itemsize, self.topology), num_bytes, len(known)
+
+    def settles(self, edge: ReshardEdge, steps: Steps) -> bool:
+        """Tell whether nothing can be better, so that no other way need be priced.
+
+        Without a topology that is so for collectives inside groups, which have the fast links, and for whatever
+        moves as little as any plan must. A batched send-receive of summands may still load one rank too much.
+        """
+        if not steps:
+            return True
+        if self.topology is not None or any(isinstance(s, MoveStep) and s.source.has_partial for s in steps):
+            return False
+        if all(isinstance(step, AxisStep) for step in steps):
+            return True
+        known = [_with_known_sizes(step) for step in steps]
+        move = TensorMove(edge.source, edge.target, _known(edge.shape), self.itemsize)
+        return steps_bytes(known, self.itemsize) <= move.least_bytes
 
 
-def flatten(annotation: Annotation) -> Annotation:
-    """Write a union of equal shardings as one group, its slowest axis the top, where that means the same."""
-    top, sharding = annotation.top, annotation.shardings[0]
-    if top is None or any(other != sharding for other in annotation.shardings):
-        return annotation
-    if isinstance(top, Duplicate) and sharding.num_summands > 1:
-        # Groups hold equal values, but need not hold equal summands; copies inside a group do.
-        return annotation
-    if isinstance(top, Split) and any(split.dim == top.dim for split in sharding.splits):
-        return annotation
-    return Annotation.on(annotation.ranks, top, *sharding.axes)
+def _with_known_sizes(step: CommStep) -> CommStep:
+    return replace(step, shape=_known(step.shape)) if None in step.shape else step
 
 
-def piece_shape(top: State | None, index: int, shape: Shape) -> Shape:
-    """Return the shape of what a group holds of a tensor under `top`."""
-    if not isinstance(top, Split):
-        return shape
-    size = shape[top.dim]
-    assert size is not None  # symbolic dims are never split, which is checked first
-    return (*shape[: top.dim], top.local_size(size, index), *shape[top.dim + 1 :])
+def _known(shape: Shape) -> Shape:
+    return tuple(1 if size is None else size for size in shape)

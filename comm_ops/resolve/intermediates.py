@@ -1,4 +1,4 @@
-"""Annotations to stop at on the way: summands added up, copies cut up, partial axes on top.
+"""Annotations made of others, to stop at on the way: summands added up, copies cut up, partial axes on top.
 
 Cuts are made in equal parts if the size allows, else in parts that differ by one at most, along the first dim that is
 not split yet and has an entry for every rank.
@@ -11,7 +11,33 @@ import math
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
 from hetu_fx.annotations.sharding import DeviceGroup, Sharding
 from hetu_fx.annotations.states import Duplicate, Partial, Split, State, even_sizes
-from hetu_fx.comm_ops.resolve.edge import piece_shape
+
+
+def dual(top: State | None) -> State | None:
+    """Return the state of a gradient: partial becomes duplicate."""
+    return Duplicate(top.ways) if isinstance(top, Partial) else top
+
+
+def flatten(annotation: Annotation) -> Annotation:
+    """Write a union of equal shardings as one group, its slowest axis the top, where that means the same."""
+    top, sharding = annotation.top, annotation.shardings[0]
+    if top is None or any(other != sharding for other in annotation.shardings):
+        return annotation
+    if isinstance(top, Duplicate) and sharding.num_summands > 1:
+        # Groups hold equal values, but need not hold equal summands; copies inside a group do.
+        return annotation
+    if isinstance(top, Split) and any(split.dim == top.dim for split in sharding.splits):
+        return annotation
+    return Annotation.on(annotation.ranks, top, *sharding.axes)
+
+
+def piece_shape(top: State | None, index: int, shape: Shape) -> Shape:
+    """Return the shape of what a group holds of a tensor under `top`."""
+    if not isinstance(top, Split):
+        return shape
+    size = shape[top.dim]
+    assert size is not None  # symbolic dims are never split, which is checked first
+    return (*shape[: top.dim], top.local_size(size, index), *shape[top.dim + 1 :])
 
 
 def reduced(annotation: Annotation, shape: Shape) -> list[Annotation]:

@@ -18,14 +18,11 @@ from hetu_fx.annotations.sharding import Sharding
 from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.transition import format_shape
-from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps, dual, flatten
-from hetu_fx.comm_ops.resolve.intermediates import cut_copies, partial_on_top, reduced, scattered
-from hetu_fx.comm_ops.resolve.price import StepPrices
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge, StepPrices, Steps
+from hetu_fx.comm_ops.resolve.intermediates import cut_copies, dual, partial_on_top, reduced, scattered
 from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
 from hetu_fx.comm_ops.resolve.tiers import across_groups, along_axes, same_top
 from hetu_fx.errors import AnnotationError, ResolveError
-
-__all__ = ["flatten", "resolve", "resolve_edge"]
 
 
 def resolve(

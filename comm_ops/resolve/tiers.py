@@ -17,7 +17,8 @@ from hetu_fx.annotations.states import Duplicate, Partial, Split, State
 from hetu_fx.comm_ops.plans.routes import kind_between
 from hetu_fx.comm_ops.plans.split_plan import fits
 from hetu_fx.comm_ops.plans.transition import Transition
-from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps, dual
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps
+from hetu_fx.comm_ops.resolve.intermediates import dual
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, TopStep
 
 

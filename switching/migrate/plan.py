@@ -15,7 +15,6 @@ from typing import Any
 
 from hetu_fx.base.documents import table_text
 from hetu_fx.comm_ops.plans.bsr_plan import plan_moves
-from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.errors import StateError
 from hetu_fx.switching.migrate.buckets import StateTensor, SwitchBucket, Transport, peak_bytes, share_out
 
@@ -79,7 +78,7 @@ class SwitchPlan:
     @cached_property
     def least_bytes(self) -> int:
         """Return the bytes that receivers lack: no plan can do with less."""
-        return sum(least_bytes(tensor.move) for tensor in self.tensors)
+        return sum(tensor.move.least_bytes for tensor in self.tensors)
 
     @cached_property
     def peak_extra_bytes(self) -> int:

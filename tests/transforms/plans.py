@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.annotations.local import local_part
-from hetu_fx.comm_ops.plans.subdims import join_parts, take_part
+from hetu_fx.comm_ops.ops.table import join_parts, take_part
 from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph.capture import capture

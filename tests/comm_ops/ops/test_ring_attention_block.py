@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops import ring_attention_block
-from hetu_fx.comm_ops.ops.ring_attention_run import Attention, Message
+from hetu_fx.comm_ops.ops.ring_attention import Attention, Message
 from hetu_fx.comm_ops.plans.ring_plan import Ring
 
 SIZES = [(3, 3), (5, 2, 1), (0, 4, 3), (2, 0, 5, 0), (1, 1, 1, 1), (7, 0), (6,)]
@@ -78,8 +78,8 @@ def played(
     def run(position: int) -> tuple[Any, ...]:
         own = mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask.split(ring.queries, -2)[position]
         mine = Attention(ring, position, *(x[position] for x in split), own, scale)
-        out, lse = mine.forward(wires.at(position))
-        return out, *mine.backward(rows[position], out, lse, wires.at(position))
+        out, lse = mine.forward(wires.at(position).start)
+        return out, *mine.backward(rows[position], out, lse, wires.at(position).start)
 
     with ThreadPoolExecutor(len(ring.keys)) as pool:
         found = list(pool.map(run, range(len(ring.keys))))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hetu_fx.annotations.annotation import Annotation, Sharding, Split, cotangent
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
-from hetu_fx.comm_ops.plans.bsr_report import least_bytes
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
@@ -133,7 +132,7 @@ def test_nothing_moves_more_bytes_than_one_batched_send_receive(seed):
     if any(not isinstance(step, AxisStep) for step in resolution.steps):
         assert resolution.bytes(1) <= direct
     if not source.has_partial and not target.has_partial:
-        assert resolution.bytes(1) == least_bytes(TensorMove(source, target, SHAPE, 1))
+        assert resolution.bytes(1) == TensorMove(source, target, SHAPE, 1).least_bytes
 
 
 @settings(max_examples=250)

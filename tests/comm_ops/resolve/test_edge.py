@@ -1,8 +1,7 @@
 """Prices: bytes decide, or seconds where links are known; what cannot be beaten settles."""
 
 from hetu_fx.annotations.text import parse_annotation
-from hetu_fx.comm_ops.resolve.edge import ReshardEdge
-from hetu_fx.comm_ops.resolve.price import StepPrices
+from hetu_fx.comm_ops.resolve.edge import ReshardEdge, StepPrices
 from hetu_fx.comm_ops.resolve.resolve import resolve
 
 

@@ -7,13 +7,14 @@ nearest known one), wrong types and missing values raise the object's error, alw
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from itertools import chain, groupby
 from types import NoneType, UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hetu_fx.base.documents import kind_of, nearest
+from hetu_fx.base.documents import json_text, kind_of, nearest, read_json, write_atomically
 from hetu_fx.base.json_values import FLAG, INTEGER, INTEGERS, NUMBER, TEXT, Values, is_object, many
 from hetu_fx.errors import HetuFxError
 
@@ -136,7 +137,7 @@ class JsonObject(Generic[T]):
         try:
             return self.build(**parts)
         except HetuFxError as problem:
-            raise type(problem)(f"{where}: {problem}") from None
+            raise self.error(f"{where}: {problem}") from None
 
     def _part(self, key: Key, value: Mapping[str, Any], where: str) -> Any:
         if key.inline:
@@ -161,6 +162,32 @@ class JsonObject(Generic[T]):
                 f"{where}: format is {found!r}, but this version reads {self.format!r} only; "
                 f"write the file anew, or read it with the version that wrote it"
             )
+
+
+class Document:
+    """A value that has a file of its own; `form` is what stands there."""
+
+    __slots__ = ()
+    form: ClassVar[JsonObject[Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of its file."""
+        return self.form.write(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "") -> Self:
+        """Build the value of a file's JSON object; `where` is shown in errors, left out: what it is a file of."""
+        found: Self = cls.form.read(value, where or cls.__name__.lower())
+        return found
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file. Raises its form's error, naming the file, the place in it, the value and what to do."""
+        return cls.from_json(read_json(path, cls.form.error), os.fspath(path))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a file, atomically."""
+        write_atomically(path, json_text(self.to_json()) + "\n")
 
 
 def record(

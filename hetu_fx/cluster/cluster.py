@@ -6,15 +6,14 @@ for devices that are not there. It needs no process group and no torch unless it
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hetu_fx.base.documents import json_text, read_json, table_text, write_atomically
+from hetu_fx.base.documents import table_text
 from hetu_fx.base.json_values import many
-from hetu_fx.base.records import REQUIRED, Key, record
+from hetu_fx.base.records import REQUIRED, Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link
 from hetu_fx.errors import ClusterError
 
@@ -28,7 +27,7 @@ FORMAT = "hetu_fx.cluster/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Document):
     """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
 
     `collectives` are those that were timed, if any; what else is communicated is priced by the links.
@@ -173,24 +172,6 @@ class Cluster:
         """Return the cluster that is left when ranks are gone."""
         return replace(self, devices=tuple(d for d in self.devices if d.rank not in ranks))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of a cluster file."""
-        return _CLUSTER.write(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:
-        """Build a cluster from the JSON object of a cluster file; `where` is shown in errors."""
-        return _CLUSTER.read(value, where)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster file. Raises `ClusterError` naming the file, the place, the value and what to do."""
-        return _CLUSTER.read(read_json(path, ClusterError), os.fspath(path))
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a cluster file, atomically."""
-        write_atomically(path, json_text(self.to_json()) + "\n")
-
     def __str__(self) -> str:
         header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB", "meeting ms"]
         rows = [_row(device) for device in self.devices]
@@ -233,7 +214,7 @@ def _cluster(devices: tuple[Device, ...], links: ClusterLinks, collectives: tupl
     return Cluster(devices, links.intra, links.inter or links.intra, collectives)
 
 
-_CLUSTER = record(
+Cluster.form = record(
     _cluster,
     ClusterError,
     like=Cluster,

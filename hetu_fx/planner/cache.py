@@ -17,13 +17,12 @@ from pathlib import Path
 
 import hetu_fx.comm_ops
 import hetu_fx.planner
-from hetu_fx.base.documents import json_text, read_json, write_atomically
 from hetu_fx.base.json_values import many
-from hetu_fx.base.records import Key, record
+from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.plans.plan import PLAN, Plan
+from hetu_fx.plans.plan import Plan
 
 FORMAT = "hetu_fx.made_plans/1"
 
@@ -51,7 +50,7 @@ def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Pla
     plans = make_plans(problem, search)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json_text(_ANSWER.write(_Answer(key, plans))) + "\n")
+        _Answer(key, plans).write(path)
     except OSError as failure:
         problem.tell(f"the plan is not kept for the next time: {failure}")
     return plans
@@ -84,18 +83,18 @@ def _code_digest() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(Document):
     """What a file holds."""
 
     key: str
     plans: tuple[Plan, ...]
 
 
-_ANSWER = record(_Answer, PlanError, format=FORMAT, plans=Key(many(PLAN.values)))
+_Answer.form = record(_Answer, PlanError, format=FORMAT, plans=Key(many(Plan.form.values)))
 
 
 def _read(path: Path, key: str) -> tuple[Plan, ...]:
-    answer = _ANSWER.read(read_json(path, PlanError), os.fspath(path))
+    answer = _Answer.read(path)
     if answer.key != key or not answer.plans:
         raise PlanError(f"{path} does not hold the answer to the question that its name says")
     return answer.plans

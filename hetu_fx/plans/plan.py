@@ -10,14 +10,13 @@ The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from hetu_fx.base.documents import json_text, nearest, read_json, table_text, write_atomically
+from hetu_fx.base.documents import nearest, table_text
 from hetu_fx.base.json_values import PAIRS, many
-from hetu_fx.base.records import Key, record
+from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.explain import HEADER, device_rows, rows_text, stage_row
 from hetu_fx.plans.pipeline import PIPELINE, Pipeline
@@ -46,7 +45,7 @@ ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Document):
     """Pipelines side by side, and how they run.
 
     `schedule` orders forwards and backwards of the micro-batches; `zero` 1 spreads optimizer states over the
@@ -168,24 +167,6 @@ class Plan:
     def _called(self) -> str:
         return "" if self.name is None else f" {self.name!r}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of a plan file."""
-        return PLAN.write(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], where: str = "plan") -> Plan:
-        """Build a plan from the JSON object of a plan file; `where` is shown in errors."""
-        return PLAN.read(value, where)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan file. Raises `PlanError` naming the file, the place in it, the value and what to do."""
-        return cls.from_json(read_json(path, PlanError), os.fspath(path))
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a plan file, atomically."""
-        write_atomically(path, json_text(self.to_json()) + "\n")
-
     def summary(self) -> str:
         """Return the plan on one line: `3 rows in 2: [0,1 2:1]x3 > [2]x1 | 1 row: [3]x4`."""
         return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
@@ -243,7 +224,7 @@ def _written_out(pipeline: Pipeline, num_blocks: int) -> Pipeline:
     return replace(pipeline, stages=tuple(replace(stage, blocks=count) for stage, count in pairs))
 
 
-PLAN = record(
+Plan.form = record(
     Plan,
     PlanError,
     order="name pipelines schedule zero max_length split sequence_parallel attention predicted",

@@ -7,17 +7,15 @@ cluster files are (`hetu_fx.profile/1`). Every figure says where it comes from.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_source
-from hetu_fx.base.documents import json_text, read_json, write_atomically
 from hetu_fx.base.json_values import many, numbered
-from hetu_fx.base.records import REQUIRED, Key, record, repeated
-from hetu_fx.errors import PlanError, ProfileError
+from hetu_fx.base.records import REQUIRED, Document, Key, record, repeated
+from hetu_fx.errors import ProfileError
 from hetu_fx.planner.values.block_times import BLOCK_TIME, SLOWDOWN, BlockTime, Slowdown
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -29,7 +27,7 @@ FORMAT = "hetu_fx.profile/1"
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Document):
     """What a model costs.
 
     Attributes:
@@ -89,27 +87,6 @@ class Profile:
     def program(self) -> _ProgramEntry:
         """Return what a file says of the program itself."""
         return _ProgramEntry(self.costs, self.source, self.tokens_per_row)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of a profile file."""
-        return _PROFILE.write(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], where: str = "profile") -> Profile:
-        """Build a profile from the JSON object of a profile file; `where` is shown in errors."""
-        try:
-            return _PROFILE.read(value, where)
-        except PlanError as problem:  # costs that cannot be, whoever gives them
-            raise ProfileError(str(problem)) from None
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile file. Raises `ProfileError` naming the file, the place, the value and what to do."""
-        return cls.from_json(read_json(path, ProfileError), os.fspath(path))
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a profile file, atomically."""
-        write_atomically(path, json_text(self.to_json()) + "\n")
 
 
 def _check_once(what: str, keys: Sequence[Hashable]) -> None:
@@ -186,7 +163,7 @@ _OTHER_LENGTH = record(
     pack=lambda pair: _OtherLength(*pair),
     costs=_COSTS,
 )
-_PROFILE = record(
+Profile.form = record(
     _profile,
     ProfileError,
     like=Profile,

@@ -5,25 +5,30 @@ Pure data: each pipeline has its own number of stages and micro-batches; pipelin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from hetu_fx.plans.plan import Schedule
 
 
 class Phase(StrEnum):
-    """Which half of a micro-batch's work."""
+    """Which part of a micro-batch's work; on paper a backward may be cut in the gradients of inputs and of weights."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One half of one micro-batch on one stage."""
+    """A phase of one micro-batch on one stage; on paper that may hold several chunks of the model."""
 
     phase: Phase
     micro_batch: int
+    chunk: int = 0
 
 
 def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
@@ -33,11 +38,14 @@ def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: 
     GPipe: all forwards, then all backwards in the same order.
     """
     warm_up = min(num_micro_batches, num_stages - stage - 1) if schedule == "1f1b" else num_micro_batches
-    order = [Action(Phase.FORWARD, m) for m in range(warm_up)]
-    for m in range(warm_up, num_micro_batches):
-        order += [Action(Phase.FORWARD, m), Action(Phase.BACKWARD, m - warm_up)]
-    first_left = num_micro_batches - warm_up
-    return (*order, *(Action(Phase.BACKWARD, m) for m in range(first_left, num_micro_batches)))
+    backwards = [Action(Phase.BACKWARD, m) for m in range(num_micro_batches)]
+    return one_each(forwards(num_micro_batches), backwards, warm_up)
+
+
+def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> tuple[Action, ...]:
+    """Return the first forwards, then one backward after each of the others, then the remaining backwards."""
+    pairs = zip(forwards[warm_up:], backwards, strict=False)
+    return (*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[len(forwards) - warm_up :])
 
 
 def forwards(num_micro_batches: int) -> tuple[Action, ...]:

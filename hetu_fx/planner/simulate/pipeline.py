@@ -11,17 +11,18 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, StageCosts, compute_lines, stage_costs
 from hetu_fx.planner.simulate.jobs import Traffic, ring_traffic
-from hetu_fx.planner.simulate.schedules import PaperSchedule, Work, num_chunks
+from hetu_fx.planner.simulate.schedules import PaperSchedule, num_chunks
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
+from hetu_fx.plans.schedule import Phase
 
 _COMPUTE = {
-    Work.FORWARD: 1 / FORWARD_AND_BACKWARD,
-    Work.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
-    Work.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
-    Work.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+    Phase.FORWARD: 1 / FORWARD_AND_BACKWARD,
+    Phase.BACKWARD: 1 - 1 / FORWARD_AND_BACKWARD,
+    Phase.INPUT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
+    Phase.WEIGHT_GRADIENT: (1 - 1 / FORWARD_AND_BACKWARD) / 2,
 }
 """The part of a micro-batch's compute; a product's backward is one product for each operand."""
 
@@ -52,33 +53,33 @@ class PipelineLane:
         """Return the number of stages, p."""
         return len(self.pipeline.stages)
 
-    def compute(self, part: int, work: Work, rows: int) -> dict[int, float]:
+    def compute(self, part: int, work: Phase, rows: int) -> dict[int, float]:
         """Return the seconds that each device of a part computes."""
         costs = self.costs[part]
         triples = zip(costs.stage.devices, costs.compute, costs.again, strict=True)
-        once_more = work in (Work.BACKWARD, Work.INPUT_GRADIENT)
+        once_more = work in (Phase.BACKWARD, Phase.INPUT_GRADIENT)
         return {
             rank: _COMPUTE[work] * (line(rows) - again(rows)) + once_more * again(rows) for rank, line, again in triples
         }
 
-    def reductions(self, part: int, work: Work, rows: int) -> Line:
+    def reductions(self, part: int, work: Phase, rows: int) -> Line:
         """Return latency and seconds of the sums (gathers, in a ring) that a part's devices make of `rows` rows.
 
         Those of the backward are of gradients of inputs.
         """
         costs = self.costs[part]
         match work:
-            case Work.FORWARD:
+            case Phase.FORWARD:
                 line = costs.sums
-            case Work.WEIGHT_GRADIENT:
+            case Phase.WEIGHT_GRADIENT:
                 line = Line()
             case _:
                 line = costs.returns
         return Line(line.fixed, line.slope * rows)
 
-    def reduction_traffic(self, part: int, work: Work, rows: int) -> Traffic:
+    def reduction_traffic(self, part: int, work: Phase, rows: int) -> Traffic:
         """Return what goes around for them: twice for a sum, once where the sequence is shared."""
-        is_forward, found = work is Work.FORWARD, self.costs[part].rounds
+        is_forward, found = work is Phase.FORWARD, self.costs[part].rounds
         sizes = [(one, one.forward if is_forward else one.backward) for one in found]
         traffic = (ring_traffic([one.ranks], size * rows, one.kind) for one, size in sizes)
         return tuple(itertools.chain.from_iterable(traffic))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hetu_fx.planner.simulate.events import Times
 from hetu_fx.planner.simulate.jobs import Job
-from hetu_fx.planner.simulate.schedules import Work
 from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
+from hetu_fx.plans.schedule import Phase
 
-_WORK = frozenset(Work)
+_WORK = frozenset(Phase)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,29 +7,10 @@ A device may hold several chunks of the model; part k of the pipeline is chunk k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import Phase, actions
-
-
-class Work(StrEnum):
-    """A part of a micro-batch's work: a backward may be cut in the gradients of inputs and those of weights."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    INPUT_GRADIENT = "input gradient"
-    WEIGHT_GRADIENT = "weight gradient"
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One thing that a device does: work on a micro-batch for one of its chunks."""
-
-    work: Work
-    micro_batch: int
-    chunk: int = 0
+from hetu_fx.plans.schedule import Action, Phase, actions, one_each
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +30,7 @@ class ZeroBubble:
 
 
 PaperSchedule = Schedule | Interleaved | ZeroBubble
-Row = tuple[Entry, ...]
+Row = tuple[Action, ...]
 
 
 def num_chunks(schedule: PaperSchedule) -> int:
@@ -68,15 +49,7 @@ def table(schedule: PaperSchedule, num_devices: int, micro_batches: int) -> tupl
         case ZeroBubble():
             return tuple(_zero_bubble(device, num_devices, micro_batches) for device in range(num_devices))
         case other:
-            return tuple(_of_runtime(other, device, num_devices, micro_batches) for device in range(num_devices))
-
-
-_WORK = {Phase.FORWARD: Work.FORWARD, Phase.BACKWARD: Work.BACKWARD}
-
-
-def _of_runtime(schedule: Schedule, device: int, num_devices: int, micro_batches: int) -> Row:
-    order = actions(schedule, device, num_devices, micro_batches)
-    return tuple(Entry(_WORK[action.phase], action.micro_batch) for action in order)
+            return tuple(actions(other, device, num_devices, micro_batches) for device in range(num_devices))
 
 
 def _interleaved(device: int, num_devices: int, micro_batches: int, chunks: int) -> Row:
@@ -87,35 +60,28 @@ def _interleaved(device: int, num_devices: int, micro_batches: int, chunks: int)
             f"{micro_batches} micro-batches on {num_devices} stages; give a multiple of {num_devices}"
         )
     total = micro_batches * chunks
-    forwards = [_turn(Work.FORWARD, k, num_devices, chunks) for k in range(total)]
-    backwards = [_turn(Work.BACKWARD, k, num_devices, chunks) for k in range(total)]
+    forwards = [_turn(Phase.FORWARD, k, num_devices, chunks) for k in range(total)]
+    backwards = [_turn(Phase.BACKWARD, k, num_devices, chunks) for k in range(total)]
     warm_up = min(total, 2 * (num_devices - device - 1) + (chunks - 1) * num_devices)
-    return _one_each(forwards, backwards, warm_up)
+    return one_each(forwards, backwards, warm_up)
 
 
-def _turn(work: Work, k: int, num_devices: int, chunks: int) -> Entry:
+def _turn(work: Phase, k: int, num_devices: int, chunks: int) -> Action:
     rounds, within = divmod(k, num_devices * chunks)
     chunk, offset = divmod(within, num_devices)
     last = chunks - 1
-    return Entry(work, rounds * num_devices + offset, chunk if work is Work.FORWARD else last - chunk)
-
-
-def _one_each(forwards: list[Entry], backwards: list[Entry], warm_up: int) -> Row:
-    order = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        order += [forward, backward]
-    return (*order, *backwards[len(forwards) - warm_up :])
+    return Action(work, rounds * num_devices + offset, chunk if work is Phase.FORWARD else last - chunk)
 
 
 def _zero_bubble(device: int, num_devices: int, micro_batches: int) -> Row:
     """1F1B; the weight gradients of device s come s micro-batches late, when 1F1B on device 0 keeps as many."""
-    order: list[Entry] = []
-    for entry in _of_runtime("1f1b", device, num_devices, micro_batches):
-        if entry.work is Work.FORWARD:
+    order: list[Action] = []
+    for entry in actions("1f1b", device, num_devices, micro_batches):
+        if entry.phase is Phase.FORWARD:
             order.append(entry)
             continue
-        order.append(Entry(Work.INPUT_GRADIENT, entry.micro_batch))
+        order.append(Action(Phase.INPUT_GRADIENT, entry.micro_batch))
         if entry.micro_batch >= device:
-            order.append(Entry(Work.WEIGHT_GRADIENT, entry.micro_batch - device))
+            order.append(Action(Phase.WEIGHT_GRADIENT, entry.micro_batch - device))
     first_left = max(0, micro_batches - device)
-    return (*order, *(Entry(Work.WEIGHT_GRADIENT, m) for m in range(first_left, micro_batches)))
+    return (*order, *(Action(Phase.WEIGHT_GRADIENT, m) for m in range(first_left, micro_batches)))

@@ -2,9 +2,10 @@ import pytest
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.simulate.pipeline import PipelineLane
-from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, Work
+from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage
+from hetu_fx.plans.schedule import Phase
 from tests.planner.examples import paper, transformer
 
 PIPELINE = Pipeline((Stage((0,), blocks=5), Stage((1, 2), blocks=3)))
@@ -28,12 +29,12 @@ def test_more_chunks_than_blocks_are_refused() -> None:
 
 def test_both_halves_of_a_backward_take_as_long_as_the_whole() -> None:
     found = lane("1f1b")
-    seconds = {work: found.compute(1, work, 2) for work in Work}
-    halves = seconds[Work.INPUT_GRADIENT][1] + seconds[Work.WEIGHT_GRADIENT][1]
-    assert halves == pytest.approx(seconds[Work.BACKWARD][1])
-    assert seconds[Work.FORWARD][2] > seconds[Work.FORWARD][1] > 0
-    assert found.reductions(1, Work.BACKWARD, 2) == found.reductions(1, Work.INPUT_GRADIENT, 2)
-    assert found.reductions(1, Work.WEIGHT_GRADIENT, 2) == Line()
+    seconds = {work: found.compute(1, work, 2) for work in Phase}
+    halves = seconds[Phase.INPUT_GRADIENT][1] + seconds[Phase.WEIGHT_GRADIENT][1]
+    assert halves == pytest.approx(seconds[Phase.BACKWARD][1])
+    assert seconds[Phase.FORWARD][2] > seconds[Phase.FORWARD][1] > 0
+    assert found.reductions(1, Phase.BACKWARD, 2) == found.reductions(1, Phase.INPUT_GRADIENT, 2)
+    assert found.reductions(1, Phase.WEIGHT_GRADIENT, 2) == Line()
 
 
 def test_work_falls_on_blocks_in_proportion() -> None:

@@ -4,9 +4,10 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.simulate.events import Activity, play
-from hetu_fx.planner.simulate.schedules import Entry, Interleaved, PaperSchedule, Work, ZeroBubble, num_chunks, table
+from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, ZeroBubble, num_chunks, table
+from hetu_fx.plans.schedule import Action, Phase
 
-SECONDS = {Work.FORWARD: 1.0, Work.BACKWARD: 2.0, Work.INPUT_GRADIENT: 1.0, Work.WEIGHT_GRADIENT: 1.0}
+SECONDS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.INPUT_GRADIENT: 1.0, Phase.WEIGHT_GRADIENT: 1.0}
 ALL = [*("1f1b", "gpipe"), Interleaved(2), Interleaved(3), ZeroBubble()]
 
 
@@ -15,22 +16,22 @@ def seconds_of(schedule: PaperSchedule, num_devices: int, micro_batches: int) ->
     chunks, rows = num_chunks(schedule), table(schedule, num_devices, micro_batches)
     numbers = {(d, entry): i for i, (d, entry) in enumerate((d, e) for d, row in enumerate(rows) for e in row)}
 
-    def needs(device: int, entry: Entry) -> list[int]:
+    def needs(device: int, entry: Action) -> list[int]:
         part = entry.chunk * num_devices + device
-        other = part - 1 if entry.work is Work.FORWARD else part + 1
-        if entry.work is Work.WEIGHT_GRADIENT:
-            return [numbers[device, Entry(Work.INPUT_GRADIENT, entry.micro_batch, entry.chunk)]]
+        other = part - 1 if entry.phase is Phase.FORWARD else part + 1
+        if entry.phase is Phase.WEIGHT_GRADIENT:
+            return [numbers[device, Action(Phase.INPUT_GRADIENT, entry.micro_batch, entry.chunk)]]
         if other == num_devices * chunks:
-            return [numbers[device, Entry(Work.FORWARD, entry.micro_batch, entry.chunk)]]
+            return [numbers[device, Action(Phase.FORWARD, entry.micro_batch, entry.chunk)]]
         chunk, owner = divmod(other, num_devices)
-        return [numbers[owner, Entry(entry.work, entry.micro_batch, chunk)]] if other >= 0 else []
+        return [numbers[owner, Action(entry.phase, entry.micro_batch, chunk)]] if other >= 0 else []
 
     activities = []
     for device, row in enumerate(rows):
         for index, entry in enumerate(row):
             before = [numbers[device, row[index - 1]]] if index else []
             uses = {("compute", device): 1.0}
-            activities.append(Activity(SECONDS[entry.work] / chunks, uses, (*before, *needs(device, entry))))
+            activities.append(Activity(SECONDS[entry.phase] / chunks, uses, (*before, *needs(device, entry))))
     return max(times.end for times in play(activities))
 
 
@@ -62,10 +63,10 @@ def test_every_chunk_of_every_micro_batch_is_done_once(schedule: PaperSchedule, 
     micro_batches = rounds * devices
     for row in table(schedule, devices, micro_batches):
         assert len(set(row)) == len(row)
-        forwards = {(e.micro_batch, e.chunk) for e in row if e.work is Work.FORWARD}
+        forwards = {(e.micro_batch, e.chunk) for e in row if e.phase is Phase.FORWARD}
         assert len(forwards) == micro_batches * num_chunks(schedule)
-        whole = {(e.micro_batch, e.chunk) for e in row if e.work is Work.BACKWARD}
-        halves = [{(e.micro_batch, e.chunk) for e in row if e.work is w} for w in list(Work)[2:]]
+        whole = {(e.micro_batch, e.chunk) for e in row if e.phase is Phase.BACKWARD}
+        halves = [{(e.micro_batch, e.chunk) for e in row if e.phase is w} for w in list(Phase)[2:]]
         assert whole == forwards or (not whole and halves == [forwards, forwards])
 
 
@@ -74,7 +75,7 @@ def test_zero_bubble_keeps_no_more_micro_batches_than_1f1b_does_at_most(devices:
     for row in table(ZeroBubble(), devices, micro_batches):
         kept = most = 0
         for entry in row:
-            kept += {Work.FORWARD: 1, Work.WEIGHT_GRADIENT: -1}.get(entry.work, 0)
+            kept += {Phase.FORWARD: 1, Phase.WEIGHT_GRADIENT: -1}.get(entry.phase, 0)
             most = max(most, kept)
         assert most <= min(devices, micro_batches)
 

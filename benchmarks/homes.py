@@ -2,8 +2,8 @@
 
 A large model and few tokens, so that the end of a step counts: gradient sync, gather and the update by AdamW. Rows are
 shared out by the devices' speeds all the time; only the homes change, in turns. Beside what steps take stands what
-`hetu_fx.planner.price.homes` predicts for their end, from the devices as they are measured and from what updates took
-with equal homes.
+`hetu_fx.planner.price.step_end` predicts for their end, from the devices as they are measured and from what updates
+took with equal homes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.kit.report import Bar, finish, median_ratio
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.emulate.emulate import EmulateSpec
-from hetu_fx.planner.price.homes import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
+from hetu_fx.planner.price.step_end import Housed, home_end_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.rehome_policy import UpdateTimes, housed
 from hetu_fx.switching.step.timer import clock_of

@@ -19,8 +19,7 @@ from benchmarks.kit.models import batch, gpt2
 from benchmarks.kit.report import Bar, finish, parser
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.program.deduce import deduce_program
-from hetu_fx.program.program import make_program
+from hetu_fx.program.program import deduce_program, make_program
 from hetu_fx.transforms.specialize.specialize import Specialize
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.speed import matmul_flops_per_second
+from hetu_fx.cluster.measure import matmul_flops_per_second
 from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, attend, gradients, merge
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from tests.model_zoo import SAMPLES

@@ -1,4 +1,4 @@
-"""The cgroups that this process is in, and how many cores' worth of time they let it have.
+"""The cgroups that this process is in, and how much time of cores and memory they let it have.
 
 Reads only. Both versions of the hierarchies, in containers too.
 """
@@ -24,18 +24,37 @@ def quota_within(mounts: str, own: str) -> float | None:
 
     mounts: the text of /proc/self/mounts; own: the text of /proc/self/cgroup.
     """
-    root, controller = _v1_root(mounts, "cpu"), "cpu"
-    if root is None:
-        root, controller = v2_root(mounts), _OF_V2
-    if root is None:
-        return None
-    quotas = map(quota_of, upwards(_folder(root, own, controller), root))
+    quotas = map(quota_of, _around(mounts, own, "cpu"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def own_quota() -> float | None:
     """Return the cores that this process's quota is worth; None where it has none."""
     return quota_within(read(Path("/proc/self/mounts")), read(Path("/proc/self/cgroup")))
+
+
+def memory_limits_within(mounts: str, own: str) -> tuple[tuple[str, int], ...]:
+    """Return (cgroup, bytes) of the process's memory cgroup and those around it, of those that have a limit."""
+    limits = [(str(folder), _memory_limit_of(folder)) for folder in _around(mounts, own, "memory")]
+    return tuple((name, limit) for name, limit in limits if limit is not None)
+
+
+def _memory_limit_of(folder: Path) -> int | None:
+    """Return a cgroup's limit, or None for no file, `max`, or version 1's "no limit" near 2**63."""
+    text = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
+    limit = int(text) if text.isdigit() else None
+    return None if limit is None or limit >= 1 << 60 else limit
+
+
+def _around(mounts: str, own: str, controller: str) -> list[Path]:
+    """Return the process's cgroup that has a controller and those around it, up to where the hierarchy is mounted."""
+    root = _v1_root(mounts, controller)
+    if root is None:
+        root, controller = v2_root(mounts), _OF_V2
+    if root is None:
+        return []
+    folder = _folder(root, own, controller)
+    return [folder, *(above for above in folder.parents if above.is_relative_to(root))]
 
 
 def _v1_root(mounts: str, controller: str) -> Path | None:
@@ -53,11 +72,6 @@ def v1_folder(mounts: str, own: str, controller: str) -> Path | None:
 def v2_root(mounts: str) -> Path | None:
     """Find where the one hierarchy of version 2 is mounted."""
     return next((Path(point) for point, kind, _ in _mounts(mounts) if kind == "cgroup2"), None)
-
-
-def upwards(folder: Path, root: Path) -> list[Path]:
-    """Return a cgroup and those around it, up to where the hierarchy is mounted."""
-    return [folder, *(above for above in folder.parents if above.is_relative_to(root))]
 
 
 def read(path: Path) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from hetu_fx.base.torch_private import Store
-from hetu_fx.cluster.measure import node_name
+from hetu_fx.cluster.host import node_name
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store

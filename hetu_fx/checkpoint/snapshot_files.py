@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hetu_fx.checkpoint.shard_files import Bounds, Key, RankShards, boxes_in, open_safetensors
 from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, read_name
-from hetu_fx.cluster.measure import node_name
+from hetu_fx.cluster.host import node_name
 from hetu_fx.errors import CheckpointError
 
 FORMAT = "hetu_fx.snapshot/1"

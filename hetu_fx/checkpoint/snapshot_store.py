@@ -33,7 +33,7 @@ from hetu_fx.checkpoint.snapshot_plan import (
     holders,
     plan_transfers,
 )
-from hetu_fx.cluster.measure import node_name
+from hetu_fx.cluster.host import node_name
 from hetu_fx.comm_ops.wire.consensus import from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for

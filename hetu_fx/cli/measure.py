@@ -42,7 +42,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch.distributed as dist
 
     from hetu_fx.cluster.cluster import Cluster
-    from hetu_fx.cluster.collectives import time_collectives
+    from hetu_fx.cluster.links import time_collectives
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 

@@ -1,4 +1,4 @@
-"""Devices and links: what they are (`cluster`, `devices`, `chips`), and measuring them.
+"""Devices and links: what they are (`cluster`, `devices`), and measuring them.
 
-`measure` asks `speed` (each device), `links` and `collectives` (between devices), meeting through `meeting`.
+`measure` tells what devices do and what it costs them to meet, `host` what holds on a host, `links` what is between.
 """

@@ -1,26 +1,215 @@
 """Measure what this rank's device and links can do, together with all other ranks.
 
-Raw numbers only; `hetu_fx.cluster.cluster` makes a cluster of them.
+Raw numbers only; `hetu_fx.cluster.cluster` makes a cluster of them. The work by which devices are measured is matrix
+products.
+
+What it costs devices to meet between pieces of compute no message between two idle ones tells: devices that compute do
+not come to a meeting at the same moment. A device with a CPU quota waits for its next period, kernels have to be
+launched, and the time that one device waits for the other is lost to both. So two devices do pieces of compute alone,
+and the same pieces with a meeting after each; what the second takes more than the slower device's first is what the
+meetings cost.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hetu_fx.base.cgroups import upwards
-from hetu_fx.cluster.links import measure_links
-from hetu_fx.cluster.meeting import measure_meetings, meeting_rounds, settled_seconds
-from hetu_fx.cluster.speed import matmul_flops_per_second, step_seconds
+from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
+from hetu_fx.cluster.links import measure_links, message_device
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
+
+_SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices: about a millisecond of work
+
+
+class Products:
+    """Float32 matrix products on a device, all of one size."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self._side = _SIDE[self.device.type]
+        self._a = torch.ones(self._side, self._side, device=self.device)
+        self._b, self._out = torch.ones_like(self._a), torch.empty_like(self._a)
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of one product."""
+        return 2.0 * self._side**3
+
+    def start(self, count: int) -> None:
+        """Do so many products, or put them on the device's stream."""
+        for _ in range(count):
+            torch.mm(self._a, self._b, out=self._out)
+
+    def finish(self) -> None:
+        """Wait until they are done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def matmul_flops_per_second(device: str, seconds: float) -> float:
+    """Return the FLOP/s of float32 matrix products over a window of wall time, after a warm-up.
+
+    Wall time, not CPU time: a device that waits for its quota is slow. The warm-up of a fifth of the window
+    also uses up what quota was saved before.
+    """
+    products = Products(device)
+    _repeat(products, seconds / 5)
+    count, elapsed = _repeat(products, seconds)
+    return products.flops * count / elapsed
+
+
+def _repeat(products: Products, seconds: float) -> tuple[int, float]:
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or count == 0:
+        products.start(1)
+        products.finish()
+        count += 1
+    return count, elapsed
+
+
+_PIECE_SECONDS = 0.01  # of compute between two meetings, on every device: as long as the usual period of a quota
+_ROUNDS = 5  # meetings of a sample
+_SECONDS = 0.4  # how long a pair is measured at most, but for the last sample
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of some rounds: of the slower device's compute alone, and of the same compute with meetings."""
+
+    alone: float
+    together: float
+    rounds: int
+
+
+def meeting_seconds(samples: Sequence[Sample], latency_seconds: float) -> float:
+    """Return what a meeting costs besides its message: the median over samples, not below 0."""
+    lost = statistics.median((sample.together - sample.alone) / sample.rounds for sample in samples)
+    return max(0.0, lost - latency_seconds)
+
+
+def meeting_rounds(nodes: Sequence[str], speeds: Sequence[float]) -> tuple[tuple[Pair, ...], ...]:
+    """Return up to two rounds of pairs that meet at the same time, so that every rank meets another.
+
+    Neighbours in speed on one node meet. The slowest of an odd number meets its neighbour in the second round, or,
+    alone on its node, a rank of another one.
+    """
+    first: list[Pair] = []
+    second: list[Pair] = []
+    lone: list[int] = []
+    for node in dict.fromkeys(nodes):
+        members = sorted((rank for rank, name in enumerate(nodes) if name == node), key=lambda rank: -speeds[rank])
+        first += zip(members[::2], members[1::2], strict=False)
+        if len(members) == 1:
+            lone += members
+        elif len(members) % 2:
+            second.append((members[-2], members[-1]))
+    first += zip(lone[::2], lone[1::2], strict=False)
+    if len(lone) % 2 and len(nodes) > 1:
+        busy = {lone[-1], *(rank for pair in second for rank in pair)}
+        second.append((next(rank for rank in range(len(nodes)) if rank not in busy), lone[-1]))
+    return tuple(tuple(pairs) for pairs in (first, second) if pairs)
+
+
+def settled_seconds(alike: Sequence[Any], measured: Mapping[int, float]) -> tuple[float, ...]:
+    """Return each rank's seconds: the median of what was measured of ranks that are alike, rounded; 0 for none."""
+    same = [[measured[r] for r in range(len(alike)) if alike[r] == kind and r in measured] for kind in alike]
+    return tuple(float(f"{statistics.median(values or [0.0]):.3g}") for values in same)
+
+
+def measure_meetings(
+    table: GroupTable,
+    rounds: Sequence[Sequence[Pair]],
+    speeds: Sequence[float],
+    latencies: Mapping[Pair, float],
+    device: str,
+) -> dict[int, float]:
+    """Return what a meeting costs each rank, of its first pair; collective, the same on every rank.
+
+    Args:
+        table: the ranks.
+        rounds: pairs that meet at the same time, in turn.
+        speeds: FLOPs per second of every rank: pieces take equally long on all.
+        latencies: seconds of a message between the two of a pair.
+        device: where this rank computes.
+    """
+    found: dict[int, float] = {}
+    products = Products(device)
+    count = max(1, round(_PIECE_SECONDS * speeds[table.rank] / products.flops))
+    for pairs in rounds:
+        own = next((pair for pair in pairs if table.rank in pair), None)
+        of_all(table, None)
+        samples = [] if own is None else _Meeting(table, own, products, count, device).samples()
+        values = of_all(table, meeting_seconds(samples, latencies[own]) if own else None)
+        met = {rank: values[rank] for pair in pairs for rank in pair}
+        found = {rank: seconds for rank, seconds in met.items() if seconds is not None} | found
+    return found
+
+
+class _Meeting:
+    """This rank's side of a pair that measures."""
+
+    def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:
+        self._products, self._count = products, count
+        self._group = table.group(tuple(range(table.size)))
+        self._partner = table.to_global(pair[0] if table.rank == pair[1] else pair[1])
+        place = message_device(self._group, device)
+        self._sent = torch.zeros(2, dtype=torch.float64, device=place)  # float64: both ranks take the same decisions
+        self._received = torch.zeros_like(self._sent)
+
+    def samples(self) -> list[Sample]:
+        """Return samples until the time is up; both ranks return the same ones."""
+        self._meet()  # the first message opens the connection
+        samples, elapsed = [], 0.0
+        while elapsed < _SECONDS:
+            sample = self._sample()
+            samples.append(sample)
+            elapsed += sample.alone + sample.together
+        return samples
+
+    def _sample(self) -> Sample:
+        alone = self._seconds(meets=False)
+        together = self._seconds(meets=True)
+        theirs = self._told(alone, together)
+        return Sample(max(alone, theirs[0]), max(together, theirs[1]), _ROUNDS)
+
+    def _seconds(self, *, meets: bool) -> float:
+        """Return the seconds of the rounds, started by both at the same time."""
+        self._told(0.0, 0.0)
+        start = time.perf_counter()
+        for _ in range(_ROUNDS):
+            self._products.start(self._count)
+            if meets:
+                self._meet()
+        self._products.finish()
+        return time.perf_counter() - start
+
+    def _told(self, *values: float) -> list[float]:
+        """Tell the partner two numbers; return the partner's."""
+        self._sent.copy_(self._sent.new_tensor(values))
+        self._meet()
+        told: list[float] = self._received.tolist()
+        return told
+
+    def _meet(self) -> None:
+        """Exchange a small message with the partner. One in host memory waits for the device, as a sum would."""
+        if self._sent.device.type == "cpu":
+            self._products.finish()
+        ends = ((dist.isend, self._sent), (dist.irecv, self._received))
+        operations = [dist.P2POp(end, tensor, self._partner, self._group) for end, tensor in ends]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
 
 TOLERANCE = 0.05
 """Speeds nearer than this to each other are one speed: what differs less is noise."""
@@ -79,53 +268,6 @@ def _kind(device: str) -> str:
     if place.type == "cuda":
         return torch.cuda.get_device_name(place).lower().replace(" ", "-")
     return place.type
-
-
-def node_name() -> str:
-    """Return the machine's name, or HETU_FX_NODE: emulated nodes share one machine."""
-    return os.environ.get("HETU_FX_NODE") or socket.gethostname()
-
-
-def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
-    """Return every limit on this rank's memory as (name of what is limited, bytes)."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        properties = torch.cuda.get_device_properties(place)
-        return ((f"cuda {getattr(properties, 'uuid', place)}", int(properties.total_memory)),)
-    return (("machine", _machine_bytes(root)), *_cgroup_limits(root))
-
-
-def _machine_bytes(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cgroup_limits(root: Path) -> tuple[tuple[str, int], ...]:
-    """Return the limits of our memory cgroup and of those above it (v2 `memory.max`, v1 limit_in_bytes)."""
-    found: list[tuple[str, int]] = []
-    own = root / "proc/self/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            found += _limits_above(root / "sys/fs/cgroup", path, "memory.max")
-            found += _limits_above(root / "sys/fs/cgroup/unified", path, "memory.max")
-        elif "memory" in controllers.split(","):
-            found += _limits_above(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
-    return tuple(found)
-
-
-def _limits_above(mount: Path, path: str, file: str) -> list[tuple[str, int]]:
-    limits = [(str(place), _limit_in(place / file)) for place in upwards(mount / path.strip("/"), mount)]
-    return [(name, limit) for name, limit in limits if limit is not None]
-
-
-def _limit_in(file: Path) -> int | None:
-    """Return a limit, or None for no file, `max`, or v1's "no limit" near 2**63."""
-    text = file.read_text().strip() if file.exists() else "max"
-    limit = int(text) if text.isdigit() else None
-    return None if limit is None or limit >= 1 << 60 else limit
 
 
 def settled(raw: Sequence[Measurement]) -> tuple[Measurement, ...]:

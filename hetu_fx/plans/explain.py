@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hetu_fx.plans.pipeline import Pipeline
 from hetu_fx.plans.prediction import DeviceCost
-from hetu_fx.plans.stage import Stage, ratios_text
+from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
 
 if TYPE_CHECKING:
     from hetu_fx.plans.plan import Plan

@@ -13,9 +13,14 @@ from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
+from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
+from hetu_fx.transforms.layouts.deduce import Deduce
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
+from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
 from hetu_fx.transforms.layouts.work_shares import Split, WorkShares, work_shares
 from hetu_fx.transforms.passes import run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
@@ -143,3 +148,13 @@ def make_program(graph: Graph, frozen: frozenset[str]) -> Program:
 def _has_rows(leaf: Leaf, graph: Graph) -> bool:
     sizes = meta.shape(leaf.node)
     return bool(sizes) and meta.expression(sizes[0]) == graph.batch_symbol
+
+
+def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return what deduction weighs ways by: bytes of values, and work that travels; of this rank's example."""
+    return bytes_of(program.graph), travelling_work(program.graph, program.factors)
+
+
+def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:
+    """Put a plan on a program and deduce every value's state; without `deduce`, for typical links."""
+    return run_pass(deduce or Deduce(), run_pass(Annotate(plan, wants_values), program.analysed))

@@ -23,7 +23,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, any_of, together
-from hetu_fx.planner.price.homes import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
+from hetu_fx.planner.price.step_end import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.bridge.plan import BridgeEntry

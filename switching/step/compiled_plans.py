@@ -17,8 +17,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.deduce import deduce_program, sizes_of
-from hetu_fx.program.program import Program
+from hetu_fx.program.program import Program, deduce_program, sizes_of
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
 from hetu_fx.switching.step.engine import Engine

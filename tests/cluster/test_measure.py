@@ -7,23 +7,15 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.measure import (
     Measurement,
-    memory_limits,
-    node_name,
+    Sample,
+    matmul_flops_per_second,
+    meeting_rounds,
+    meeting_seconds,
     settled,
+    settled_seconds,
     snapped,
 )
 from tests.spawned import results_of
-
-
-def write(root: Path, name: str, text: str) -> None:
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_text(text)
-
-
-def machine(root: Path, cgroup: str) -> Path:
-    write(root, "proc/meminfo", "MemTotal:     1000 kB\nMemFree: 5 kB\n")
-    write(root, "proc/self/cgroup", cgroup)
-    return root
 
 
 def test_equal_speeds_with_noise_are_one_speed() -> None:
@@ -32,25 +24,6 @@ def test_equal_speeds_with_noise_are_one_speed() -> None:
 
 def test_speeds_that_differ_stay_apart() -> None:
     assert snapped([80.0, 40.0, 20.0]) == [80.0, 40.0, 20.0]
-
-
-def test_memory_of_v2_cgroups_counts_those_above(tmp_path: Path) -> None:
-    root = machine(tmp_path, "0::/job/rank1\n")
-    write(root, "sys/fs/cgroup/job/rank1/memory.max", "300000\n")
-    write(root, "sys/fs/cgroup/job/memory.max", "max\n")
-    write(root, "sys/fs/cgroup/memory.max", "700000\n")
-    assert sorted(limit for _, limit in memory_limits("cpu", root)) == [300000, 700000, 1024000]
-
-
-def test_memory_of_v1_cgroups_ignores_no_limit(tmp_path: Path) -> None:
-    root = machine(tmp_path, "5:cpu:/job\n4:memory,x:/job\n0::/elsewhere\n")
-    write(root, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", "400000\n")
-    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
-    assert sorted(limit for _, limit in memory_limits("cpu", root)) == [400000, 1024000]
-
-
-def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
-    assert memory_limits("cpu", machine(tmp_path, "")) == (("machine", 1024000),)
 
 
 def test_a_limit_is_shared_by_the_ranks_it_limits() -> None:
@@ -66,11 +39,6 @@ def test_steps_of_devices_that_are_alike_take_the_same_besides() -> None:
     limits = (("machine", 900),)
     raw = [Measurement("cpu", node, 1.0, limits, step_seconds=s) for node, s in (("a", 0.01), ("a", 0.03), ("b", 0.05))]
     assert [m.step_seconds for m in settled(raw)] == [0.02, 0.02, 0.05]
-
-
-def test_the_node_name_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HETU_FX_NODE", "rack7")
-    assert node_name() == "rack7"
 
 
 def test_one_process_measures_itself() -> None:
@@ -99,3 +67,47 @@ def test_every_rank_gets_the_same_cluster(tmp_path: Path) -> None:
     assert found[0].inter.latency_seconds > 0
     assert all(device.meeting_seconds >= 0 for device in found[0].devices)
     assert all(device.step_seconds > 0 for device in found[0].devices)
+
+
+def samples(*lost: float) -> list[Sample]:
+    """Return samples of four rounds in which each meeting takes so many seconds."""
+    return [Sample(alone=1.0, together=1.0 + 4 * seconds, rounds=4) for seconds in lost]
+
+
+def test_a_meeting_costs_what_rounds_with_it_take_longer_less_its_message() -> None:
+    assert meeting_seconds(samples(0.005), 0.001) == pytest.approx(0.004)
+
+
+def test_one_disturbed_sample_does_not_count() -> None:
+    assert meeting_seconds(samples(0.005, 0.9, 0.004), 0.0) == pytest.approx(0.005)
+
+
+def test_a_meeting_never_gains_time() -> None:
+    assert meeting_seconds(samples(-0.01, -0.02, 0.003), 0.0) == 0.0
+
+
+def test_neighbours_in_speed_on_a_node_meet() -> None:
+    assert meeting_rounds("aaaa", [2, 8, 1, 4]) == (((1, 3), (0, 2)),)
+    assert meeting_rounds("abab", [1, 1, 2, 2]) == (((2, 0), (3, 1)),)
+
+
+def test_every_rank_meets_another_whatever_the_nodes() -> None:
+    for nodes in ("ab", "abc", "aab", "aaab", "aaabbbc", "aabbcde", "aaa"):
+        rounds = meeting_rounds(nodes, [1.0] * len(nodes))
+        assert {rank for pairs in rounds for pair in pairs for rank in pair} == set(range(len(nodes)))
+        for pairs in rounds:
+            busy = [rank for pair in pairs for rank in pair]
+            assert len(busy) == len(set(busy)), f"{nodes}: {pairs}"
+
+
+def test_a_device_that_is_alone_meets_nobody() -> None:
+    assert meeting_rounds("a", [1.0]) == ()
+
+
+def test_devices_that_are_alike_lose_the_same() -> None:
+    assert settled_seconds("aaba", {0: 0.001, 1: 0.004, 2: 0.0070001, 3: 0.003}) == (0.003, 0.003, 0.007, 0.003)
+    assert settled_seconds("ab", {}) == (0.0, 0.0)
+
+
+def test_a_product_is_always_timed() -> None:
+    assert matmul_flops_per_second("cpu", 0.0) > 0

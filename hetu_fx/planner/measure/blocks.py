@@ -1,16 +1,29 @@
-"""Measure blocks of a captured model on the devices at hand: each distinct one, at several lengths and degrees."""
+"""Measure blocks of a captured model on the devices at hand: each distinct one, at several lengths and degrees.
+
+What runs is what one device of a tensor parallel group has of a block, made to run alone. The block is the middle one
+of three stages, so that its device graph is made as for any plan. What it would get from the stage before, from the
+model and from the batch is made up: sizes and dtypes are right, values mean nothing. Communication is replaced by what
+has its shapes, forward and backward, and is not timed.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor, fx
 
+from hetu_fx.annotations.local import local_part
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.ops.table import COMM_OPS
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ProfileError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import LeafKind
 from hetu_fx.planner.measure.fit import (
     SHARES_OF_LENGTH,
     BlockSample,
@@ -21,10 +34,144 @@ from hetu_fx.planner.measure.fit import (
     lengths_of,
     slowdown,
 )
-from hetu_fx.planner.measure.shards import BlockShard, shard_of, symbol_hints
 from hetu_fx.planner.values.block_times import BlockTime
 from hetu_fx.planner.values.profile_file import Profile
-from hetu_fx.program.program import Program
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.program.program import Program, deduce_program
+from hetu_fx.program.sizes import Bindings, evaluate
+from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.lowering.checkpoint import Checkpoint
+from hetu_fx.transforms.lowering.lower import lower
+from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
+from hetu_fx.transforms.specialize.specialize import Specialize
+
+_STAGES = 3  # what stands before the block, the block, what stands after it
+
+
+@dataclass(frozen=True, eq=False)
+class BlockShard:
+    """One device's part of one block, as a function of made-up tensors."""
+
+    program: Program
+    deduced: DeducedGraph
+    device: DeviceGraph
+    table: GroupTable
+    module: Callable[..., Sequence[Any]]
+
+    def inputs(self, length: int, place: torch.device) -> list[Tensor]:
+        """Return arguments for one row of so many tokens."""
+        bindings = self._bindings(length)
+        trained = {value.value.name for value in self.device.handovers_in if value.value.differentiable}
+        return [self._input(slot, bindings, trained, place) for slot in self.device.slots]
+
+    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the forward; return the results that a gradient comes back for."""
+        with using(self.table):
+            results = self.module(*inputs)
+        return [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+
+    def backward(self, results: Sequence[Tensor]) -> None:
+        """Run the backward; gradients accumulate in the inputs."""
+        with using(self.table):
+            torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+    def kept_bytes(self, inputs: Sequence[Tensor]) -> int:
+        """Return the bytes that the forward keeps for the backward, parameters and buffers not counted."""
+        held = {slot.kind for slot in self.device.slots} - {SlotKind.RECEIVED}
+        pairs = zip(self.device.slots, inputs, strict=True)
+        left_out = {tensor.untyped_storage().data_ptr() for slot, tensor in pairs if slot.kind in held}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            results = self.forward(inputs)  # holds the storages, so that no address comes twice
+        del results
+        return sum(size for address, size in kept.items() if address not in left_out)
+
+    def _bindings(self, length: int) -> Bindings:
+        """Return what symbols stand for: one row, and sequences in proportion to the longest of the example."""
+        hints = symbol_hints(self.program)
+        longest = max(hints.values())
+        return {self.program.graph.batch_symbol: 1} | {
+            symbol: max(1, round(size * length / longest)) for symbol, size in hints.items()
+        }
+
+    def _input(self, slot: GraphSlot, bindings: Bindings, trained: set[str], place: torch.device) -> Tensor:
+        graph, layout, rank = self.program.graph, self.device.layout, self.device.rank
+        if slot.kind is SlotKind.RECEIVED:
+            node = next(node for node in graph.graph.nodes if node.name == slot.name)
+        else:
+            node = next(leaf.node for leaf in graph.leaves_of(LeafKind(slot.kind.value)) if leaf.name == slot.name)
+        at = self.deduced.value_annotation(node, layout)
+        if slot.kind is SlotKind.CONSTANT:
+            return local_part(graph.constants[slot.name], at, rank).to(place)
+        shape = at.local_shape(rank, evaluate(tuple(map(meta.expression, meta.shape(node))), bindings))
+        wants = slot.kind is SlotKind.PARAMETER or slot.name in trained
+        return _made_up([size or 0 for size in shape], meta.dtype(node), place, wants_gradient=wants)
+
+
+def _made_up(shape: Sequence[int], dtype: torch.dtype, place: torch.device, *, wants_gradient: bool) -> Tensor:
+    """Return small random numbers; ones where only whole numbers go, which are valid positions, tokens and masks."""
+    if not dtype.is_floating_point:
+        return torch.ones(shape, dtype=dtype, device=place)
+    values = torch.randn(shape, device=place).mul_(0.02).to(dtype)
+    return values.requires_grad_(wants_gradient)
+
+
+def symbol_hints(program: Program) -> Mapping[Any, int]:
+    """Return what the symbols of the inputs' sizes are in the example, that of the rows left out; empty without."""
+    sizes = (size for leaf in program.inputs for size in meta.shape(leaf.node) if meta.is_symbolic(size))
+    found = {symbol: meta.hint(size) for size in sizes if (symbol := meta.expression(size)).is_Symbol}
+    return {symbol: hint for symbol, hint in found.items() if symbol != program.graph.batch_symbol}
+
+
+def shard_of(program: Program, block: int, degree: int) -> BlockShard:
+    """Return what the first device of a group of `degree` runs of a block.
+
+    Raises:
+        PlanError, DeductionError: the block cannot be a stage, or not be cut so.
+    """
+    count = program.graph.num_blocks
+    groups = [tuple(range(start, start + degree)) for start in range(0, _STAGES * degree, degree)]
+    pairs = zip(groups, (block, 1, count - block - 1), strict=True)
+    plan = Plan((Pipeline(tuple(Stage(devices, blocks=blocks) for devices, blocks in pairs)),))
+    deduced = deduce_program(program, plan, wants_values=False)
+    device = Specialize(groups[1][0])(deduced)
+    assert device is not None, "the plan has the rank"
+    _leave_communication_out(device.graph)
+    table = GroupTable.dry(device.rank, _STAGES * degree)
+    return BlockShard(program, deduced, device, table, lower(Checkpoint()(device), None))
+
+
+def _leave_communication_out(graph: fx.Graph) -> None:
+    names = {record.overload: name for name, record in COMM_OPS.items()}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in names:
+            node.args = (names[node.target], *node.args)
+            node.target = _shape_only
+
+
+def _shape_only(name: str, x: Tensor, *args: object) -> Tensor:
+    """Stand in for a communication: zeros of the shape of its result, and of x in backward."""
+    result: Tensor = _ShapeOnly.apply(x, name, args)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ShapeOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, args: tuple[object, ...]) -> Tensor:
+        ctx.shape = x.shape
+        result: Tensor = COMM_OPS[name].fake(x, *args).zero_()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return gradients[0].new_zeros(ctx.shape), None, None
+
 
 SECONDS = 90.0
 _REPEATS = 3  # runs of a shard at least, after one that warms up

@@ -15,9 +15,8 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import ClusterError, ProfileError
 from hetu_fx.planner.api import profile
 from hetu_fx.planner.captured_program import CapturedProgram
-from hetu_fx.planner.measure.blocks import Measuring, joined
+from hetu_fx.planner.measure.blocks import BlockShard, Measuring, joined, shard_of
 from hetu_fx.planner.measure.fit import degrees_of, distinct_blocks
-from hetu_fx.planner.measure.shards import BlockShard, shard_of
 from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.program.captures import Programs

@@ -9,8 +9,7 @@ from torch import nn
 from hetu_fx.errors import StateError
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.program.deduce import deduce_program
-from hetu_fx.program.program import Program, make_program
+from hetu_fx.program.program import Program, deduce_program, make_program
 from hetu_fx.transforms.layouts.serialize import deserialize, serialize
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import VOCABULARY, llama

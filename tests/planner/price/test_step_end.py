@@ -6,8 +6,16 @@ import pytest
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.cluster.cluster import Cluster, Link
-from hetu_fx.planner.price.homes import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
-from hetu_fx.planner.price.step_end import OPTIMIZER_MOVES, TURN_MOVES, optimizer_seconds
+from hetu_fx.planner.price.step_end import (
+    OPTIMIZER_MOVES,
+    TURN_MOVES,
+    Housed,
+    home_end_seconds,
+    move_seconds,
+    optimizer_seconds,
+    owned_bytes,
+    update_seconds_per_byte,
+)
 from hetu_fx.planner.values.device_memory import MOMENTS
 
 EVERYWHERE = Annotation.on((0, 1, 2), Duplicate(3))

@@ -1,0 +1,55 @@
+"""A device's host: its name, the memory that it leaves a process, and what a step takes on it besides its work.
+
+Ranks agree on a batch, parameters and gradients go through hooks, results are handed out: thousands of calls that are
+short on a fast host and long on a slow one, whatever the model. They are told by as many small ops.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+
+from hetu_fx.base.cgroups import memory_limits_within, read
+
+
+def node_name() -> str:
+    """Return the machine's name, or HETU_FX_NODE: emulated nodes share one machine."""
+    return os.environ.get("HETU_FX_NODE") or socket.gethostname()
+
+
+def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
+    """Return every limit on this rank's memory as (name of what is limited, bytes)."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        properties = torch.cuda.get_device_properties(place)
+        return ((f"cuda {getattr(properties, 'uuid', place)}", int(properties.total_memory)),)
+    mounts, own = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
+    return (("machine", _machine_bytes(root)), *memory_limits_within(mounts, own))
+
+
+def _machine_bytes(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+STEP_OPS = 5000
+"""Small ops that take what a step takes besides: 20 ms of a core (`benchmarks.simulator`; steps of an idle rank)."""
+
+
+def step_seconds(num_ops: int = STEP_OPS) -> float:
+    """Return the wall seconds of so many small ops on the host, after as many that use up what quota was saved.
+
+    Wall time, not CPU time: a host that waits for its quota is slow.
+    """
+    value = torch.zeros(16)
+    for _ in range(2):
+        start = time.perf_counter()
+        for _ in range(num_ops):
+            value.add_(1.0)
+    return time.perf_counter() - start

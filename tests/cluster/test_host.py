@@ -1,0 +1,42 @@
+from pathlib import Path
+
+import pytest
+
+from hetu_fx.cluster.host import memory_limits, node_name
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+def machine(root: Path, cgroup: str, mounts: str = "") -> Path:
+    write(root, "proc/meminfo", "MemTotal:     1000 kB\nMemFree: 5 kB\n")
+    write(root, "proc/self/cgroup", cgroup)
+    write(root, "proc/self/mounts", mounts)
+    return root
+
+
+def test_memory_of_v2_cgroups_counts_those_above(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/job/rank1\n", f"cgroup2 {tmp_path}/sys/fs/cgroup cgroup2 rw 0 0\n")
+    write(root, "sys/fs/cgroup/job/rank1/memory.max", "300000\n")
+    write(root, "sys/fs/cgroup/job/memory.max", "max\n")
+    write(root, "sys/fs/cgroup/memory.max", "700000\n")
+    assert sorted(limit for _, limit in memory_limits("cpu", root)) == [300000, 700000, 1024000]
+
+
+def test_memory_of_v1_cgroups_ignores_no_limit(tmp_path: Path) -> None:
+    mounts = f"cgroup {tmp_path}/sys/fs/cgroup/memory cgroup rw,memory,x 0 0\n"
+    root = machine(tmp_path, "5:cpu:/job\n4:memory,x:/job\n0::/elsewhere\n", mounts)
+    write(root, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", "400000\n")
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert sorted(limit for _, limit in memory_limits("cpu", root)) == [400000, 1024000]
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert memory_limits("cpu", machine(tmp_path, "")) == (("machine", 1024000),)
+
+
+def test_the_node_name_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETU_FX_NODE", "rack7")
+    assert node_name() == "rack7"

@@ -30,7 +30,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 _SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices: about a millisecond of work
 
 
-class Products:
+class _Products:
     """Float32 matrix products on a device, all of one size."""
 
     def __init__(self, device: str) -> None:
@@ -61,13 +61,13 @@ def matmul_flops_per_second(device: str, seconds: float) -> float:
     Wall time, not CPU time: a device that waits for its quota is slow. The warm-up of a fifth of the window
     also uses up what quota was saved before.
     """
-    products = Products(device)
+    products = _Products(device)
     _repeat(products, seconds / 5)
     count, elapsed = _repeat(products, seconds)
     return products.flops * count / elapsed
 
 
-def _repeat(products: Products, seconds: float) -> tuple[int, float]:
+def _repeat(products: _Products, seconds: float) -> tuple[int, float]:
     count, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds or count == 0:
         products.start(1)
@@ -127,7 +127,7 @@ def settled_seconds(alike: Sequence[Any], measured: Mapping[int, float]) -> tupl
     return tuple(float(f"{statistics.median(values or [0.0]):.3g}") for values in same)
 
 
-def measure_meetings(
+def _measure_meetings(
     table: GroupTable,
     rounds: Sequence[Sequence[Pair]],
     speeds: Sequence[float],
@@ -144,7 +144,7 @@ def measure_meetings(
         device: where this rank computes.
     """
     found: dict[int, float] = {}
-    products = Products(device)
+    products = _Products(device)
     count = max(1, round(_PIECE_SECONDS * speeds[table.rank] / products.flops))
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
@@ -159,7 +159,7 @@ def measure_meetings(
 class _Meeting:
     """This rank's side of a pair that measures."""
 
-    def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:
+    def __init__(self, table: GroupTable, pair: Pair, products: _Products, count: int, device: str) -> None:
         self._products, self._count = products, count
         self._group = table.group(tuple(range(table.size)))
         self._partner = table.to_global(pair[0] if table.rank == pair[1] else pair[1])
@@ -258,7 +258,7 @@ def _with_meetings(
     rounds = meeting_rounds(nodes, speeds)
     names = {pair: "intra" if nodes[pair[0]] == nodes[pair[1]] else "inter" for pairs in rounds for pair in pairs}
     latencies = {pair: links[name][1] for pair, name in names.items()}
-    measured = measure_meetings(table, rounds, speeds, latencies, device)
+    measured = _measure_meetings(table, rounds, speeds, latencies, device)
     meetings = settled_seconds([(m.kind, m.node, m.flops_per_second) for m in found], measured)
     return tuple(replace(m, meeting_seconds=lost) for m, lost in zip(found, meetings, strict=True))
 

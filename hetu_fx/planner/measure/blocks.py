@@ -94,7 +94,7 @@ class BlockShard:
 
     def _bindings(self, length: int) -> Bindings:
         """Return what symbols stand for: one row, and sequences in proportion to the longest of the example."""
-        hints = symbol_hints(self.program)
+        hints = _symbol_hints(self.program)
         longest = max(hints.values())
         return {self.program.graph.batch_symbol: 1} | {
             symbol: max(1, round(size * length / longest)) for symbol, size in hints.items()
@@ -122,7 +122,7 @@ def _made_up(shape: Sequence[int], dtype: torch.dtype, place: torch.device, *, w
     return values.requires_grad_(wants_gradient)
 
 
-def symbol_hints(program: Program) -> Mapping[Any, int]:
+def _symbol_hints(program: Program) -> Mapping[Any, int]:
     """Return what the symbols of the inputs' sizes are in the example, that of the rows left out; empty without."""
     sizes = (size for leaf in program.inputs for size in meta.shape(leaf.node) if meta.is_symbolic(size))
     found = {symbol: meta.hint(size) for size in sizes if (symbol := meta.expression(size)).is_Symbol}
@@ -236,7 +236,7 @@ def _check(profile: Profile, program: Program, place: torch.device) -> None:
         reason = "the model has no repeated blocks"
     elif program.graph.batch_symbol is None:
         reason = "its captured graph is for a fixed number of rows"
-    elif not symbol_hints(program):
+    elif not _symbol_hints(program):
         reason = "its captured graph has no sequences that could have other lengths"
     elif place.type == "meta":
         reason = "it is on the meta device, and blocks need one to run on (such as model.to_empty(device='cpu'))"

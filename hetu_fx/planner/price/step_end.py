@@ -45,12 +45,12 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     """
     if len(ranks) < 2:
         return 0.0, 0.0
-    copies = copy_seconds(num_bytes * TURN_MOVES, map(cluster.device, ranks))
+    copies = _copy_seconds(num_bytes * TURN_MOVES, map(cluster.device, ranks))
     turn = turn_seconds(num_bytes, ranks, cluster) + copies
     return (turn, turn) if zero else (2 * turn, 0.0)
 
 
-def copy_seconds(num_bytes: float, devices: Iterable[Device]) -> float:
+def _copy_seconds(num_bytes: float, devices: Iterable[Device]) -> float:
     """Return the seconds until each of the devices has moved so many bytes through its memory."""
     return num_bytes * max(device.flops_per_byte / device.speed for device in devices)
 
@@ -150,7 +150,7 @@ def _by_device(pairs: Pairs, cluster: Cluster) -> list[float]:
         for rank in ends:
             moved[rank] += num_bytes
     moves = TURN_MOVES / 2  # around a ring, every byte that arrives is one that leaves
-    return [travelling + copy_seconds(moves * moved[device.rank], [device]) for device in cluster.devices]
+    return [travelling + _copy_seconds(moves * moved[device.rank], [device]) for device in cluster.devices]
 
 
 @dataclass(frozen=True, slots=True)

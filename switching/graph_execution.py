@@ -7,7 +7,7 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
@@ -93,10 +92,9 @@ class GraphExecution:
 
 
 @dataclass(frozen=True)
-class RowReading:
+class RowReading(Reading[GraphVariant]):
     """A batch of rows, as graphs run it."""
 
-    facts: LocalFacts
     batch: ReadBatch
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
@@ -106,9 +104,6 @@ class RowReading:
     def rehearse(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Run it and leave no trace."""
         rehearse(variant, inputs, self.run)
-
-    def divide(self, variants: Sequence[GraphVariant], rates: Mapping[int, float]) -> None:
-        """Return None: one variant runs all rows."""
 
     def run(self, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
         """Run it."""

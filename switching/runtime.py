@@ -6,9 +6,7 @@ the stage runs, and one loss comes out on every rank.
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +26,14 @@ from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.settings import Settings
-from hetu_fx.switching.step.execution import Division, Execution, Reading, StepInputs, check_takes_any_row
+from hetu_fx.switching.step.execution import (
+    Division,
+    Execution,
+    Reading,
+    StepInputs,
+    VariantPart,
+    check_takes_any_row,
+)
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LastStep, LossAndOutput, StepTimes
@@ -181,18 +186,14 @@ class Runtime:
             for watcher in self._watchers:
                 watcher.observe(facts)
             division = batch.divide(self.variants.able(), self.variants.health.rates)
-            if division is not None:
-                return self._run_division(division)
-            self._switch(self.variants.chosen(_batch_facts(facts)))
-            self._settle()
-            return self._run(batch, facts)
+            return self._run(division or self._by_rows(batch, facts))
 
-    def _switch(self, name: str) -> None:
-        """Change the variant between steps; home parameters and optimizer state stay where they are."""
-        if name == self.current:
-            return
-        self.variants[self.current].flush()
-        self._become(name)
+    def _by_rows(self, batch: Reading[Any], facts: StepFacts) -> Division[Any]:
+        """Return a batch of rows as one part, of the variant that is chosen for it."""
+        name = self.variants.chosen(_batch_facts(facts))
+        plan = self.variants[name].plan
+        check_takes_any_row(plan, facts.longest)
+        return Division((VariantPart(name, self._rows(plan, facts), batch.run),), facts.counts)
 
     def _become(self, name: str) -> None:
         """Change the variant inside a step: gradients that it keeps back stay with it."""
@@ -225,41 +226,29 @@ class Runtime:
             facts = replace(facts, counts=batch.facts.counts)
         return batch, facts
 
-    def _run(self, batch: Reading[Any], facts: StepFacts) -> Any:
-        plan = self.variants[self.current].plan
-        check_takes_any_row(plan, facts.longest)
-        rows = self._rows(plan, facts)
-        self.step += self._trains
-        inputs = self._inputs(facts.counts, rows)
-        with self.idle.use(self.variants[self.current], self.step) as variant:
-            built = len(self.idle.events)
-            made = batch.run(variant, inputs)
-        if self._trains:
-            self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
-        self.report = LastStep(self.current, tuple(map(len, rows.pipelines)), inputs.timer)
-        return made.output if self.execution.loss_fn is None else LossAndOutput(made.loss, made.output)
-
-    def _run_division(self, division: Division[Any]) -> Any:
-        """Run the parts of a batch of sequences one after another, as one step."""
+    def _run(self, division: Division[Any]) -> Any:
+        """Run the parts of a batch one after another, as one step; home parameters stay where they are."""
         first, *_ = division.parts
         for name, variant in self.variants.items():
             if name != first.variant:
                 variant.flush()
+        self._become(first.variant)
         self._settle()
         self.step += self._trains
-        losses: list[torch.Tensor] = []
-        timer = ComputeTimer(self.clock)
+        made, timer, built = [], ComputeTimer(self.clock), len(self.idle.events)
         for part in division.parts:
             self._become(part.variant)
-            inputs = replace(self._inputs(division.counts, part.rows), outputs="loss", timer=timer, stand_by=_rest)
+            inputs = replace(self._inputs(division.counts, part.rows), timer=timer)
+            if division.planned is not None:
+                inputs = replace(inputs, outputs="loss", stand_by=_rest)
             with self.idle.use(self.variants[part.variant], self.step) as variant:
-                made = part.run(variant, inputs)
-            assert made.loss is not None, "sequences are read for models with a loss alone"
-            losses.append(made.loss)
+                made.append(part.run(variant, inputs))
             rows = tuple(map(len, part.rows.pipelines))
             self.report = LastStep(self.current, rows, timer, division.planned, division.work)
-        loss = functools.reduce(operator.add, losses)
-        return division.output(loss) if self.execution.loss_fn is None else LossAndOutput(loss, None)
+        if self._trains and division.planned is None:
+            self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
+        joined = division.joined(made)
+        return joined.output if self.execution.loss_fn is None else LossAndOutput(joined.loss, joined.output)
 
     @property
     def _trains(self) -> bool:

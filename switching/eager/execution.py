@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, any_of
+from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
@@ -25,7 +25,6 @@ from hetu_fx.switching.eager.outputs import OutputForm, common_form, eager_route
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame
-from hetu_fx.switching.step.outputs import anchored
 from hetu_fx.switching.step.row_exchange import rows_for_pipeline
 from hetu_fx.switching.step.variant import Variant
 
@@ -149,10 +148,9 @@ class EagerExecution:
 
 
 @dataclass(frozen=True)
-class EagerReading:
-    """A batch of rows, as the module runs it."""
+class EagerReading(Reading[EagerVariant]):
+    """A batch of rows, as the module runs it. It is not rehearsed: what a forward does cannot be undone."""
 
-    facts: LocalFacts
     batch: EagerBatch
     module: EagerModule
 
@@ -160,48 +158,40 @@ class EagerReading:
         """Lead the bridge to the present homes."""
         variant.renew()
 
-    def rehearse(self, variant: EagerVariant, inputs: StepInputs) -> None:
-        """Do nothing: what the module does in its forward cannot be undone."""
-
-    def divide(self, variants: Sequence[EagerVariant], rates: Mapping[int, float]) -> None:
-        """Return None: one variant runs all rows."""
-
     def run(self, variant: EagerVariant, inputs: StepInputs) -> StepOutputs:
         """Run it."""
         return _EagerStep(self.module, variant, self.batch, inputs).run()
 
 
-class _EagerStep:
+class _EagerStep(StepFrame):
     """One step: read top to bottom in `run`."""
 
+    variant: EagerVariant
+
     def __init__(self, module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> None:
-        self.module, self.variant, self.batch, self.inputs = module, variant, batch, inputs
-        self.table, self.plan = variant.table, variant.plan
-        self.frame = StepFrame(variant, inputs)
+        super().__init__(variant, inputs)
+        self.module, self.batch = module, batch
 
     def run(self) -> StepOutputs:
         rows = self._own_rows()
         parameters = self.variant.compute.gather(self.variant.bridge)
-        anchor: Tensor | None = None
-        if self.frame.trains:
-            collector = self.frame.collector(
-                self.variant.bridge, parameters, overlaps=True, used=self.variant.used_anywhere
-            )
+        if self.trains:
+            collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=self.variant.used_anywhere)
             collector.listen()
-            parameters, anchor = collector.leaves, collector.anchor()
+            parameters = collector.leaves
         self._share_buffers()
         made, told = self._attempt(rows, parameters)
         forms = tell(self.table, told)
         form = common_form(forms)
-        values = self._values(forms, form, made, anchor)
-        loss = self._loss(form, made, anchor) if form.loss_name else None
-        if loss is not None:
-            values[form.loss_name] = loss
+        values = self._values(forms, form, made)
+        if not form.loss_name:
+            return StepOutputs(unflatten(form.tree, values), None)
+        loss = values[form.loss_name] = self.global_loss(self._local_loss(form, made), made is not None)
         return StepOutputs(unflatten(form.tree, values), loss)
 
     def _own_rows(self) -> dict[str, Tensor]:
         per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}
-        return rows_for_pipeline(per_row, self.inputs.rows, self.plan, self.table, shared=self.inputs.shared)
+        return rows_for_pipeline(per_row, self.inputs.rows, self.variant.plan, self.table, shared=self.inputs.shared)
 
     def _share_buffers(self) -> None:
         """Let all ranks evaluate with the same buffers; in training each replica writes its own.
@@ -210,7 +200,7 @@ class _EagerStep:
         """
         model, buffers = self.module.model, self.inputs.buffers
         if model.training:
-            buffers.mark_written((name for name, _ in model.named_buffers()), self.plan.devices[0])
+            buffers.mark_written((name for name, _ in model.named_buffers()), self.variant.plan.devices[0])
         else:
             buffers.sync()
 
@@ -218,7 +208,7 @@ class _EagerStep:
         self, rows: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     ) -> tuple[EagerOutput | None, OutputForm | Exception | None]:
         """Run the module if this rank has rows; return what it made, and what the others are told of it."""
-        if len(self.frame.interval) == 0:
+        if len(self.interval) == 0:
             self.inputs.stand_by()
             return None, None
         try:
@@ -228,30 +218,17 @@ class _EagerStep:
             return None, error
         return made, form_of_output(made)
 
-    def _values(
-        self, forms: Mapping[int, OutputForm], form: OutputForm, made: EagerOutput | None, anchor: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _values(self, forms: Mapping[int, OutputForm], form: OutputForm, made: EagerOutput | None) -> dict[str, Tensor]:
         """Return the outputs other than the loss that belong to this rank's rows."""
-        training = self.module.model.training
-        if not self.inputs.wants_values(has_loss=bool(form.loss_name), training=training):
+        has_loss = bool(form.loss_name)
+        if not self.inputs.wants_values(has_loss=has_loss, training=self.module.model.training):
             return {}
-        routes = eager_routes(forms, self.plan, self.inputs.rows, shared=self.inputs.shared)
+        routes = eager_routes(forms, self.variant.plan, self.inputs.rows, shared=self.inputs.shared)
         values = {} if made is None else made.values
-        if anchor is not None and not form.loss_name:
-            values = anchored(routes, values, anchor)
-        return self.frame.hand_out(routes, values, has_work=made is not None, has_loss=bool(form.loss_name))
+        return self.hand_out(routes, values, has_work=made is not None, has_loss=has_loss)
 
-    def _loss(self, form: OutputForm, made: EagerOutput | None, anchor: Tensor | None) -> Tensor:
-        """Return the mean over all rows, from each replica's mean over its own."""
-        share = len(self.frame.interval) / self.inputs.rows.total
+    def _local_loss(self, form: OutputForm, made: EagerOutput | None) -> Tensor:
+        """Return this replica's part of the mean over all rows, from its mean over its own; zero where it has none."""
         if made is None or made.loss is None:
-            local = torch.zeros((), dtype=form.loss_dtype, device=_device(self.module.model))
-        else:
-            local = made.loss * share
-        if anchor is not None:
-            local = local + anchor.to(local.dtype)
-        return self.frame.global_loss(local, made is not None)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+            return torch.zeros((), dtype=form.loss_dtype, device=self.variant.device)
+        return made.loss * (len(self.interval) / self.inputs.rows.total)

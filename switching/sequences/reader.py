@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
-from hetu_fx.errors import BatchError, StateError
+from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, Planned, candidate_of, device_seconds
@@ -32,7 +32,7 @@ from hetu_fx.switching.sequences.form import (
 from hetu_fx.switching.sequences.planner import SequencePlanner
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant
-from hetu_fx.switching.step.execution import Division, StepInputs, StepOutputs, VariantPart
+from hetu_fx.switching.step.execution import Division, Reading, StepInputs, VariantPart
 from hetu_fx.switching.step.run_step import run_step
 from hetu_fx.switching.step.variant import Variant
 
@@ -97,7 +97,7 @@ class SequenceReader:
         )
         if not shared:
             raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
-        return SequenceReading(self, key, sequences, facts)
+        return SequenceReading(facts, self, key, sequences)
 
     def plan(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> Planned:
         """Return what runs a batch now."""
@@ -134,20 +134,19 @@ class SequenceReader:
 
 
 @dataclass(frozen=True)
-class SequenceReading:
-    """A batch of sequences of mixed lengths, of a form that its reader knows by `key`."""
+class SequenceReading(Reading[GraphVariant]):
+    """A batch of sequences of mixed lengths, of a form that its reader knows by `key`.
+
+    It is not rehearsed: which rows a variant runs depends on the others.
+    """
 
     reader: SequenceReader
     key: str
     sequences: Sequences
-    facts: LocalFacts
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""
         variant.stage(self.reader.forms[self.key].program, False, splits=True)
-
-    def rehearse(self, variant: GraphVariant, inputs: StepInputs) -> None:
-        """Do nothing: which rows a variant runs depends on the others."""
 
     def divide(self, variants: Sequence[GraphVariant], rates: Rates) -> Division[GraphVariant]:
         """Divide it among variants, as planned ahead or now."""
@@ -168,14 +167,12 @@ class SequenceReading:
         counts = tuple(map(sum, zip(*(one.counts for one in rows), strict=True)))
 
         def output(loss: Tensor) -> Any:
-            return form.program.graph.rebuild({form.program.loss_name: loss})
+            """Return what the model does; beside the loss of a loss_fn, its own output, which nobody has."""
+            by_model = reader.programs.loss_fn is None
+            return form.program.graph.rebuild({form.program.loss_name: loss}) if by_model else None
 
         plans = {variant.name: variant.plan for variant in variants}
         return Division(parts, counts, output, planned, partial(_work, assignments, plans, reader.costs[self.key]))
-
-    def run(self, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
-        """Raise StateError: one variant runs a part of it."""
-        raise StateError("a batch of sequences of mixed lengths runs in the parts that it is divided into")
 
 
 def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:

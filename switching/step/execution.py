@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -104,7 +107,9 @@ class VariantPart(Generic[V]):
 
 @dataclass(frozen=True)
 class Division(Generic[V]):
-    """A batch of sequences, divided into parts that run one after another: their losses and gradients add up.
+    """A batch, divided into parts that run one after another: their losses and gradients add up.
+
+    Rows are one part. Attributes after `counts` are those of sequences of mixed lengths.
 
     Attributes:
         parts: in the order in which they run.
@@ -116,18 +121,25 @@ class Division(Generic[V]):
 
     parts: tuple[VariantPart[V], ...]
     counts: tuple[float, ...]
-    output: Callable[[Tensor], Any]
-    planned: Planned
-    work: Work
+    output: Callable[[Tensor], Any] | None = None
+    planned: Planned | None = None
+    work: Work | None = None
+
+    def joined(self, made: Sequence[StepOutputs]) -> StepOutputs:
+        """Return the outputs of the whole batch from those of its parts."""
+        if self.output is None:
+            return made[0]
+        loss = functools.reduce(operator.add, [part.loss for part in made if part.loss is not None])
+        return StepOutputs(self.output(loss), loss)
 
 
-class Reading(Protocol[V]):
-    """A batch that has been read; what runs it is collective."""
+@dataclass(frozen=True)
+class Reading(ABC, Generic[V]):
+    """A batch that has been read, and what the other ranks must know of it; what runs it is collective."""
 
-    @property
-    def facts(self) -> LocalFacts:
-        """What the other ranks must know of it."""
+    facts: LocalFacts
 
+    @abstractmethod
     def build(self, variant: V, inputs: StepInputs) -> None:
         """Make what a variant lacks to run it."""
 
@@ -136,9 +148,11 @@ class Reading(Protocol[V]):
 
     def divide(self, variants: Sequence[V], rates: Mapping[int, float]) -> Division[V] | None:
         """Divide it among variants, on devices of these straggling rates; None for rows, which one variant runs."""
+        return None
 
     def run(self, variant: V, inputs: StepInputs) -> StepOutputs:
         """Run it on a variant, unless it is to be divided."""
+        raise NotImplementedError
 
 
 class Execution(Protocol[V]):

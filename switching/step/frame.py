@@ -11,7 +11,7 @@ from hetu_fx.switching.bridge.bridge import Bridge
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
-from hetu_fx.switching.step.outputs import ValueRoute, hand_out
+from hetu_fx.switching.step.outputs import ValueRoute, anchored, hand_out
 from hetu_fx.switching.step.rows import Interval
 from hetu_fx.switching.step.variant import Variant
 
@@ -36,12 +36,16 @@ class StepFrame:
         self.runs_ahead = self.trains and may_run_ahead
         self._scale = scale
         self._loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / scale if self.runs_ahead else None)
+        self._anchor: Tensor | None = None
 
     def collector(
         self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: UsedAnywhere | None = None
     ) -> Collector:
-        """Make the compute tensors leaves of this step's autograd graph; see `Collector` for `overlaps` and `used`."""
-        return Collector(
+        """Make the compute tensors leaves of this step's autograd graph, before the model runs; once.
+
+        See `Collector` for `overlaps` and `used`. Backward of what this rank returns ends in the collector.
+        """
+        made = Collector(
             bridge,
             compute,
             self.variant.trained,
@@ -54,9 +58,13 @@ class StepFrame:
             timer=self.inputs.timer,
             used=used,
         )
+        self._anchor = made.anchor()
+        return made
 
     def global_loss(self, local: Tensor, contributes: bool) -> Tensor:
         """Return the loss of the whole batch from each rank's part, of those that contribute one."""
+        if self._anchor is not None:
+            local = local + self._anchor.to(local.dtype)
         loss: Tensor = applied(GlobalLoss, local, self._loss_gradient, contributes, self._scale, self.inputs.timer)
         return loss
 
@@ -65,5 +73,7 @@ class StepFrame:
     ) -> dict[str, Tensor]:
         """Return the outputs that belong to this rank's rows; a loss may be computed of them if there is none yet."""
         apart = self.trains and not has_loss
+        if apart and self._anchor is not None:
+            values = anchored(routes, values, self._anchor)
         shared = self.inputs.shared
         return hand_out(routes, values, self.table, shared=shared, has_work=has_work, differentiable=apart)

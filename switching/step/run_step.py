@@ -19,7 +19,7 @@ from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import StepInputs, StepOutputs
 from hetu_fx.switching.step.frame import StepFrame
 from hetu_fx.switching.step.gradients import Collector
-from hetu_fx.switching.step.outputs import ValueRoute, anchored, value_routes
+from hetu_fx.switching.step.outputs import ValueRoute, value_routes
 from hetu_fx.transforms.specialize.device_graph import ResultKind, SlotKind
 
 StepBatch = ReadBatch | AssignedRows
@@ -41,19 +41,17 @@ def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
     return inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
 
 
-class _GraphStep:
+class _GraphStep(StepFrame):
     """One step: read top to bottom in `run`."""
 
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
-        self.variant, self.batch, self.inputs = variant, batch, inputs
-        self.table = variant.table
-        self.program = batch.program
+        self.batch, self.program = batch, batch.program
         self.wants_values = _wants_values(batch, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
-        scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / self.table.size
+        scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / variant.table.size
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
-        self.frame = StepFrame(variant, inputs, scale=scale, may_run_ahead=runs_ahead)
+        super().__init__(variant, inputs, scale=scale, may_run_ahead=runs_ahead)
         self.outcome = StageOutcome(timer=inputs.timer)
 
     def run(self) -> StepOutputs:
@@ -61,17 +59,18 @@ class _GraphStep:
         compute = self.variant.compute.gather(self.stage.bridge)
         if self.device is None:
             self.inputs.stand_by()
-        if not self.frame.trains:
-            local, values = self._evaluate(micro_batches, compute)
-        elif self.frame.runs_ahead:
-            local, values = self._run_scheduled(micro_batches, compute)
+        if not self.trains:
+            values = self._evaluate(micro_batches, compute)
+        elif self.runs_ahead:
+            values = self._run_scheduled(micro_batches, compute)
         else:
-            local, values = self._run_under_autograd(micro_batches, compute)
-        self._write_buffers()
+            values = self._run_under_autograd(micro_batches, compute)
+        if self.trains and self.stage.updates:
+            self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
         made = self._returned(values) if self.wants_values else {}
-        loss = None if local is None else self.frame.global_loss(local, self.stage.contributes_loss)
-        if loss is not None:
-            made[self.program.loss_name] = loss
+        if not self.program.loss_name:
+            return StepOutputs(self.program.graph.rebuild(made), None)
+        loss = made[self.program.loss_name] = self.global_loss(self._local_loss(), self.stage.contributes_loss)
         return StepOutputs(self.program.graph.rebuild(made), loss)
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
@@ -96,15 +95,13 @@ class _GraphStep:
             feeds[SlotKind.COUNT, name] = torch.tensor(count, dtype=dtype)
         return feeds
 
-    def _evaluate(
-        self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         engine = self.stage.engine
         if engine is not None:
             order, skips = forwards(len(micro_batches)), not self.stage.talks_in_step
             feeds, timer = self._shared_feeds(compute), self.outcome.timer
             self.outcome = engine.run(order, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
-        return self._local_loss(self.outcome.loss), self._joined()
+        return self._joined()
 
     def _joined(self) -> dict[str, Tensor]:
         """Return this rank's pieces of the outputs, of all micro-batches together."""
@@ -115,11 +112,10 @@ class _GraphStep:
 
     def _run_under_autograd(
         self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> dict[str, Tensor]:
         """Run a stage without neighbours, so that backward is ordinary autograd."""
         collector = self._collector(compute)
         collector.listen()
-        anchor = collector.anchor()
         results: dict[tuple[ResultKind, str], Tensor] = {}
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
             raw = self.stage.engine.forward(micro_batches[0], self._shared_feeds(collector.leaves), self.outcome)
@@ -128,16 +124,10 @@ class _GraphStep:
         for (kind, name), value in results.items():
             if kind is ResultKind.BUFFER_UPDATE:
                 self.outcome.updates[name] = value.detach()
-        loss = next((value for (kind, _), value in results.items() if kind is ResultKind.LOSS), None)
-        local = self._local_loss(loss)
-        values = {name: value for (kind, name), value in results.items() if kind is ResultKind.VALUE}
-        if local is None:
-            return None, anchored(self._routes(), values, anchor)
-        return local + anchor.to(local.dtype), values
+        self.outcome.loss = next((value for (kind, _), value in results.items() if kind is ResultKind.LOSS), None)
+        return {name: value for (kind, name), value in results.items() if kind is ResultKind.VALUE}
 
-    def _run_scheduled(
-        self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def _run_scheduled(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run forwards and backwards now; hand the gradients out in backward."""
         if self.program.loss_name == "":
             raise StateError(
@@ -145,7 +135,6 @@ class _GraphStep:
                 "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
             )
         collector = self._collector(compute)
-        anchor = collector.anchor()
         if self.stage.engine is not None and self.device is not None:
             layout = self.device.layout
             order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
@@ -153,18 +142,16 @@ class _GraphStep:
             run, listen = self.stage.engine.run, collector.listen
             self.outcome = run(order, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
         collector.ran()
-        loss = self._local_loss(self.outcome.loss)
-        assert loss is not None
-        return loss + anchor.to(loss.dtype), self._joined()
+        return self._joined()
 
     def _collector(self, compute: Mapping[str, Tensor]) -> Collector:
         """Make the compute tensors leaves of this step's autograd graph."""
-        return self.frame.collector(self.stage.bridge, compute, overlaps=not self.stage.talks_in_step)
+        return self.collector(self.stage.bridge, compute, overlaps=not self.stage.talks_in_step)
 
-    def _local_loss(self, loss: Tensor | None) -> Tensor | None:
-        """Return this rank's part of the loss, zero where it computes none; None for a model without loss."""
-        if loss is not None or self.program.loss_name == "":
-            return loss
+    def _local_loss(self) -> Tensor:
+        """Return this rank's part of the loss, zero where it computes none."""
+        if self.outcome.loss is not None:
+            return self.outcome.loss
         node = self.program.graph.loss
         assert node is not None
         return torch.zeros(meta.hints(node), dtype=meta.dtype(node), device=self.variant.device)
@@ -174,12 +161,8 @@ class _GraphStep:
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
 
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        has_work = self.device is not None and len(self.frame.interval) > 0
-        return self.frame.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
-
-    def _write_buffers(self) -> None:
-        if self.frame.trains and self.stage.updates:
-            self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
+        has_work = self.device is not None and len(self.interval) > 0
+        return self.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
 
 
 @contextmanager

@@ -7,16 +7,24 @@ coincide the memory is shared and nothing moves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.comm_ops.plans.slices import finest_slices
+from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.lowering import Lowering
+from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.switching.bridge.plan import BridgeBucket, BridgeEntry, BridgePlan, plan_bridge
-from hetu_fx.switching.bridge.run import BucketRun, Crossing, UnderWay
+from hetu_fx.errors import StateError
+from hetu_fx.switching.bridge.message import Arrivals, Cuts, MessageRun, cuts_of, narrowed
+from hetu_fx.switching.bridge.plan import BridgeBucket, BridgeEntry, BridgePlan, boxes_of, plan_bridge
+from hetu_fx.switching.home.layout import LocalPart
 
 __all__ = ["Bridge", "BridgeBucket", "BridgeEntry", "BridgePlan", "Reduction", "plan_bridge"]
 
@@ -40,20 +48,14 @@ class Bridge:
         lowering = lowering or Lowering(table.topology)
         self.table = table
         self._device, self._has_met = torch.device("cpu"), False
-        by_name = {entry.name: entry for entry in entries}
-        crossings = {
-            name: (
-                Crossing(name, entry.shape, entry.dtype, entry.home, entry.compute),
-                Crossing(name, entry.shape, entry.dtype, entry.gradient, entry.home),
-            )
-            for name, entry in by_name.items()
-        }
+        gathers = {e.name: TensorMove(e.home, e.compute, e.shape, e.dtype.itemsize) for e in entries}
+        reduces = {e.name: TensorMove(e.gradient, e.home, e.shape, e.dtype.itemsize) for e in entries}
         self._gathers = [
-            BucketRun(table, bucket, [crossings[name][0] for name in bucket.names], tag, lowering, required=True)
+            BucketRun(table, bucket, gathers, tag, lowering, required=True)
             for tag, bucket in enumerate(self.plan.gathers)
         ]
         self._reduces = [
-            BucketRun(table, bucket, [crossings[name][1] for name in bucket.names], tag, lowering, required=False)
+            BucketRun(table, bucket, reduces, tag, lowering, required=False)
             for tag, bucket in enumerate(self.plan.reduces)
         ]
 
@@ -73,19 +75,14 @@ class Bridge:
         Casts to the entries' dtypes. A result shares memory with its piece where they coincide. Raises
         StateError where a piece is missing, CommError where a peer is.
         """
-        return self._run(len(self._gathers), lambda number: self.gather_start(number, pieces))
+        return self._run(self._gathers, pieces)
 
     def reduce(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Turn this rank's gradients of compute parameters into gradients of its home pieces, for all names.
 
         A gradient that is None or absent counts as zeros. Gradients may be written to and given back.
         """
-        return self._run(len(self._reduces), lambda number: self.reduce_start(number, grads))
-
-    def gather_start(self, number: int, pieces: Mapping[str, Tensor]) -> UnderWay:
-        """Start one gather bucket; all ranks start all buckets in order."""
-        with using(self.table):
-            return self._gathers[number].start(pieces, self._device_of(pieces))
+        return self._run(self._reduces, grads)
 
     def meet(self) -> None:
         """Make the process groups that gradients travel in; collective, and nothing once they are there.
@@ -101,22 +98,20 @@ class Bridge:
 
     def reduce_start(self, number: int, grads: Mapping[str, Tensor | None]) -> UnderWay:
         """Start one reduce bucket, whose gradients are ready; all ranks start all buckets in order."""
-        with using(self.table):
-            return self._reduces[number].start(grads, self._device_of(grads))
+        return self._start(self._reduces[number], grads)
 
-    def _device_of(self, tensors: Mapping[str, Tensor | None]) -> torch.device:
-        """Remember where tensors are, for a rank that has none of a bucket."""
+    def _start(self, run: BucketRun, tensors: Mapping[str, Tensor | None]) -> UnderWay:
         given = next((tensor for tensor in tensors.values() if tensor is not None), None)
         if given is not None:
-            self._device = given.device
-        return self._device
+            self._device = given.device  # remembered for buckets of which this rank has nothing
+        with using(self.table):
+            return run.start(tensors, self._device)
 
-    @staticmethod
-    def _run(number: int, start: Callable[[int], UnderWay]) -> dict[str, Tensor]:
+    def _run(self, runs: Sequence[BucketRun], tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         under_way: deque[UnderWay] = deque()
         results: dict[str, Tensor] = {}
-        for bucket in range(number):
-            under_way.append(start(bucket))
+        for run in runs:
+            under_way.append(self._start(run, tensors))
             if len(under_way) == BUCKETS_AT_ONCE:
                 results |= under_way.popleft().wait()
         for handle in under_way:
@@ -165,3 +160,128 @@ class Reduction:
         number = len(self._under_way)
         names = self._bridge.reduce_buckets[number]
         self._under_way.append(self._bridge.reduce_start(number, {name: self._ready.pop(name, None) for name in names}))
+
+
+class BucketRun:
+    """One rank's side of one bucket, in one direction: pack, start, wait, unpack. `moves` has those of its names.
+
+    `required` says that every held tensor must be given (home pieces); else a missing one is zeros
+    (gradients), and every name has a result, be it empty.
+    """
+
+    def __init__(
+        self,
+        table: GroupTable,
+        bucket: BridgeBucket,
+        moves: Mapping[str, TensorMove],
+        tag: int,
+        lowering: Lowering,
+        *,
+        required: bool,
+    ) -> None:
+        rank = table.rank
+        self.table, self.dtype, self.required = table, bucket.dtype, required
+        own = {name: moves[name] for name in bucket.names}
+        self.sources = {name: LocalPart(move.source, move.shape, rank) for name, move in own.items()}
+        self.targets = {name: LocalPart(move.target, move.shape, rank) for name, move in own.items()}
+        self.messages = [
+            MessageRun(message, rank, self.sources, self.targets, tag, lowering)
+            for message in bucket.messages
+            if rank in message.lane.ranks
+        ]
+        self.moved = bucket.moved
+        self.moves = plan_moves([own[name] for name in bucket.moved])
+        told = {slot.name for message in self.messages for slot in message.unpacked}
+        still = [name for name in bucket.names if name not in bucket.moved]
+        self.kept = {name for name in still if name not in told and own[name].stays(rank)}
+        self.copied = [(n, *cuts) for n in still if n not in self.kept for cuts in self._own(n, own[n], rank)]
+
+    def _own(self, name: str, move: TensorMove, rank: int) -> list[tuple[Cuts, Cuts]]:
+        """List what this rank takes from itself: (cuts of the source, cuts of the target)."""
+        boxes = [
+            box
+            for part in finest_slices(Transition(move.source, move.target, move.shape))
+            if rank in part.receivers and any(len(copy) == 1 and rank in copy[0] for copy in part.owners)
+            for box in boxes_of(part)
+        ]
+        return [(cuts_of(self.sources[name], box), cuts_of(self.targets[name], box)) for box in boxes]
+
+    def meet(self, device: torch.device) -> None:
+        """Make the process groups of the messages; collective over the ranks of each, in the order of all buckets."""
+        on_host = device.type == "cpu" or self.table.staged(device)
+        for message in self.messages:
+            message.meet(self.table, self.dtype.itemsize, on_host=on_host)
+
+    @torch.no_grad()
+    def start(self, tensors: Mapping[str, Tensor | None], device: torch.device) -> UnderWay:
+        """Pack this rank's tensors and start the messages. Raises StateError for a missing or misfit tensor."""
+        values = {name: self._value(name, tensors.get(name)) for name in self.sources}
+        host = torch.device("cpu") if self.messages and self.table.staged(device) else device
+        empty = torch.empty(0, dtype=self.dtype, device=host)
+        buffers = [message.pack(values, empty) for message in self.messages]
+        starts = [message.start(buffer) for message, buffer in zip(self.messages, buffers, strict=True)]
+        return UnderWay(self, values, buffers, starts, device)
+
+    def _value(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        place = self.sources[name]
+        if not place.held or tensor is None:
+            if place.held and self.required:
+                raise StateError(f"rank {self.table.rank} has a home piece of {name!r}, but none was given")
+            return None
+        if tensor.shape != place.local_shape:
+            raise StateError(
+                f"rank {self.table.rank} holds {name!r} in shape {place.local_shape}, got {tuple(tensor.shape)}"
+            )
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        return tensor if tensor.dtype is self.dtype else tensor.to(self.dtype)
+
+    def take_own(self, values: Mapping[str, Tensor | None], arrivals: Arrivals) -> None:
+        """Put in what this rank has itself."""
+        for name in self.kept:
+            value = values[name]
+            arrivals.tensors[name] = arrivals.make(name).zero_() if value is None else value
+        for name, source, target in self.copied:
+            value, result = values[name], narrowed(arrivals.make(name), target)
+            if value is None:
+                result.zero_()
+            else:
+                result.copy_(narrowed(value, source))
+
+    def move(self, values: Mapping[str, Tensor | None], arrivals: Arrivals) -> None:
+        """Bring over what goes by batched send-receive."""
+        if not self.moved:
+            return
+        like = torch.empty(0, dtype=self.dtype, device=arrivals.device)
+        tensors: list[Tensor | None] = []
+        for name in self.moved:
+            value, place = values[name], self.sources[name]
+            tensors.append(like.new_zeros(place.local_shape) if value is None and place.held else value)
+        found = run_moves(self.moves, tensors, self.table, like=[like] * len(tensors))
+        for name, result in zip(self.moved, found, strict=True):
+            if result is not None:
+                arrivals.tensors[name] = result
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A bucket under way; `wait` ends it."""
+
+    run: BucketRun
+    values: dict[str, Tensor | None]
+    buffers: list[Tensor]
+    exchanges: list[Exchange]
+    device: torch.device
+
+    @torch.no_grad()
+    def wait(self) -> dict[str, Tensor]:
+        """Wait for the bucket's messages and give its tensors by name. Call once, in bucket order."""
+        arrivals = Arrivals(self.run.targets, self.run.dtype, self.device)
+        self.run.take_own(self.values, arrivals)
+        for message, buffer, exchange in zip(self.run.messages, self.buffers, self.exchanges, strict=True):
+            exchange.wait()
+            message.unpack(buffer, arrivals)
+        self.run.move(self.values, arrivals)
+        # A held but empty part arrives from nobody; gradients have a result of every name.
+        wanted = [n for n, place in self.run.targets.items() if place.held or not self.run.required]
+        return {name: arrivals.make(name) for name in wanted}

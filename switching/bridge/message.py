@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.region import Box, Region
+from hetu_fx.annotations.region import Box
 from hetu_fx.base.torch_private import foreach_copy, unflatten_dense_tensors
 from hetu_fx.comm_ops.plans.routes import RouteKind
 from hetu_fx.comm_ops.resolve.lowering import Lowering
@@ -22,23 +21,15 @@ from hetu_fx.comm_ops.wire.two_level import (
     sum_segments_in_levels,
 )
 from hetu_fx.switching.bridge.plan import Message, ParameterBox
-from hetu_fx.switching.home.layout import to_local
+from hetu_fx.switching.home.layout import LocalPart, to_local
 
 Cuts = tuple[tuple[int, int, int], ...]  # dim, start, length
 
 
-class LocalTensor:
-    """One rank's dense tensor of a parameter under one annotation."""
-
-    def __init__(self, annotation: Annotation, shape: tuple[int, ...], rank: int) -> None:
-        self.held = annotation.holds(rank)
-        self.region = annotation.region(rank, shape) if self.held else Region(((),) * len(shape))
-        self.shape = self.region.local_shape if shape or self.held else (0,)
-
-    def cuts(self, box: Box) -> Cuts:
-        """Say which dims have to be narrowed to see a global box in the dense tensor."""
-        bounds = enumerate(to_local(box, self.region).bounds)
-        return tuple((d, start, stop - start) for d, (start, stop) in bounds if stop - start != self.shape[d])
+def cuts_of(part: LocalPart, box: Box) -> Cuts:
+    """Say which dims of a rank's part have to be narrowed to see a global box in it."""
+    bounds = enumerate(to_local(box, part.region).bounds)
+    return tuple((d, start, stop - start) for d, (start, stop) in bounds if stop - start != part.local_shape[d])
 
 
 def narrowed(tensor: Tensor, cuts: Cuts) -> Tensor:
@@ -77,8 +68,8 @@ class MessageRun:
         self,
         message: Message,
         rank: int,
-        sources: Mapping[str, LocalTensor],
-        targets: Mapping[str, LocalTensor],
+        sources: Mapping[str, LocalPart],
+        targets: Mapping[str, LocalPart],
         tag: int,
         lowering: Lowering,
     ) -> None:
@@ -160,9 +151,9 @@ class MessageRun:
             foreach_copy(targets, sources)
 
 
-def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, LocalTensor]) -> list[PackedBox]:
+def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, LocalPart]) -> list[PackedBox]:
     return [
-        PackedBox(part.name, start + number, part.numel, places[part.name].cuts(part.box))
+        PackedBox(part.name, start + number, part.numel, cuts_of(places[part.name], part.box))
         for number, part in enumerate(parts)
     ]
 
@@ -170,12 +161,12 @@ def _slots(start: int, parts: Iterable[ParameterBox], places: Mapping[str, Local
 class Arrivals:
     """The results of a bucket, allocated when their first part arrives."""
 
-    def __init__(self, places: Mapping[str, LocalTensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, places: Mapping[str, LocalPart], dtype: torch.dtype, device: torch.device) -> None:
         self.places, self.dtype, self.device = places, dtype, device
         self.tensors: dict[str, Tensor] = {}
 
     def make(self, name: str) -> Tensor:
         """Return the result of a name, uninitialised at first."""
         if name not in self.tensors:
-            self.tensors[name] = torch.empty(self.places[name].shape, dtype=self.dtype, device=self.device)
+            self.tensors[name] = torch.empty(self.places[name].local_shape, dtype=self.dtype, device=self.device)
         return self.tensors[name]

@@ -10,16 +10,41 @@ from itertools import pairwise
 
 import torch
 
-from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.local import index, read
-from hetu_fx.annotations.region import Box, Interval, Intervals, Region, offsets
+from hetu_fx.annotations.region import Box, Interval, Region
+from hetu_fx.comm_ops.plans.slices import locate
 from hetu_fx.errors import AnnotationError
 
 Chunk = tuple[Box, Box]
 
 
 @dataclass(frozen=True, eq=False)
-class HomeLayout:
+class LocalPart:
+    """Says which elements of a global tensor `rank` holds, as one dense tensor; it may be none."""
+
+    annotation: Annotation
+    shape: Shape
+    rank: int
+
+    @cached_property
+    def held(self) -> bool:
+        """Whether the rank is one of those that hold the tensor."""
+        return self.annotation.holds(self.rank)
+
+    @cached_property
+    def region(self) -> Region:
+        """The index space of this rank's part; empty where it holds nothing."""
+        return self.annotation.region(self.rank, self.shape) if self.held else Region(((),) * len(self.shape))
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part; (0,) for a scalar that another rank holds."""
+        return self.region.local_shape if self.shape or self.held else (0,)
+
+
+@dataclass(frozen=True, eq=False)
+class HomeLayout(LocalPart):
     """Says which elements of a parameter's global tensor `rank` owns, out of a world of `world` ranks.
 
     Equal layouts are one object when made by `home_layout`, so that comparing them is an identity check.
@@ -27,26 +52,13 @@ class HomeLayout:
     it, so that sums and norms over the world are those of the global tensor.
     """
 
-    annotation: Annotation
     shape: tuple[int, ...]
-    rank: int
     world: int
-
-    @cached_property
-    def region(self) -> Region:
-        """The index space of this rank's piece; empty where it owns nothing."""
-        return _owned_region(self.annotation, self.shape, self.rank)
-
-    @cached_property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the piece; (0,) for a scalar that another rank owns."""
-        held = self.shape or self.annotation.holds(self.rank)
-        return self.region.local_shape if held else (0,)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The boxes of the piece in the global tensor, in local row-major order."""
-        return self.region.boxes if self.annotation.holds(self.rank) else ()
+        return self.region.boxes if self.held else ()
 
     @cached_property
     def is_whole(self) -> bool:
@@ -111,12 +123,6 @@ def home_layout(annotation: Annotation, shape: tuple[int, ...], rank: int, world
     if max(annotation.ranks) >= world or not 0 <= rank < world:
         raise AnnotationError(f"home {annotation} or rank {rank} is outside a world of {world} ranks")
     return HomeLayout(annotation, tuple(shape), rank, world)
-
-
-def _owned_region(annotation: Annotation, shape: tuple[int, ...], rank: int) -> Region:
-    if annotation.holds(rank):
-        return annotation.region(rank, shape)
-    return Region(((),) * len(shape))
 
 
 @lru_cache(maxsize=8192)
@@ -196,11 +202,4 @@ def _overlap(first: Interval, second: Interval) -> Interval:
 
 def to_local(box: Box, region: Region) -> Box:
     """Give the place of a global box, inside one of a region's boxes, in the region's dense tensor."""
-    return Box(tuple(map(_local_bounds, box.bounds, region.dims)))
-
-
-def _local_bounds(bounds: Interval, intervals: Intervals) -> Interval:
-    for (low, high), (first, _) in zip(intervals, offsets(intervals), strict=True):
-        if low <= bounds[0] and bounds[1] <= high:
-            return first + bounds[0] - low, first + bounds[1] - low
-    raise AnnotationError(f"interval {bounds} is not inside {intervals}")
+    return Box(tuple(place for (place,) in locate(region.dims, tuple((bounds,) for bounds in box.bounds))))

@@ -6,27 +6,219 @@ trips and torch.distributed.checkpoint work on it unchanged.
 
 All ranks must do the same things to the same tensors: sums, norms, and ops that need the whole tensor
 (Adafactor's row means, Muon's and LBFGS's products) talk to the other ranks.
+
+Ops with one value for all ranks (norms, sums, means, dots, extremes) stand here, the others in `pointwise` and
+`gathered`. Each rank reduces the elements that it counts, and the ranks' values meet in one all-reduce. Norms are put
+off: `vector_norm` gives a PendingNorm, and all those that meet in one op (`torch.stack` in torch's own
+`clip_grad_norm_`) are summed in one message.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.base.torch_private import types_of_list_kernels
+from hetu_fx.base.torch_private import make_subclass, types_of_list_kernels
+from hetu_fx.comm_ops.wire.collectives import reduce_world
+from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import WholeView, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.pointwise import LOCAL_OPS, find_local
-from hetu_fx.switching.home.reductions import REDUCE_OPS, PendingNorm
-from hetu_fx.switching.home.tensor import FIND_HANDLER, OPS, Handler, HomeTensor, gather_whole
+from hetu_fx.switching.home.tensor import FIND_HANDLER, OPS, Handler, HomeTensor, cut_like, gather_whole
 
-__all__ = ["HomeLayout", "HomeTensor", "PendingNorm", "WholeView", "gather_whole", "home_layout", "is_home"]
+__all__ = ["HomeLayout", "HomeTensor", "PendingNorm", "WholeView", "gather_whole", "home_layout"]
 
 
-def is_home(value: Any) -> bool:
-    """Tell whether a value is a home tensor."""
-    return isinstance(value, HomeTensor)
+aten = torch.ops.aten
+
+
+class PendingNorm(Pending):
+    """The norm of a home tensor, of which this rank knows its own elements' part only.
+
+    Settling sums it over ranks, with all other pending norms in the op, in one message: every rank must do so alike.
+    """
+
+    part: torch.Tensor
+    order: float
+    world: int
+
+    @classmethod
+    def settle(cls, pending: Sequence[PendingNorm]) -> None:
+        """Sum norms over ranks: one message for all of an order and a world."""
+        open_norms = {id(norm): norm for norm in pending if norm.value is None}.values()
+        for order, world in sorted({(norm.order, norm.world) for norm in open_norms}):
+            norms = [norm for norm in open_norms if (norm.order, norm.world) == (order, world)]
+            values = _total_norms(torch.stack([norm.part.double() for norm in norms]), order, world)
+            for norm, value in zip(norms, values.unbind(), strict=True):
+                norm.value = value.to(norm.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        known = "pending" if self.value is None else repr(self.value)
+        return f"PendingNorm({known}, order={self.order})"
+
+
+def _pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> PendingNorm:
+    """Make a norm of `dtype`, to be settled, from this rank's part of it."""
+    pending = make_subclass(PendingNorm, part.to(dtype))
+    pending.part, pending.order, pending.world, pending.value = part, order, world, None
+    return pending
+
+
+def _total_norms(parts: torch.Tensor, order: float, world: int) -> torch.Tensor:
+    """Combine a vector of this rank's norms (float64) with the other ranks'."""
+    if math.isinf(order):
+        return _extremes(parts, world, largest=order > 0)
+    if order == 0:
+        return reduce_world(parts, world, dist.ReduceOp.SUM)
+    if world == 1:
+        return parts
+    return reduce_world(parts.pow_(order), world, dist.ReduceOp.SUM).pow_(1 / order)
+
+
+def _extremes(parts: torch.Tensor, world: int, largest: bool) -> torch.Tensor:
+    """Take the largest (smallest) over ranks; gloo's maximum loses NaNs, so they are flagged beside."""
+    if world == 1:
+        return parts
+    values = parts if largest else -parts
+    flags = values.isnan().to(values.dtype)
+    both = torch.cat([values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags])
+    values, flags = reduce_world(both, world, dist.ReduceOp.MAX).chunk(2)
+    values = values.masked_fill(flags > 0, math.nan)
+    return values if largest else -values
+
+
+def _local_norm(home: HomeTensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """Give this rank's part of a norm: that of the elements it counts, in float32 at least."""
+    if home.dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.promote_types(dtype, torch.float32)
+    counted = [piece for piece in home.home_layout.counted_pieces(home.local) if piece.numel()]
+    if not counted:
+        return torch.zeros((), dtype=dtype, device=home.device)
+    values = counted[0] if len(counted) == 1 else torch.cat([piece.reshape(-1) for piece in counted])
+    norm: torch.Tensor = torch.linalg.vector_norm(values, order, dtype=dtype)
+    return norm
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    home, order, dims, keepdim = (args[0], *_defaults(args[1:], (2, None, False)))
+    if not _over_all(home, dims) or keepdim or order < 0 or home.is_complex():
+        return run_whole(func, args, kwargs)
+    dtype = kwargs.get("dtype") or home.dtype
+    return _pend(_local_norm(home, float(order), dtype), float(order), home.home_layout.world, dtype)
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Take all norms of a list in one message; plain tensors in the list are whole on every rank."""
+    tensors, order, dtype = args[0], *_defaults(args[1:], (2, kwargs.get("dtype")))
+    homes = [tensor for tensor in tensors if type(tensor) is HomeTensor]
+    if order < 0:
+        return [aten.linalg_vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    parts = torch.stack([_local_norm(home, float(order), dtype or home.dtype).double() for home in homes])
+    totals = iter(_total_norms(parts, float(order), homes[0].home_layout.world).unbind())
+    return [
+        next(totals).to(dtype or tensor.dtype)
+        if type(tensor) is HomeTensor
+        else torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        for tensor in tensors
+    ]
+
+
+def _defaults(given: Sequence[Any], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*given, *defaults[len(given) :])
+
+
+def _over_all(home: HomeTensor, dims: Any) -> bool:
+    return not dims or len({dim % max(home.dim(), 1) for dim in dims}) == home.dim()
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sum or average over all elements; over some dims the op runs whole."""
+    home, dims, keepdim = (args[0], *_defaults(args[1:], (None, False)))
+    if not _over_all(home, dims) or keepdim:
+        return run_whole(func, args, kwargs)
+    given = kwargs.get("dtype")
+    result_dtype = given or (home.dtype if home.dtype.is_floating_point or home.is_complex() else torch.int64)
+    total = _total((piece if given is None else piece.to(given) for piece in _counted(home)), home)
+    if func.overloadpacket is aten.mean:
+        total = total / home.numel()
+    return total.to(result_dtype)
+
+
+def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    layout = next(arg.home_layout for arg in args if type(arg) is HomeTensor)
+    first, second = (cut_like(arg, layout) for arg in args)
+    home = next(arg for arg in args if type(arg) is HomeTensor)
+    pairs = zip(layout.counted_pieces(first), layout.counted_pieces(second), strict=True)
+    return _total((a * b for a, b in pairs), home).to(home.dtype)
+
+
+def _counted(home: HomeTensor) -> tuple[torch.Tensor, ...]:
+    return home.home_layout.counted_pieces(home.local)
+
+
+def _total(pieces: Iterable[torch.Tensor], home: HomeTensor) -> torch.Tensor:
+    """Sum pieces and ranks, in double precision where the values are real numbers."""
+    exact = torch.int64
+    if home.is_complex():
+        exact = torch.complex128
+    elif home.is_floating_point():
+        exact = torch.float64
+    total = torch.zeros((), dtype=exact, device=home.device)
+    for piece in pieces:
+        total = total + piece.sum(dtype=exact)
+    return reduce_world(total, home.home_layout.world, dist.ReduceOp.SUM)
+
+
+def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tell whether any, or all, elements are true."""
+    home, every = args[0], func.overloadpacket is aten.all
+    found = home.local.all() if every else home.local.any()
+    op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
+    return reduce_world(found.to(torch.int32), home.home_layout.world, op).to(torch.bool)
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    home = next(arg for arg in args if type(arg) is HomeTensor)
+    if args[0].shape != args[1].shape:
+        return False
+    pieces = [cut_like(arg, home.home_layout) for arg in args]
+    found = torch.tensor(int(torch.equal(*pieces)), dtype=torch.int32)
+    return bool(reduce_world(found, home.home_layout.world, dist.ReduceOp.MIN))
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take the largest or smallest element; over some dims, and of integers, the op runs whole."""
+    home, dims, keepdim = (args[0], *_defaults(args[1:], (None, False)))
+    largest = func.overloadpacket in (aten.max, aten.amax)
+    if not _over_all(home, dims) or keepdim or not home.is_floating_point():
+        return run_whole(func, args, kwargs)
+    none = torch.tensor(-math.inf if largest else math.inf, dtype=torch.float64, device=home.device)
+    if home.local.numel():
+        none = (home.local.max() if largest else home.local.min()).double()
+    return _extremes(none.reshape(1), home.home_layout.world, largest)[0].to(home.dtype)
+
+
+_REDUCE_OPS: dict[Any, Handler] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _sum,
+    aten.mean.dim: _sum,
+    aten.dot.default: _dot,
+    aten.any.default: _truth,
+    aten.all.default: _truth,
+    aten.equal.default: _equal,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.amax.default: _extreme,
+    aten.amin.default: _extreme,
+}
 
 
 def _find_handler(func: Any) -> Handler:
@@ -44,7 +236,7 @@ def _admit_to_foreach() -> None:
             types.append(HomeTensor)
 
 
-OPS.update(LOCAL_OPS | REDUCE_OPS)
+OPS.update(LOCAL_OPS | _REDUCE_OPS)
 FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
 

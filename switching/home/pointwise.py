@@ -1,17 +1,22 @@
-"""Ops that act on the pieces of home tensors: point-wise ones, copies, factories; list kernels are in `foreach`."""
+"""Ops that act on the pieces of home tensors: point-wise ones, copies, factories, and list kernels (foreach, fused).
+
+List kernels are what optimizers spend their time in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hetu_fx.base.torch_private import increment_version, overload_name, schema
-from hetu_fx.switching.home.foreach import run_lists, unscale
-from hetu_fx.switching.home.gathered import run_whole
+from hetu_fx.base.torch_private import increment_version, overload_name, schema, written_names
+from hetu_fx.comm_ops.wire.collectives import reduce_world
+from hetu_fx.errors import StateError
+from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
-from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, wrap
+from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
 
 aten = torch.ops.aten
 # The wrapper of a single in-place op is counted by torch, its piece is not.
@@ -22,7 +27,7 @@ def find_local(func: Any) -> Handler | None:
     """Recognise point-wise ops by their tag, and list kernels by their name."""
     name = schema(func).name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
-        return run_lists
+        return _run_lists
     if torch.Tag.pointwise in func.tags or name in _POINTWISE_WITHOUT_TAG:
         return _in_place(func) if name.endswith("_") else _pointwise(func)
     return None
@@ -189,6 +194,79 @@ def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return home
 
 
+def _run_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a list kernel (foreach, fused) on the pieces, position by position.
+
+    A position whose written tensor is plain runs whole: its home operands are gathered.
+    """
+    lists = {name: value for name, value in named(func, args, kwargs).items() if _is_list(value)}
+    written = set(written_names(func))
+    common = _common_layouts(lists)
+    layouts = common or [_layout_at(i, lists, written) for i in range(len(args[0]))]
+
+    def cut(value: Any) -> Any:
+        if not _is_list(value):
+            return value
+        return [t.local for t in value] if common else list(map(_cut_item, value, layouts))
+
+    results = func(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+    mark_written([t for name in written & lists.keys() for t in lists[name] if type(t) is HomeTensor])
+    if results is None:
+        return None
+    return [r if layout is None else wrap(r, layout) for r, layout in zip(results, layouts, strict=True)]
+
+
+def _common_layouts(lists: dict[str, Any]) -> Sequence[HomeLayout | None] | None:
+    """Give the layouts by position if all lists are of home tensors that agree in them, as in every optimizer.
+
+    Asked first because it is cheap: a step makes ten such calls over all parameters.
+    """
+    found = [[tensor.home_layout for tensor in tensors] for tensors in lists.values() if _all_home(tensors)]
+    return found[0] if len(found) == len(lists) and all(other == found[0] for other in found) else None
+
+
+def _all_home(tensors: Sequence[Any]) -> bool:
+    return all(type(tensor) is HomeTensor for tensor in tensors)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value)
+
+
+def _layout_at(position: int, lists: dict[str, Any], written: set[str]) -> HomeLayout | None:
+    """Give the layout that a position runs in (None: whole), by what is written there."""
+    layout = None
+    plain_written = False
+    for name, tensors in lists.items():
+        tensor = tensors[position]
+        if type(tensor) is HomeTensor:
+            if layout is None:
+                layout = tensor.home_layout
+            elif name in written and not same_layout(tensor.home_layout, layout):
+                raise StateError(
+                    f"one kernel writes home tensors of two layouts, {layout.annotation} and "
+                    f"{tensor.home_layout.annotation}; bring the state to the layout of its parameter"
+                )
+        elif name in written and tensor.dim():
+            plain_written = True
+    return None if plain_written else layout
+
+
+def _cut_item(value: torch.Tensor, layout: HomeLayout | None) -> torch.Tensor:
+    if layout is not None:
+        return cut_like(value, layout)
+    return gather_whole([value])[0] if type(value) is HomeTensor else value
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients; found_inf is that of all ranks, so that all skip the same steps."""
+    gradients, found_inf = args[0], args[1]
+    # The versions of gradients are nobody's business, so this write is not counted.
+    func([g.local if type(g) is HomeTensor else g for g in gradients], found_inf, *args[2:], **kwargs)
+    world = next(g.home_layout.world for g in gradients if type(g) is HomeTensor)
+    reduce_world(found_inf, world, dist.ReduceOp.MAX)
+
+
 LOCAL_OPS: dict[Any, Handler] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -208,5 +286,5 @@ LOCAL_OPS: dict[Any, Handler] = {
     aten.new_full.default: _new,
     aten.new_empty_strided.default: _new_strided,
     aten.copy_.default: _copy,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

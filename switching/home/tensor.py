@@ -1,8 +1,8 @@
 """HomeTensor: the optimizer's view of a parameter (or of its gradient, or of optimizer state).
 
 A wrapper with the global shape around the dense piece that this rank owns. What an op does to it stands in OPS, filled
-by `pointwise` (acts on the pieces), `reductions` (one value over all ranks) and `gathered` (all the rest: gathered, run
-whole, cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
+by `pointwise` (acts on the pieces), `ops` (one value over all ranks) and `gathered` (all the rest: gathered, run whole,
+cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.errors import StateError
-from hetu_fx.switching.home.ops import HomeTensor, PendingNorm, home_layout, is_home
+from hetu_fx.switching.home.ops import HomeTensor, PendingNorm, home_layout
 from hetu_fx.switching.home.parameters import move_optimizer_state
 
 ALONE = home_layout(Annotation.on((0,)), (6, 4), 0, 1)
@@ -25,7 +25,7 @@ def parameter() -> nn.Parameter:
 
 def test_a_parameter_keeps_class_shape_and_kind() -> None:
     home = parameter()
-    assert is_home(home)
+    assert isinstance(home, HomeTensor)
     assert isinstance(home, nn.Parameter)
     assert (tuple(home.shape), home.dtype, home.requires_grad, home.is_leaf) == ((6, 4), torch.float32, True, True)
     assert home.local.data_ptr() == home.detach().local.data_ptr()  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def test_modules_convert_home_parameters() -> None:
     module = nn.Linear(4, 6)
     module.weight = parameter()
     module.bfloat16()
-    assert is_home(module.weight)
+    assert isinstance(module.weight, HomeTensor)
     assert module.weight.dtype == module.weight.local.dtype == torch.bfloat16  # type: ignore[attr-defined]
 
 
@@ -148,10 +148,10 @@ def test_resizing_is_refused() -> None:
 
 def test_new_tensors_of_the_global_shape_are_home() -> None:
     home = parameter()
-    assert is_home(torch.randn_like(home))
-    assert is_home(home.new_zeros(6, 4))
-    assert not is_home(home.new_zeros(6))
-    assert is_home(torch.empty_like(home, dtype=torch.float64))
+    assert isinstance(torch.randn_like(home), HomeTensor)
+    assert isinstance(home.new_zeros(6, 4), HomeTensor)
+    assert not isinstance(home.new_zeros(6), HomeTensor)
+    assert isinstance(torch.empty_like(home, dtype=torch.float64), HomeTensor)
 
 
 def test_copies_on_all_ranks_need_no_messages() -> None:

@@ -7,8 +7,8 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.contiguous import best_segments
+from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts

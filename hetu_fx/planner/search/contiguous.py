@@ -24,9 +24,9 @@ from hetu_fx.planner.price.recompute import fitted
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.search.builder import Builder
 from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment
 from hetu_fx.planner.search.device_orders import Space, alone, orders
+from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules
 from hetu_fx.planner.values.options import PlanOptions

@@ -1,27 +1,36 @@
-"""Pipelines priced by what their devices are, not by which: for searches over thousands of devices.
+"""Pipelines that searches compare: priced stage by stage, with ratios and blocks by what their devices are.
 
-Devices that are alike (`search.alike`) are a class. What a stage takes depends on the classes of its devices and on
-which of them share a node, so that equal stages are priced once, by the functions of the cost model, in a cluster of
-their own devices. Numbers are those of `predict` but for which device of a stage stands for it in gradient syncs; what
-a search chooses by them is priced by `predict` at its end.
+Devices that are alike are a class. What a stage takes depends on the classes of its devices and on which of them share
+a node, so that equal stages are priced once, by the functions of the cost model, in a cluster of their own devices.
+Numbers are those of `predict` but for which device of a stage stands for it in gradient syncs; what a search chooses by
+them is priced by `predict` at its end.
+
+Blocks go to the stages of a pipeline so that they end together, within what their devices can hold; a stage recomputes
+what it has to. Blocks that are all alike are dealt, those that differ cut (`search.allocate`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
-from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.stage import hand_over_line
 from hetu_fx.planner.price.step_end import sync_seconds
+from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
 from hetu_fx.planner.search.device_classes import alike_in
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.replica import Replica, ReplicaRules, StageEstimate, stage_estimate
+from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
+
+Blocks = tuple[int, ...]
+"""How many blocks each stage of a pipeline has."""
 
 
 def rules_of(problem: Problem, zero: int) -> ReplicaRules:
@@ -35,32 +44,86 @@ def rules_of(problem: Problem, zero: int) -> ReplicaRules:
     return ReplicaRules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
 
-class Estimates:
-    """What stages and pipelines of even shards take; each is worked out once."""
+def even(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Return the ratios of equal shards."""
+    return ()
 
-    def __init__(self, problem: Problem) -> None:
-        self._costs, self._cluster = problem.costs, problem.cluster
-        devices = problem.cluster.devices
-        self._memory = rules_of(problem, problem.options.zero).memory
-        classes = enumerate(alike_in(problem.cluster))
-        self._class = {device.rank: number for number, alike in classes for device in alike.devices}
-        self._node = {device.rank: problem.cluster.node_of(device.rank) for device in devices}
-        by_speed = sorted(devices, key=lambda device: (device.speed, -device.rank))
+
+class Estimates:
+    """What stages and pipelines take, and the blocks that let stages end together; each is worked out once."""
+
+    def __init__(
+        self,
+        costs: ProgramCosts,
+        cluster: Cluster,
+        rules: ReplicaRules,
+        ratios: Callable[[Sequence[Device]], tuple[int, ...]] = even,
+    ) -> None:
+        """Groups split by `ratios` of their devices."""
+        self._costs, self._cluster, self._rules, self._ratios = costs, cluster, rules, ratios
+        numbers: dict[Hashable, int] = {}
+        self._class = {
+            device.rank: numbers.setdefault((_but_for_place(device), rules.memory[device.rank]), len(numbers))
+            for device in cluster.devices
+        }
+        self._node = {device.rank: cluster.node_of(device.rank) for device in cluster.devices}
+        by_speed = sorted(cluster.devices, key=lambda device: (device.speed, -device.rank))
         self._fastest = {device.kind: device for device in by_speed}
+        self._shares: dict[Hashable, tuple[int, ...]] = {}
         self._stages: dict[Hashable, StageEstimate] = {}
         self._replicas: dict[Hashable, Replica] = {}
+        self._families: dict[Hashable, Family | None] = {}
         self._hand_overs: dict[Hashable, Line] = {}
+
+    def family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
+        """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits."""
+        key = (self.key(groups), num_replicas, rows)
+        if key not in self._families:
+            replicas = (self.replica(groups, blocks) for blocks in self._choices(groups, num_replicas, rows))
+            found = (Family.of(replica, num_replicas, self._rules) for replica in replicas)
+            self._families[key] = min(found, key=lambda family: family.seconds(rows), default=None)
+        return self._families[key]
+
+    def _choices(self, groups: Groups, num_replicas: int, rows: int) -> Iterator[Blocks]:
+        """Return the blocks of a pipeline's stages for each number of micro-batches of its rows, if they fit."""
+        counts = sorted({min(count, rows) for count in self._rules.micro_batches})
+        pairs = ((math.ceil(rows / count), count) for count in counts)
+        found = (self.blocks(groups, num_replicas, pair, pair[0]) for pair in pairs)
+        return iter(dict.fromkeys(blocks for blocks in found if blocks is not None))
+
+    def blocks(self, groups: Groups, num_replicas: int, rows: tuple[int, int], timed_rows: int) -> Blocks | None:
+        """Return the blocks that let stages end together, timed for so many rows; None when no cut fits memory.
+
+        `rows` are those of a micro-batch, and how many of these.
+        """
+        runs = [StageRun.of(stage, len(groups), rows, num_replicas, self._rules) for stage in range(len(groups))]
+
+        def seconds(index: int, start: int, stop: int) -> float:
+            return self.stage(groups[index], start, stop).seconds_of(runs[index], self._rules, timed_rows)
+
+        return self.balanced(groups, seconds)
+
+    def balanced(self, groups: Groups, seconds: RangeSeconds) -> Blocks | None:
+        """Return the blocks that let stages end together; None when none take finite seconds."""
+        ways = deal if self._costs.is_uniform or len(groups) == 1 else cut
+        return ways(self._costs.num_blocks, len(groups), seconds)
 
     def stage(self, devices: tuple[int, ...], start: int, stop: int) -> StageEstimate:
         """Return what a group takes for the blocks [start, stop)."""
         start, stop = self._like(start, stop)
         key = (self._kind(devices), start, stop)
         if key not in self._stages:
-            around = self._around(devices)
-            self._stages[key] = stage_estimate(Stage(devices), start, stop, self._costs, around, self._memory)
+            stage, around = self._stage_of(devices), self._around(devices)
+            self._stages[key] = stage_estimate(stage, start, stop, self._costs, around, self._rules.memory)
         return self._stages[key]
 
-    def replica(self, groups: Groups, blocks: tuple[int, ...]) -> Replica:
+    def _stage_of(self, devices: tuple[int, ...]) -> Stage:
+        kind = self._kind(devices)
+        if kind not in self._shares:
+            self._shares[kind] = self._ratios([self._cluster.device(rank) for rank in devices])
+        return Stage(devices, self._shares[kind])
+
+    def replica(self, groups: Groups, blocks: Blocks) -> Replica:
         """Return a pipeline like that of these groups; one like it that was asked for before has other devices."""
         key = (self.key(groups), blocks)
         if key not in self._replicas:
@@ -105,24 +168,85 @@ class Estimates:
         members = {device.rank: device for device in own} | fastest
         return Cluster(tuple(members.values()), self._cluster.intra, self._cluster.inter)
 
-    def _new_replica(self, groups: Groups, blocks: tuple[int, ...]) -> Replica:
-        stops = [sum(blocks[: i + 1]) for i in range(len(blocks))]
-        pairs = zip(groups, blocks, stops, strict=True)
-        stages = [self.stage(devices, stop - count, stop) for devices, count, stop in pairs]
+    def _new_replica(self, groups: Groups, blocks: Blocks) -> Replica:
+        stops = list(itertools.accumulate(blocks))
+        triples = zip(groups, blocks, stops, strict=True)
+        stages = [self.stage(devices, stop - count, stop) for devices, count, stop in triples]
         edges = [self._hand_over(groups[i], groups[i + 1], stops[i]) for i in range(len(groups) - 1)]
-        lines = [stage.seconds for stage in stages]
-        for i, edge in enumerate(edges):
-            lines[i], lines[i + 1] = lines[i] + edge, lines[i + 1] + edge
+        messages = map(Line.__add__, [*edges, Line()], [Line(), *edges])
         held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
-        pipeline = Pipeline(tuple(Stage(g, blocks=n) for g, n in zip(groups, blocks, strict=True)))
-        update = reduce(Line.upper, (stage.update for stage in stages))
-        recompute_line = tuple(stage.recompute_line for stage in stages)
-        return Replica(pipeline, tuple(lines), tuple(held), update, recompute_line)
+        pairs = zip(groups, blocks, strict=True)
+        return Replica(
+            pipeline=Pipeline(tuple(replace(self._stage_of(group), blocks=count) for group, count in pairs)),
+            lines=tuple(stage.seconds + sent for stage, sent in zip(stages, messages, strict=True)),
+            holdings=tuple(held),
+            update=reduce(Line.upper, (stage.update for stage in stages)),
+            recompute_lines=tuple(stage.recompute_line for stage in stages),
+        )
 
     def _hand_over(self, group: Sequence[int], other: Sequence[int], block: int) -> Line:
-        size = self._costs.boundary(block)
-        key = (self._node[group[0]] == self._node[other[0]], size)
+        size, ends = self._costs.boundary(block), (group[0], other[0])
+        key = (self._node[ends[0]] == self._node[ends[1]], *(self._class[rank] for rank in ends), size)
         if key not in self._hand_overs:
-            ends = Stage((group[0],)), Stage((other[0],))
-            self._hand_overs[key] = hand_over_line(*ends, size, self._cluster)
+            one, next_one = (Stage((rank,)) for rank in ends)
+            self._hand_overs[key] = hand_over_line(one, next_one, size, self._cluster)
         return self._hand_overs[key]
+
+
+def _but_for_place(device: Device) -> Device:
+    """Return what prices know of a device besides its node; its memory is for the rules to say."""
+    return replace(device, rank=0, node="0", source="given", memory_bytes=1)
+
+
+class Builder:
+    """Makes replicas of groups of which no two need be alike, nor the devices of one; remembers them."""
+
+    def __init__(self, costs: ProgramCosts, cluster: Cluster, rules: ReplicaRules, micro_rows: int) -> None:
+        """Blocks are balanced for micro-batches of `micro_rows` rows."""
+        self._costs, self._cluster, self._rules, self._rows = costs, cluster, rules, micro_rows
+        self._estimates = Estimates(costs, cluster, rules, self._by_speed)
+        self._replicas: dict[Hashable, tuple[Replica, ...]] = {}
+        self._speed = math.fsum(device.speed for device in cluster.devices)
+
+    def build(self, groups: Groups) -> tuple[Replica, ...]:
+        """Return the replicas of these stages: one, or one for each cut of the blocks that memory asks for.
+
+        None where there are too few blocks, or no memory.
+        """
+        alike = self._estimates.key(groups)
+        if alike not in self._replicas:
+            cuts = dict.fromkeys(self._cuts(groups))
+            self._replicas[alike] = tuple(self._estimates.replica(groups, blocks) for blocks in cuts)
+        return tuple(found.on(groups) for found in self._replicas[alike])
+
+    def _by_speed(self, devices: Sequence[Device]) -> tuple[int, ...]:
+        """Return the ratios with which shards finish together: units to speeds by exact min-max, 1 at least."""
+        seconds = [lambda units, speed=device.speed: units / speed for device in devices]
+        found = spread(self._costs.units if len(devices) > 1 else 1, seconds, low=(1,) * len(devices))
+        assert found is not None, "no group is larger than there are units"
+        return found
+
+    def _cuts(self, groups: Groups) -> Iterator[Blocks]:
+        """Yield the blocks of stages that end together, within memory, for each number of micro-batches.
+
+        Memory is that for the rows that the devices' share of the cluster's speed stands for; where these do not fit,
+        for micro-batches of one row. What is in flight depends on where a stage stands.
+        """
+        find = self._estimates
+        free = find.balanced(groups, lambda index, *blocks: find.stage(groups[index], *blocks).seconds(self._rows))
+        if free is None:
+            return
+        rows = self._rows_of(groups)
+        for count in dict.fromkeys(min(count, rows) for count in self._rules.micro_batches):
+            tried = (self._fitting(groups, (each, count), free) for each in (math.ceil(rows / count), 1))
+            yield from itertools.islice((blocks for blocks in tried if blocks is not None), 1)
+
+    def _rows_of(self, groups: Groups) -> int:
+        speed = math.fsum(self._cluster.device(rank).speed for devices in groups for rank in devices)
+        return max(1, round(self._costs.rows * speed / self._speed))
+
+    def _fitting(self, groups: Groups, rows: tuple[int, int], free: Blocks) -> Blocks | None:
+        """Return blocks that fit memory for (rows of a micro-batch, micro-batches); `free` ones if these do."""
+        copies = max(1, len(self._cluster.devices) // sum(map(len, groups)))
+        most = self._estimates.replica(groups, free).most_micro_rows(rows[1], copies, self._rules)
+        return free if most >= rows[0] else self._estimates.blocks(groups, copies, rows, self._rows)

@@ -79,7 +79,8 @@ class TimedArrangement:
 
 def candidates(problem: Problem) -> Iterator[TimedArrangement]:
     """Yield every homogeneous plan that is estimated to fit."""
-    estimates, rules = Estimates(problem), [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+    rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+    estimates = Estimates(problem.costs, problem.cluster, rules[-1])
     for arrangement in _arrangements(problem):
         replicas = _replicas(arrangement, problem.costs.num_blocks, estimates)
         firsts = [arrangement.groups(i)[0][0] for i in range(arrangement.degrees.pipelines)]

@@ -259,10 +259,11 @@ def stage_estimate(
     parts, count = costs.stage(start, stop), len(stage.devices)
     recompute_line = costs.again(replace(stage, blocks=None, recompute=stop - start), start)
     seconds = reduce(Line.upper, compute_lines(stage, parts, cluster))
+    sums, returns = tensor_parallel_lines(stage, parts, cluster)
     pairs = list(zip(stage.devices, stage.work_shares, strict=True))
     least = {share: min(memory[rank] for rank, other in pairs if other == share) for _, share in pairs}
     return StageEstimate(
-        seconds=sum(tensor_parallel_lines(stage, parts, cluster), seconds),
+        seconds=seconds + (sums + returns),
         recompute_line=reduce(Line.upper, forward_lines(compute_lines(stage, recompute_line, cluster))),
         holdings=tuple(
             DeviceHolding(0, room, BlockRange(costs, start, stop, share, count)) for share, room in least.items()

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.search.balance_blocks import Balance
 from hetu_fx.planner.search.device_classes import alike_in
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
@@ -95,9 +94,8 @@ class Templates:
     """The fastest templates of each region."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self.estimates = problem, Estimates(problem)
-        self._rules = rules_of(problem, problem.options.zero)
-        self._balance = Balance(self.estimates, problem.costs, self._rules)
+        self._problem = problem
+        self.estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
         self.classes = classes_of(problem)
         self._found: dict[Region, list[Template]] = {}
 
@@ -130,7 +128,7 @@ class Templates:
             for count in self._counts(groups, rows):
                 for ordered in (groups,) if len(groups) == 1 else (groups, groups[::-1]):
                     for deal in _deals(ordered, count):
-                        family = self._balance.family(deal.pipeline(0), count, math.ceil(rows / count))
+                        family = self.estimates.family(deal.pipeline(0), count, math.ceil(rows / count))
                         if family is not None:
                             yield Draft(deal, family, family.seconds(math.ceil(rows / count)))
 

@@ -7,7 +7,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.recompute import fitted, least_blocks
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.builder import Builder
+from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.replica import ReplicaRules
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts

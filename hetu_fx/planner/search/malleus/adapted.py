@@ -12,7 +12,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from hetu_fx.planner.search.balance_blocks import Balance
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Problem
@@ -28,8 +27,8 @@ class Adapter:
     """Mends plans for the devices as they are now."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._estimates = problem, Estimates(problem)
-        self._balance = Balance(self._estimates, problem.costs, rules_of(problem, problem.options.zero))
+        self._problem = problem
+        self._estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
         self._speeds = {device.rank: device.speed for device in problem.cluster.devices}
         self._straggling = {device.rank for device in problem.cluster.devices if device.rate > 1.0}
 
@@ -55,7 +54,7 @@ class Adapter:
         return tuple(Template(tuple(members[number]), family, 0.0) for number, family in families.items())
 
     def _mended(self, groups: Groups, count: int, rows: int) -> tuple[Family, Groups] | None:
-        pairs = ((self._balance.family(choice, count, rows), choice) for choice in self._choices(groups))
+        pairs = ((self._estimates.family(choice, count, rows), choice) for choice in self._choices(groups))
         fitting = [(family, choice) for family, choice in pairs if family is not None]
         return min(fitting, key=lambda pair: pair[0].seconds(rows), default=None)
 

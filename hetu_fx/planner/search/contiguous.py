@@ -1,11 +1,18 @@
-"""The search over runs of devices in a few orders, as the table of searches knows it.
+"""Plans whose groups are contiguous in some order of the devices, by deadlines.
 
-Search plans whose groups are contiguous in some order of the devices, by deadlines.
+With stage seconds l_s(x) = a_s + b_s x, m micro-batches of x rows are done by T when for every stage s
 
-For an order of the devices and a number of replicas q, the most rows that can be done by a deadline T is
+    sum_r l_r(x) + (m - 1) l_s(x) <= T                                                          (1)
 
-    W_q(i, T) = max( W_q(i - 1, T), max_k W_{q-1}(i - k, T) + rows(segment of k devices that ends at i, T) )
-    (1)
+Each s bounds x from above, as memory does, so the most rows by T is m times the least bound: no search is
+needed. When not even x = 1 is done, fewer micro-batches of one row are:
+
+    k <= 1 + (T - sum_r l_r(1)) / max_s l_s(1)                                                  (2)
+
+All replicas of a search are worked out at once, element by element, so that every machine gets the same
+numbers. For an order of the devices and a number of replicas q, the most rows that can be done by a deadline T is
+
+    W_q(i, T) = max( W_q(i - 1, T), max_k W_{q-1}(i - k, T) + rows(segment of k devices that ends at i, T) )    (3)
 
 over the first i devices (one may be left out), with rows() the best of the segment's replicas. When W_q(n,
 T) is at least the batch, a plan at most as slow as T exists; it is priced, T lowered to just below its
@@ -17,15 +24,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.recompute import fitted
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.search.deadline import DeadlineTable, Option, Segment
-from hetu_fx.planner.search.device_orders import Space, alone, orders
+from hetu_fx.planner.search.device_orders import Space, alone, orders, replica_counts
 from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules
@@ -39,52 +48,79 @@ MOST_DEVICES = 16
 MOST_SHARING = 16
 """Of the plans found, so many of the fastest with groups are also priced with the sequence shared."""
 
-
-def _find(problem: Problem) -> Candidates:
-    """Return the plans found with their seconds; where groups may share the sequence, also as they do."""
-    found = search(problem.costs, problem.cluster, problem.options, problem.tell)
-    if not (problem.options.sequence_parallel and problem.options.tensor_parallel and problem.costs.has_sequence):
-        return found
-    return found | (_sharing(found, problem) if found else _fitting(problem))
-
-
-def _sharing(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
-    """Return the best of the plans found whose groups can share the sequence, sharing it."""
-    grouped = sorted(filter(_has_groups, found), key=lambda plan: (found[plan], plan.summary()))
-    plans = (replace(plan, sequence_parallel=True) for plan in grouped[:MOST_SHARING])
-    return {plan: predict(plan, problem.costs, problem.cluster).seconds for plan in plans}
-
-
-def _fitting(problem: Problem) -> dict[Plan, float]:
-    """Return the plans that fit memory as their groups share the sequence."""
-    found = search(problem.costs.in_sequence, problem.cluster, problem.options, problem.tell)
-    return {replace(plan, sequence_parallel=True): seconds for plan, seconds in found.items() if _has_groups(plan)}
-
-
-def _has_groups(plan: Plan) -> bool:
-    return any(len(stage.devices) > 1 for *_, stage in plan.stages)
-
-
-def _lacks(problem: Problem) -> str:
-    count = len(problem.cluster.devices)
-    if count <= MOST_DEVICES:
-        return ""
-    return f"it goes through all runs of up to {MOST_DEVICES} devices, but there are {count}; use 'auto' or 'classes'"
-
-
-CONTIGUOUS = Search(
-    name="contiguous",
-    applies=f"up to {MOST_DEVICES} devices: groups and stages of any size, side by side in order of speed or node",
-    lacks=_lacks,
-    find=_find,
-)
-
-
 _FASTER = 1e-4  # a plan counts as faster when it is by this share
 _STEP = 0.02  # how far the deadline is lowered when the plan found for it did not meet it
 _RUNNER_UP_SLACK = 1.25  # plans up to so much slower than the best are worth naming as runner-up
 _DEADLINE_GROWTH = 1.5
 _MAX_GROWTHS = 80
+
+
+Segment = tuple[int, int]
+"""Positions [start, stop) in an order of devices."""
+
+Numbers = NDArray[np.float64]
+
+_EPSILON = 1e-9  # a bound that is a whole number up to rounding counts as that number
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A replica run in so many micro-batches of at most so many rows; what follows it takes `end_seconds`."""
+
+    segment: Segment
+    replica: Replica
+    micro_batches: int
+    most_micro_rows: int
+    end_seconds: float
+
+
+class DeadlineTable:
+    """The options of all segments, and the rows that each does by a deadline."""
+
+    def __init__(self, options: Sequence[Option], total: int) -> None:
+        """No option does more than `total` rows. Options of a segment must stand together."""
+        self.options, self._total = tuple(options), total
+        width = max((len(option.replica.lines) for option in options), default=1)
+        a, b = (self._padded(width, name) for name in ("fixed", "slope"))
+        self._count = np.array([float(option.micro_batches) for option in options])
+        self._most = np.array([float(min(option.most_micro_rows, total)) for option in options])
+        self._end = np.array([option.end_seconds for option in options])
+        self._sum_a = np.array([sum(line.fixed for line in o.replica.lines) for o in options])
+        self._sum_b = np.array([sum(line.slope for line in o.replica.lines) for o in options])
+        extra = self._count[:, None] - 1
+        self._constant = self._sum_a[:, None] + extra * a
+        self._slope = self._sum_b[:, None] + extra * b
+        self._longest = (a + b).max(axis=1, initial=0.0)
+
+    def _padded(self, width: int, name: str) -> Numbers:
+        rows = [[getattr(line, name) for line in option.replica.lines] for option in self.options]
+        return np.array([row + [0.0] * (width - len(row)) for row in rows]).reshape(len(rows), width)
+
+    def most_rows(self, deadline: float) -> Numbers:
+        """Return the most rows that each option does by the deadline, by (1), (2) and memory."""
+        left = deadline - self._end
+        bounds = _ratio(left[:, None] - self._constant, self._slope, self._total)
+        bound = bounds.min(axis=1, initial=float(self._total))
+        micro_rows = np.minimum(np.floor(bound + _EPSILON), self._most)
+        single = 1 + np.floor(_ratio(left - self._sum_a - self._sum_b, self._longest, self._total) + _EPSILON)
+        few = np.where(self._most >= 1, np.minimum(np.maximum(single, 0), self._count), 0)
+        rows: Numbers = np.minimum(np.where(micro_rows >= 1, self._count * micro_rows, few), self._total)
+        return rows
+
+    def best(self, deadline: float) -> Mapping[Segment, tuple[int, int]]:
+        """Return (rows, index of the option) of the best option of each segment that does any row."""
+        result: dict[Segment, tuple[int, int]] = {}
+        for index, rows in enumerate(self.most_rows(deadline).tolist()):
+            segment = self.options[index].segment
+            if rows > result.get(segment, (0, 0))[0]:
+                result[segment] = (int(rows), index)
+        return result
+
+
+def _ratio(left: Numbers, slope: Numbers, most: int) -> Numbers:
+    """Return left / slope; where nothing is needed (slope 0), `most` if time is left, else -1."""
+    free = np.where(left >= 0, float(most), -1.0)
+    return np.divide(left, slope, out=free, where=slope > 0)
 
 
 def search(
@@ -216,23 +252,12 @@ def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segm
     return result
 
 
-def replica_counts(most: int) -> Iterator[int]:
-    """Yield the numbers of replicas to try: all up to 8, then doubling, then the most."""
-    yield from range(1, min(most, 8) + 1)
-    count = 16
-    while count < most:
-        yield count
-        count *= 2
-    if most > 8:
-        yield most
-
-
 def _rows_of(best: Mapping[Segment, tuple[int, int]]) -> dict[Segment, int]:
     return {segment: rows for segment, (rows, _) in best.items()}
 
 
 def best_segments(rows: Mapping[Segment, int], num_devices: int, num_replicas: int, total: int) -> list[Segment] | None:
-    """Return `num_replicas` disjoint segments, in order, that do `total` rows or more, by (1), or None."""
+    """Return `num_replicas` disjoint segments, in order, that do `total` rows or more, by (3), or None."""
     best: list[list[tuple[int, list[Segment]]]] = [[(0, [])] for _ in range(num_devices + 1)]
     for stop in range(1, num_devices + 1):
         for count in range(1, num_replicas + 1):
@@ -247,3 +272,43 @@ def best_segments(rows: Mapping[Segment, int], num_devices: int, num_replicas: i
             best[stop].append(max(left_out + ending, key=lambda pair: pair[0]))
     found = best[num_devices][num_replicas : num_replicas + 1]
     return found[0][1] if found and found[0][0] >= total else None
+
+
+def _find(problem: Problem) -> Candidates:
+    """Return the plans found with their seconds; where groups may share the sequence, also as they do."""
+    found = search(problem.costs, problem.cluster, problem.options, problem.tell)
+    if not (problem.options.sequence_parallel and problem.options.tensor_parallel and problem.costs.has_sequence):
+        return found
+    return found | (_sharing(found, problem) if found else _fitting(problem))
+
+
+def _sharing(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
+    """Return the best of the plans found whose groups can share the sequence, sharing it."""
+    grouped = sorted(filter(_has_groups, found), key=lambda plan: (found[plan], plan.summary()))
+    plans = (replace(plan, sequence_parallel=True) for plan in grouped[:MOST_SHARING])
+    return {plan: predict(plan, problem.costs, problem.cluster).seconds for plan in plans}
+
+
+def _fitting(problem: Problem) -> dict[Plan, float]:
+    """Return the plans that fit memory as their groups share the sequence."""
+    found = search(problem.costs.in_sequence, problem.cluster, problem.options, problem.tell)
+    return {replace(plan, sequence_parallel=True): seconds for plan, seconds in found.items() if _has_groups(plan)}
+
+
+def _has_groups(plan: Plan) -> bool:
+    return any(len(stage.devices) > 1 for *_, stage in plan.stages)
+
+
+def _lacks(problem: Problem) -> str:
+    count = len(problem.cluster.devices)
+    if count <= MOST_DEVICES:
+        return ""
+    return f"it goes through all runs of up to {MOST_DEVICES} devices, but there are {count}; use 'auto' or 'classes'"
+
+
+CONTIGUOUS = Search(
+    name="contiguous",
+    applies=f"up to {MOST_DEVICES} devices: groups and stages of any size, side by side in order of speed or node",
+    lacks=_lacks,
+    find=_find,
+)

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.contiguous import replica_counts
-from hetu_fx.planner.search.device_orders import Groups
+from hetu_fx.planner.search.device_orders import Groups, replica_counts
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, ReplicaRun

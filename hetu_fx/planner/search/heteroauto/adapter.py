@@ -19,9 +19,8 @@ from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_classes import Alike, alike_in
-from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
+from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, replica_counts
 from hetu_fx.planner.search.heteroauto.cost import HeteroStage
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
 from hetu_fx.planner.search.heteroauto.result import HeteroResult

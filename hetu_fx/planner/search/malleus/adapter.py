@@ -18,8 +18,7 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.search.allocate import Seconds, spread
-from hetu_fx.planner.search.contiguous import replica_counts
-from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
+from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, replica_counts
 from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates, finalists
 from hetu_fx.planner.search.malleus.adapted import Adapter
 from hetu_fx.planner.search.malleus.search import search

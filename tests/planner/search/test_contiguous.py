@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.planner.price.stage import pipeline_seconds
-from hetu_fx.planner.search.deadline import DeadlineTable, Option
+from hetu_fx.planner.search.contiguous import DeadlineTable, Option
 from hetu_fx.planner.search.replica import Replica
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Pipeline, Stage

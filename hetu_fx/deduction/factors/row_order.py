@@ -241,7 +241,7 @@ class _Tracker:
     def _add_rows(self, step: RowStep) -> Sequence[KnownRows]:
         target, index, added = step.given
         shape = step.call.operands[0].shape
-        dim = step.call.dim("dim", len(shape))
+        dim = step.call.dim()
         elsewhere = [order for place, order in added.orders.items() if place != dim]
         misfit = index.points != NATURAL or index.size != shape[dim] or step.order(2, dim) != step.order(1, 0)
         if misfit or target.is_local or added.points is not None or elsewhere:

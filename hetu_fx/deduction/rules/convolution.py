@@ -1,86 +1,45 @@
-"""Convolution and pooling: batch and channels pass through (input channels are summed), space stays whole."""
+"""Convolution, pooling and recurrence: batch and channels pass through (input channels are summed), space stays whole.
+
+In a recurrence rows of the batch pass through, time steps and hidden channels stay whole.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from hetu_fx.deduction.rules.build import built, dims_of, named, names, replaced
-from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, LiteralSize, Rule
-from hetu_fx.deduction.rules.size import Size, integer
+from hetu_fx.deduction.rules.build import built, changed, dims_of, grouped, names, replaced
+from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.rule import Dims, Factoring, LiteralSize, Rule, names_in
+from hetu_fx.deduction.rules.size import integer
 
 
-def _convolved(call: Call) -> Factoring:
-    """Convolve: with groups, channels are (group, channel) and the groups pass through."""
-    return _convolution(call, transposed=bool(call.arguments.get("transposed")))
-
-
-def _convolved_transposed(call: Call) -> Factoring:
-    """Convolve transposed: the weight has input channels first."""
-    return _convolution(call, transposed=True)
-
-
-def _convolution(call: Call, *, transposed: bool) -> Factoring:
-    shape, weight = call.operands[0].shape, call.operands[1].shape
-    result = call.results[0]
-    space = len(weight) - 2
-    at = len(shape) - space - 1  # 0 without a batch dim
-    groups = integer(call.integer("groups", 1))
-    group = named("g", groups)
-    k, inputs = _channels("k", shape[at], groups)
-    o, outputs = _channels("o", result[at], groups)
-    sizes: dict[str, Size] = {"g": groups, "k": inputs, "o": outputs}
-    kernel = dims_of(weight, "w")[2:]
-    image, new = dims_of(shape, "x"), dims_of(result, "y")
-    first, second = ((*group, *k), o) if transposed else ((*group, *o), k)
-    bias = ((*group, *o),)
-    operands = (
-        replaced(image, {at: (*group, *k)}),
-        (first, second, *kernel),
-        *([bias] if _has_bias(call) else []),
-    )
+def _convolved(call: Call, *, transposed: bool = False) -> Factoring:
+    """Convolve: with groups, channels are (group, channel) and the groups pass; transposed, inputs come first."""
+    shape, weight, result = call.operands[0].shape, call.operands[1].shape, call.results[0]
+    at = len(shape) - len(weight) + 1  # 0 without a batch dim
+    groups = integer(call.integer("groups"))
+    group, k, sizes = grouped(shape[at], groups, "g", "k")
+    _, o, more = grouped(result[at], groups, "g", "o")
+    kernel, image, new = dims_of(weight, "w")[2:], dims_of(shape, "x"), dims_of(result, "y")
+    is_transposed = transposed or bool(call.arguments.get("transposed"))
+    first, second = ((*group, *k), o) if is_transposed else ((*group, *o), k)
+    bias = [((*group, *o),)] if len(call.operands) == 3 else []
+    operands = (replaced(image, {at: (*group, *k)}), (first, second, *kernel), *bias)
     target: Dims = (*image[:at], (*group, *o), *new[at + 1 :])
-    whole = names(kernel, range(space)) | names(image, range(at + 1, len(image)))
-    whole |= names(new, range(at + 1, len(new)))
-    extra = frozenset({2}) if _has_bias(call) else frozenset()
+    extra = frozenset({2} if bias else ())
     return Factoring(
         operands,
         (target,),
-        sizes,
-        whole,
+        sizes | more,
+        names_in(((*kernel, *image[at + 1 :], *new[at + 1 :]),)),
         linear=(frozenset({0}) | extra, frozenset({1}) | extra),
         additive=extra,
         literals=(LiteralSize(call.at("groups"), group),) if group else (),
     )
 
 
-def _has_bias(call: Call) -> bool:
-    return len(call.operands) == 3
-
-
-def _channels(name: str, size: Size, groups: Size) -> tuple[Dim, Size]:
-    inner = size.over(groups)
-    assert inner is not None, "a convolution's channels are a multiple of its groups"
-    return named(name, inner), inner
-
-
-def _pooled(call: Call) -> Factoring:
-    """Pool over space, which stays whole; batch and channels pass through."""
+def _pooled(call: Call, *, linear: bool = False) -> Factoring:
+    """Pool or interpolate over space, which stays whole; batch and channels pass through."""
     space = 3 if "3d" in call.op else 1 if "1d" in call.op else 2
-    return _over_space(call, space)
-
-
-def _pooled_linearly(call: Call) -> Factoring:
-    """Average or interpolate over space, which stays whole; batch and channels pass through."""
-    return replace(_pooled(call), linear=(frozenset({0}),))
-
-
-def _over_space(call: Call, space: int) -> Factoring:
-    dims = dims_of(call.operands[0].shape, "x")
-    at = len(dims) - space
-    results = tuple((*dims[:at], *dims_of(shape, "y")[at:]) for shape in call.results)
-    whole = names(dims, range(at, len(dims))).union(*(names(r, range(at, len(r))) for r in results), NOTHING)
-    return Factoring((dims,), results, whole=whole)
+    return changed(call, range(call.rank - space, call.rank), linear)
 
 
 def _sampled(call: Call) -> Factoring:
@@ -92,34 +51,43 @@ def _sampled(call: Call) -> Factoring:
     return Factoring(operands, ((*image[:2], *grid[1:-1]),), whole=whole, linear=(frozenset({0}),))
 
 
-def unfolded(call: Call) -> Factoring:
-    """Write windows of space as columns: channels become (channel, place in the window), space stays whole."""
-    return _columns(call, call.operands[0].shape, call.results[0], folds=False)
+def _in_columns(call: Call, *, folds: bool) -> Factoring:
+    """Write windows of space as columns, (channels, place in the window), or add these up; space stays whole.
 
-
-def _folded(call: Call) -> Factoring:
-    """Add columns up to the windows of space they are: channels are (channel, place in the window)."""
-    return _columns(call, call.results[0], call.operands[0].shape, folds=True)
-
-
-def _columns(call: Call, space: Shape, flat: Shape, *, folds: bool) -> Factoring:
-    """Relate (batch, channels, height, width) to (batch, channels x places, windows); the batch may be absent."""
-    image, columns = dims_of(space, "x"), dims_of(flat, "y")
+    Relates (batch, channels, height, width) to (batch, channels x places, windows); the batch may be absent.
+    """
+    space, flat = call.operands[0].shape, call.results[0]
+    if folds:
+        space, flat = flat, space
     at = len(space) - 3
-    channel, place = named("c", space[at]), flat[at].over(space[at])
-    assert place is not None, "columns hold all places of a window for each channel"
-    image = (*image[:at], channel, *image[at + 1 :])
-    inner = named("p", place)
-    target = (*image[:at], (*channel, *inner), *columns[at + 1 :])
-    whole = names(image, (at + 1, at + 2)) | names(target, (at + 1,)) | frozenset(inner)
-    sizes = {"c": space[at], "p": place}
-    pair = (target, image) if folds else (image, target)
-    return Factoring((pair[0],), (pair[1],), sizes, whole, linear=(frozenset({0}),))
+    channel, place, sizes = grouped(flat[at], space[at], "c", "p")
+    image = replaced(dims_of(space, "x"), {at: channel})
+    columns = (*image[:at], (*channel, *place), *dims_of(flat, "y")[at + 1 :])
+    whole = names(image, (at + 1, at + 2)) | names(columns, (at + 1,)) | frozenset(place)
+    given, made = (columns, image) if folds else (image, columns)
+    return Factoring((given,), (made,), sizes, whole, linear=(frozenset({0}),))
 
 
 def shuffled(call: Call) -> Factoring:
     """Move channels into space or back: both stay whole, batch passes through."""
-    return replace(_over_space(call, 3), linear=(frozenset({0}),))
+    return changed(call, range(call.rank - 3, call.rank))
+
+
+def _recurred(call: Call) -> Factoring:
+    """Run gated cells over time: weights, steps and hidden states are whole, rows pass."""
+    at = 0 if call.arguments.get("batch_first") else 1
+    operands = tuple(
+        _with_rows(dims_of(operand.shape, f"a{i}_"), {"input": at, "hx": 1}.get(operand.argument))
+        for i, operand in enumerate(call.operands)
+    )
+    results = tuple(_with_rows(dims_of(shape, f"r{i}_"), 1 if i else at) for i, shape in enumerate(call.results))
+    every = names_in((*operands, *results))
+    draws = bool(call.arguments.get("train")) and call.arguments.get("dropout", 0.0) != 0
+    return Factoring(operands, results, whole=every - {"rows"}, random=draws)
+
+
+def _with_rows(dims: Dims, at: int | None) -> Dims:
+    return dims if at is None or not dims[at] else replaced(dims, {at: ("rows",)})
 
 
 POOLED_LINEARLY = """
@@ -134,12 +102,13 @@ POOLED_LINEARLY = """
 RULES: tuple[Rule, ...] = (
     *built(_convolved, "conv1d", "conv2d", "conv3d", "convolution"),
     *built(_convolved, "conv1d.padding", "conv2d.padding", "conv3d.padding"),
-    *built(_convolved_transposed, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input"),
+    *built(_convolved, "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", transposed=True),
     *built(_pooled, "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "max_pool2d_with_indices"),
     *built(_pooled, "adaptive_max_pool1d", "adaptive_max_pool3d"),
     *built(_sampled, "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-    *built(_pooled_linearly, *POOLED_LINEARLY),
+    *built(_pooled, *POOLED_LINEARLY, linear=True),
     *built(shuffled, "pixel_shuffle", "pixel_unshuffle"),
-    *built(unfolded, "im2col"),
-    *built(_folded, "col2im"),
+    *built(_in_columns, "im2col", folds=False),
+    *built(_in_columns, "col2im", folds=True),
+    *built(_recurred, "gru.input", "lstm.input", "rnn_tanh.input", "rnn_relu.input"),
 )

@@ -11,10 +11,20 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, named, names, opaque, replaced
+from hetu_fx.deduction.rules.build import (
+    FIRST,
+    broadcast,
+    broadcast_shape,
+    built,
+    dims_of,
+    named,
+    names,
+    opaque,
+    replaced,
+)
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, ShardedCall, ShardedForm, Traits
-from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule
+from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule, names_in
 from hetu_fx.deduction.rules.size import Size, integer
 
 aten = torch.ops.aten
@@ -27,21 +37,13 @@ def indexed(call: Call) -> Factoring:
     dims, rows = dims_of(call.operands[0].shape), _PointedRows(call)
     places = _index_places(call)
     shapes = [operand.shape for operand in call.operands[1:]]
-    looked = _broadcast(shapes)
-    index_dims = tuple(rows.outer(aligned(shape, looked, "i")) for shape in shapes)
+    looked = dims_of(broadcast_shape(shapes), "i")
+    index_dims = tuple(rows.outer(broadcast(shape, looked)) for shape in shapes)
     source = replaced(dims, {dim: rows.pointed_at(i, index_dims[i]) for i, dim in places.items() if rows.points(i)})
     plain = [dim for i, dim in places.items() if not rows.points(i)]
     at, rest = _result_place(places), tuple(dim for i, dim in enumerate(source) if i not in places.values())
-    middle = rows.outer(dims_of(looked, "i"))
-    result = (*rest[:at], *middle, *rest[at:])
-    return Factoring(
-        (source, *index_dims),
-        (result,),
-        rows.sizes,
-        names(dims, plain) | rows.inner,
-        FIRST,
-        pinned=rows.inner,
-    )
+    result, whole = (*rest[:at], *rows.outer(looked), *rest[at:]), names(dims, plain) | rows.inner
+    return Factoring((source, *index_dims), (result,), rows.sizes, whole, FIRST, pinned=rows.inner)
 
 
 class _PointedRows:
@@ -90,32 +92,20 @@ def _result_place(places: dict[int, int]) -> int:
     return dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
 
 
-def _broadcast(shapes: list[Shape]) -> Shape:
-    rank = max(len(shape) for shape in shapes)
-    columns = [[shape[i - rank] for shape in shapes if len(shape) >= rank - i] for i in range(rank)]
-    return tuple(next((size for size in column if size.number != 1), integer(1)) for column in columns)
-
-
 def put(call: Call) -> Factoring:
     """Write values at positions; all that is indexed stays whole, unless rows are only permuted."""
     dims = dims_of(call.operands[0].shape)
-    given = [i for i, index in enumerate(call.arguments["indices"]) if index is not None]
     if call.pointers and len(dims) == 1:
         return Factoring((dims,) * len(call.operands), (dims,))
-    if any(operand.is_bool for operand in call.operands[1:-1]) or given != list(range(len(given))):
+    _, *indices, written = call.operands
+    places = _index_places(call)
+    if any(index.is_bool for index in indices) or any(i != dim for i, dim in places.items()):
         return opaque(call)
-    looked = _broadcast([operand.shape for operand in call.operands[1:-1]])
-    index_dims = [aligned(operand.shape, looked, "i") for operand in call.operands[1:-1]]
-    rest = dims[len(given) :]
-    written = (*looked, *call.operands[0].shape[len(given) :])
-    all_names = (*dims_of(looked, "i"), *rest)
-    shape = call.operands[-1].shape
-    values = tuple(() if size.number == 1 else all_names[i + len(written) - len(shape)] for i, size in enumerate(shape))
-    whole = names(dims, given).union(
-        *(names(d, range(len(d))) for d in index_dims), names(values, range(len(values) - len(rest)))
-    )
-    last = len(call.operands) - 1
-    return Factoring((dims, *index_dims, values), (dims,), whole=whole, linear=(frozenset({0, last}),))
+    looked, rest = dims_of(broadcast_shape([index.shape for index in indices]), "i"), dims[len(places) :]
+    index_dims = [broadcast(index.shape, looked) for index in indices]
+    values = broadcast(written.shape, (*looked, *rest))
+    whole = names(dims, [*places]) | names_in(index_dims) | names(values[: len(values) - len(rest)])
+    return Factoring((dims, *index_dims, values), (dims,), whole=whole, linear=(frozenset({0, len(indices) + 1}),))
 
 
 def looked_up(call: Call) -> Factoring:
@@ -124,41 +114,32 @@ def looked_up(call: Call) -> Factoring:
     table = tuple(map(named, "vh", call.operands[0].shape))
     plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
     looked = names(table, [0])
-    return Factoring(
-        (table, dims),
-        ((*dims, table[1]),),
-        whole=NOTHING if plain else looked,
-        linear=FIRST,
-        sharded=looked if plain else NOTHING,
-    )
+    whole, sharded = (NOTHING, looked) if plain else (looked, NOTHING)
+    return Factoring((table, dims), ((*dims, table[1]),), whole=whole, linear=FIRST, sharded=sharded)
 
 
 def gathered(call: Call) -> Factoring:
     """Pick along one dim, which may be cut in the tensor; other dims pass through where they are taken in full."""
     shape, index = call.operands[0].shape, call.operands[1].shape
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     dims = dims_of(index)
     partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
-    source = replaced(dims, {i: _own(shape[i], i) for i in [*partly, dim]})
+    source = replaced(dims, {i: named(f"s{i}", shape[i]) for i in [*partly, dim]})
     whole = names(source, partly) | names(dims, partly)
     return Factoring((source, dims), (dims,), whole=whole, linear=FIRST, sharded=names(source, [dim]))
-
-
-def _own(size: Size, dim: int) -> Dim:
-    return () if size.number == 1 else (f"s{dim}",)
 
 
 def scattered(call: Call) -> Factoring:
     """Write along one dim, which stays whole; other dims pass through where they are written in full."""
     shape, index = call.operands[0].shape, call.operands[1].shape
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     dims = dims_of(shape)
     partly = [i for i in range(len(shape)) if i != dim and shape[i] != index[i]]
-    written = replaced(dims, {i: _own(index[i], i) for i in [*partly, dim]})
+    written = replaced(dims, {i: named(f"s{i}", index[i]) for i in [*partly, dim]})
     whole = names(dims, [*partly, dim]) | names(written, [*partly, dim])
     full = len(call.operands) < 3 or call.operands[2].shape == index
     last = written if full else dims_of(call.operands[-1].shape, "v")
-    whole |= frozenset() if full else names(last, range(len(last)))
+    whole |= NOTHING if full else names(last)
     operands = (dims, written, last)[: len(call.operands)]
     return Factoring(operands, (dims,), whole=whole, linear=(frozenset({0, 2}),) if len(operands) == 3 else ())
 
@@ -166,7 +147,7 @@ def scattered(call: Call) -> Factoring:
 def _picked_rows(call: Call) -> Factoring:
     """Pick along one dim, whole in the tensor, by a list of positions, which passes through."""
     dims = dims_of(call.operands[0].shape)
-    dim = call.dim("dim", len(dims))
+    dim = call.dim()
     index = dims_of(call.operands[1].shape, "i")
     target = replaced(dims, {dim: index[0] if index else ()})
     return Factoring((dims, index), (target,), whole=names(dims, [dim]), linear=FIRST)
@@ -175,16 +156,16 @@ def _picked_rows(call: Call) -> Factoring:
 def _added_rows(call: Call) -> Factoring:
     """Add rows at a list of positions; positions and the dim stay whole, unless rows are only permuted."""
     shape, source = call.operands[0].shape, call.operands[2].shape
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     dims = dims_of(shape)
     slots = source[dim].over(shape[dim])
     if call.pointers and slots is not None:
-        inner = () if slots.number == 1 else ("slot",)
+        inner = named("slot", slots)
         row = (*dims[dim], *inner)
         sizes = {"slot": slots} | {name: shape[dim] for name in dims[dim]}
         pinned = frozenset(inner)
         return Factoring((dims, (row,), replaced(dims, {dim: row})), (dims,), sizes, pinned, pinned=pinned)
-    new = _own(source[dim], dim)
+    new = named("new", source[dim])
     whole = names(dims, [dim]) | frozenset(new)
     linear = (frozenset({0, 2}),)
     return Factoring((dims, (new,), replaced(dims, {dim: new})), (dims,), whole=whole, linear=linear)
@@ -193,7 +174,7 @@ def _added_rows(call: Call) -> Factoring:
 def one_hot(call: Call) -> Factoring:
     """Write a 1 at each value's place in a new last dim, which stays whole."""
     dims = dims_of(call.operands[0].shape)
-    new = dims_of(call.results[0], "c")[-1]
+    new = named("c", call.results[0][-1])
     return Factoring((dims,), ((*dims, new),), whole=frozenset(new))
 
 

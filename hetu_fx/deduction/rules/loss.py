@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import aligned, built, dims_of, names
+from hetu_fx.deduction.rules.build import broadcast, broadcast_shape, built, dims_of, names
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.forms import Lacking, ShardedCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, Rule
@@ -40,24 +40,16 @@ def _of_rank(rank: int, argument: str, dims: Dims, rows: Dims, classes: tuple[st
 
 def compared(call: Call) -> Factoring:
     """Compare each element with its target: every dim is rows."""
-    target = max((operand.shape for operand in call.operands), key=len)
-    sizes = tuple(
-        max(
-            (op.shape[i - len(target)] for op in call.operands if len(op.shape) >= len(target) - i),
-            key=lambda s: s.hint,
-        )
-        for i in range(len(target))
-    )
-    operands = tuple(aligned(operand.shape, sizes) for operand in call.operands)
-    return _reduced(call, operands, dims_of(sizes), NOTHING, NOTHING)
+    rows = dims_of(broadcast_shape([operand.shape for operand in call.operands]))
+    return _reduced(call, tuple(broadcast(operand.shape, rows) for operand in call.operands), rows, NOTHING, NOTHING)
 
 
 def _reduced(
     call: Call, operands: tuple[Dims, ...], rows: Dims, whole: frozenset[str], sharded: frozenset[str]
 ) -> Factoring:
-    reduction = call.integer("reduction", MEAN)
+    reduction = call.integer("reduction")
     results: tuple[Dims, ...] = (rows if reduction == NONE else (),) + ((),) * (len(call.results) - 1)
-    averaged = names(rows, range(len(rows))) if reduction == MEAN else NOTHING
+    averaged = names(rows) if reduction == MEAN else NOTHING
     return Factoring(operands, results, whole=whole, averaged=averaged, sharded=sharded)
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import built, dims_of, kept, names, replaced
+from hetu_fx.deduction.rules.build import built, dims_of, grouped, kept, names, replaced
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.forms import ShardedCall, ShardedForm, Traits
-from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.rule import NOTHING, Dims, Factoring, LiteralSize, Rule
 from hetu_fx.deduction.rules.size import integer
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import operand
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 def softmax(call: Call) -> Factoring:
     """Normalize over one dim, which may be cut where the op has a form for that."""
     factoring = kept(call)
-    return replace(factoring, sharded=names(factoring.operands[0], [call.dim("dim", len(call.operands[0].shape))]))
+    return replace(factoring, sharded=names(factoring.operands[0], [call.dim()]))
 
 
 def _over_last_dims(call: Call) -> Factoring:
@@ -39,47 +39,33 @@ def _over_last_dims(call: Call) -> Factoring:
 def _over_groups(call: Call) -> Factoring:
     """Normalize over groups of channels and space: batch and groups pass through, the rest stays whole."""
     shape = call.operands[0].shape
-    groups = integer(call.integer("num_groups"))
-    rest = shape[1].over(groups)
-    assert rest is not None, "group_norm requires groups of equal size"
-    group: Dim = () if groups.number == 1 else ("group",)
-    channel: Dim = (*group, *(() if rest.number == 1 else ("channel",)))
-    dims = replaced(dims_of(shape), {1: channel})
-    operands = (dims, *((channel,) for _ in call.operands[1:]))
-    whole = names(dims, range(2, len(dims))) | (frozenset(channel) - frozenset(group))
+    group, rest, sizes = grouped(shape[1], integer(call.integer("num_groups")), "group", "channel")
+    dims = replaced(dims_of(shape), {1: (*group, *rest)})
+    operands = (dims, *(((*group, *rest),) for _ in call.operands[1:]))
     found = (LiteralSize(call.at("num_groups"), group),) if group else ()
-    return Factoring(operands, (dims,), {"group": groups, "channel": rest}, whole, literals=found)
+    return Factoring(operands, (dims,), sizes, names(dims[2:]).union(rest), literals=found)
 
 
 def _over_all_but_one(call: Call) -> Factoring:
     """Scale a weight to a length for each entry of one dim (weight norm); that dim passes, all others stay whole."""
     dims = dims_of(call.operands[0].shape)
-    dim = call.dim("dim", len(dims))
+    dim = call.dim()
     length = tuple(factors if i == dim else () for i, factors in enumerate(dims))
     return Factoring((dims, length), (dims,), whole=names(dims, [i for i in range(len(dims)) if i != dim]))
 
 
-def _over_batch(call: Call) -> Factoring:
-    """Normalize over batch and space (batch norm): channels pass; with running statistics all do."""
-    return _per_channel(call, over_rows=_uses_batch_statistics(call))
+def _per_channel(call: Call, *, instances: bool = False) -> Factoring:
+    """Normalize over batch and space (batch norm), or over space for each instance: channels pass.
 
-
-def _over_instance(call: Call) -> Factoring:
-    """Normalize over space (instance norm): channels pass, the batch too unless statistics run."""
-    return _per_channel(call, over_rows=call.position("running_mean") is not None, over_space=True)
-
-
-def _uses_batch_statistics(call: Call) -> bool:
-    return bool(call.arguments.get("training", call.arguments.get("train", True)))
-
-
-def _per_channel(call: Call, *, over_rows: bool, over_space: bool = False) -> Factoring:
+    With running statistics a batch norm passes everything, an instance norm looks over the batch, too.
+    """
     dims = dims_of(call.operands[0].shape)
     channel: Dims = (dims[1],)
     operands = (dims, *(channel for _ in call.operands[1:]))
     results = tuple(_channel_or_all(len(shape), dims, channel) for shape in call.results)
-    rows = names(dims, [0]) if over_rows else frozenset()
-    space = names(dims, range(2, len(dims))) if over_rows or over_space else frozenset()
+    trains = bool(call.arguments.get("training", call.arguments.get("train", True)))
+    over_rows = call.position("running_mean") is not None if instances else trains
+    rows, space = (names(dims[:1]) if over_rows else NOTHING), (names(dims[2:]) if over_rows or instances else NOTHING)
     return Factoring(operands, results, whole=rows | space)
 
 
@@ -121,6 +107,6 @@ RULES: tuple[Rule, ...] = (
     *built(_over_last_dims, "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"),
     *built(_over_groups, "group_norm"),
     *built(_over_all_but_one, "_weight_norm"),
-    *built(_over_batch, *BATCH_NORMS),
-    *built(_over_instance, "instance_norm"),
+    *built(_per_channel, *BATCH_NORMS),
+    *built(_per_channel, "instance_norm", instances=True),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetu_fx.deduction.rules.build import FIRST, aligned, built, dims_of, lines, replaced
+from hetu_fx.deduction.rules.build import FIRST, broadcast, built, dims_of, lines, replaced
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Traits
 from hetu_fx.deduction.rules.rule import Factoring, Rule
@@ -17,53 +17,45 @@ from hetu_fx.deduction.rules.size import integer
 LinearSets = tuple[frozenset[int], ...]
 
 
-def broadcast(call: Call, linear: LinearSets = ()) -> Factoring:
+def pointwise(call: Call, linear: LinearSets = ()) -> Factoring:
     """Broadcast all operands to the result; every factor passes through."""
-    target = call.results[0]
-    operands = tuple(aligned(operand.shape, target) for operand in call.operands)
+    target = dims_of(call.results[0])
+    operands = tuple(broadcast(operand.shape, target) for operand in call.operands)
     return Factoring(operands, tuple(dims_of(shape) for shape in call.results), linear=linear)
 
 
 def copied(call: Call) -> Factoring:
     """Copy, cast or negate; linear between floats."""
     same_kind = call.operands[0].is_float == call.result_float
-    return broadcast(call, FIRST if same_kind else ())
-
-
-def summed(call: Call) -> Factoring:
-    """Add or subtract; jointly linear in both operands, in the first alone if the other is the number 0."""
-    if len(call.operands) == 2:
-        return broadcast(call, (frozenset({0, 1}),))
-    return broadcast(call, FIRST if _is_zero(call.arguments.get("other")) else ())
+    return pointwise(call, FIRST if same_kind else ())
 
 
 def multiplied(call: Call) -> Factoring:
     """Multiply; linear in each operand."""
-    return broadcast(call, tuple(frozenset({i}) for i in range(len(call.operands))))
+    return pointwise(call, tuple(frozenset({i}) for i in range(len(call.operands))))
 
 
 def divided(call: Call) -> Factoring:
     """Divide; linear in the dividend unless it rounds."""
     rounds = call.arguments.get("rounding_mode") is not None
-    return broadcast(call, () if rounds else FIRST)
+    return pointwise(call, () if rounds else FIRST)
 
 
-def chosen(call: Call) -> Factoring:
-    """Choose by a mask; jointly linear in the choices, if none of them is a number other than 0."""
+def added(call: Call) -> Factoring:
+    """Add, subtract or choose by a mask; jointly linear in the tensors, if no number other than 0 is one of these."""
     numbers = [call.arguments.get(name) for name in ("self", "other") if call.position(name) is None]
-    choices = frozenset(i for i, operand in enumerate(call.operands) if operand.argument != "condition")
-    return broadcast(call, (choices,) if all(map(_is_zero, numbers)) else ())
+    terms = frozenset(i for i, operand in enumerate(call.operands) if operand.argument != "condition")
+    return pointwise(call, (terms,) if all(map(_is_zero, numbers)) else ())
 
 
 def filled(call: Call) -> Factoring:
     """Overwrite where a mask holds; linear in the tensor if the number written is 0."""
-    return broadcast(call, FIRST if _is_zero(call.arguments.get("value")) else ())
+    return pointwise(call, FIRST if _is_zero(call.arguments.get("value")) else ())
 
 
 def gated(call: Call) -> Factoring:
     """Scale one half of a dim by what the other says: the dim is (halves, rest), and the rest passes."""
-    shape, result = call.operands[0].shape, dims_of(call.results[0])
-    dim = call.dim("dim", len(shape), -1)
+    result, dim = dims_of(call.results[0]), call.dim()
     rest = result[dim]
     sizes = {"halves": integer(2)} | {name: call.results[0][dim] for name in rest}
     operand = replaced(result, {dim: ("halves", *rest)})
@@ -74,7 +66,7 @@ def _sloped(call: Call) -> Factoring:
     """Scale what is negative by a slope for each channel, which is dim 1, or by one for all."""
     dims, slope = dims_of(call.operands[0].shape), call.operands[1].shape
     channel = dims[min(1, len(dims) - 1)] if dims else ()
-    return Factoring((dims, tuple(() if size.number == 1 else channel for size in slope)), (dims,))
+    return Factoring((dims, broadcast(slope, (channel,) * len(slope))), (dims,))
 
 
 def _cast_like(call: Call) -> Factoring:
@@ -121,20 +113,20 @@ BINARY = """
 RULES: tuple[Rule, ...] = (
     *built(copied, *COPIES, traits=KEEPS_ZEROS),
     *built(copied, *OTHER_COPIES),
-    *built(broadcast, *ZERO_AT_ZERO, traits=KEEPS_ZEROS),
-    *built(broadcast, *UNARY, *BINARY),
-    *built(summed, "add.Tensor", "sub.Tensor", "subtract.Tensor"),
+    *built(pointwise, *ZERO_AT_ZERO, traits=KEEPS_ZEROS),
+    *built(pointwise, *UNARY, *BINARY),
+    *built(added, "add.Tensor", "sub.Tensor", "subtract.Tensor"),
     *built(multiplied, "mul.Tensor", traits=Traits(vanishing=frozenset({0, 1}))),
     *built(multiplied, "mul.Scalar", traits=KEEPS_ZEROS),
     *built(multiplied, "multiply.Tensor", "multiply.Scalar"),
     *built(divided, "div.Tensor", "div.Scalar", traits=KEEPS_ZEROS),
     *built(divided, "div.Tensor_mode", "true_divide.Tensor", "divide.Tensor", "divide.Tensor_mode"),
-    *built(chosen, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
+    *built(added, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
     *built(filled, "masked_fill.Scalar", "masked_fill.Tensor"),
-    *built(broadcast, "fill.Scalar", "fill.Tensor"),
+    *built(pointwise, "fill.Scalar", "fill.Tensor"),
     *built(_cast_like, "to.other", "type_as"),
     *built(gated, "glu"),
     *built(_sloped, "prelu"),
     *lines("..., [b] -> ...", "bucketize.Tensor"),
 )
-TAG_RULE = Rule("*.*.*", broadcast, "ops that torch tags as pointwise")
+TAG_RULE = Rule("*.*.*", pointwise, "ops that torch tags as pointwise")

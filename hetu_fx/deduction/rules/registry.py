@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -10,56 +10,39 @@ from typing import Any
 import torch
 
 from hetu_fx.deduction.rules import (
-    attention,
     convolution,
     creation,
     embedding,
     loss,
-    matmul,
     normalization,
     pointwise,
-    random,
-    recurrent,
+    products,
     reduction,
     routing,
     slicing,
-    spectral,
     view,
 )
-from hetu_fx.deduction.rules.build import from_line
-from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.build import Linear, from_line, title
 from hetu_fx.deduction.rules.pointwise import TAG_RULE
-from hetu_fx.deduction.rules.rule import Builder, Factoring, Rule
+from hetu_fx.deduction.rules.rule import Builder, Rule
 
-FAMILIES = (
-    pointwise,
-    matmul,
-    reduction,
-    view,
-    slicing,
-    normalization,
-    attention,
-    embedding,
-    loss,
-    convolution,
-    spectral,
-    random,
-    recurrent,
-    routing,
-    creation,
-)
-RULES: Mapping[str, Rule] = {rule.op: rule for family in FAMILIES for rule in family.RULES}
+_PRODUCTS = (*products.RULES, *convolution.RULES, *routing.RULES)
+_ALONG_DIMS = (*reduction.RULES, *normalization.RULES, *loss.RULES)
+_MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES)
+RULES: Mapping[str, Rule] = {
+    rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES, *creation.RULES)
+}
 
 _registered: dict[str, Rule] = {}
 _found: dict[str, Rule | None] = {}
 
 
-def register_rule(op: str | Any, rule: str | Builder, *, linear: str | Collection[Collection[int]] = "none") -> Rule:
+def register_rule(op: str | Any, rule: str | Builder, *, linear: Linear = "none") -> Rule:
     """Register how an op's dims relate, over any rule there is for it; return the record.
 
     Args:
         op: the op, e.g. `torch.ops.mylib.myop.default`, or its name "mylib.myop.default" (`*` allowed).
-        rule: a rule line such as "... k, o k -> ... o" (see `hetu_fx.deduction.rules.line`), or a function from
+        rule: a rule line such as "... k, o k -> ... o" (see `hetu_fx.deduction.rules.build`), or a function from
             `Call` to `Factoring`.
         linear: for a line: in which operands the op is linear: "none", "each" (one at a time), "all"
             (jointly), or sets of operand positions.
@@ -68,7 +51,7 @@ def register_rule(op: str | Any, rule: str | Builder, *, linear: str | Collectio
         RuleError: the line or the op's name is malformed.
     """
     name = op if isinstance(op, str) else str(op)
-    record = from_line(name, rule, linear) if isinstance(rule, str) else Rule(name, rule, _title(rule))
+    record = from_line(name, rule, linear) if isinstance(rule, str) else Rule(name, rule, title(rule))
     record = replace(record, traits=RULES[name].traits) if name in RULES else record
     _registered[name] = record
     _found.clear()
@@ -99,7 +82,3 @@ def _look_up(name: str, target: Any) -> Rule | None:
     tags = getattr(target, "tags", ())
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return TAG_RULE if is_pointwise else None
-
-
-def _title(build: Callable[[Call], Factoring]) -> str:
-    return (build.__doc__ or build.__name__).strip().splitlines()[0]

@@ -16,7 +16,7 @@ from enum import Enum
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import built, dims_of, full_name, kept, names, opaque, replaced
+from hetu_fx.deduction.rules.build import EACH, built, changed, dims_of, full_name, kept, names, opaque
 from hetu_fx.deduction.rules.call import Call
 from hetu_fx.deduction.rules.forms import Lacking, ShardedCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import Factoring, Rule
@@ -28,25 +28,19 @@ GROUPED = frozenset({2})
 
 def _sorted_along(call: Call) -> Factoring:
     """Sort along a dim, which stays whole unless its rows are sorted shard by shard."""
-    dim = call.dim("dim", len(call.operands[0].shape), -1)
-    return kept(call, () if call.routed else [dim])
+    return kept(call, () if call.routed else [call.dim()])
 
 
 def top(call: Call) -> Factoring:
     """Take the largest of a dim, which stays whole, as does the number taken."""
-    dims, new = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
-    dim = call.dim("dim", len(dims), -1)
-    target = replaced(dims, {dim: new[dim]}) if dims else ()
-    whole = names(dims, [dim]) | names(new, [dim]) if dims else frozenset()
-    return Factoring((dims,), (target,) * len(call.results), whole=whole)
+    return changed(call, [call.dim()] if call.rank else [], linear=False)
 
 
 def histogram(call: Call) -> Factoring:
     """Count values in bins: a sum over all elements if the range is given, else they stay whole."""
     dims, bins = dims_of(call.operands[0].shape), dims_of(call.results[0], "o")
     fixed = call.arguments.get("min", 0) != call.arguments.get("max", 0)
-    whole = names(bins, range(len(bins)))
-    return Factoring((dims,), (bins,), whole=whole if fixed else whole | names(dims, range(len(dims))))
+    return Factoring((dims,), (bins,), whole=names(bins) if fixed else names(bins + dims))
 
 
 def _grouped_product(call: Call) -> Factoring:
@@ -61,7 +55,7 @@ def _grouped_product(call: Call) -> Factoring:
         ((m, k), (g, k, n), (g,)),
         ((m, n),),
         whole=frozenset() if call.routed else frozenset(m),
-        linear=(frozenset({0}), frozenset({1})),
+        linear=EACH,
         counted=GROUPED,
         sharded=frozenset(g),
     )
@@ -69,7 +63,7 @@ def _grouped_product(call: Call) -> Factoring:
 
 def _batched(call: Call) -> Factoring:
     (b, m, k), (_, _, n) = (dims_of(operand.shape, p) for operand, p in zip(call.operands, "xw", strict=True))
-    return Factoring(((b, m, k), (b, k, n)), ((b, m, n),), linear=(frozenset({0}), frozenset({1})))
+    return Factoring(((b, m, k), (b, k, n)), ((b, m, n),), linear=EACH)
 
 
 def _product_of_own_groups(shard: ShardedCall) -> fx.Node:
@@ -105,11 +99,7 @@ def _groups(shard: ShardedCall, ends: fx.Node) -> tuple[fx.Node | None, fx.Node]
 
 def _numbers(shard: ShardedCall, rows: fx.Node) -> fx.Node:
     """Number the rows from 0, on whatever device they are."""
-    ones = shard.emit(
-        aten.ones_like.default,
-        shard.emit(aten.select.int, rows, 1, 0),
-        dtype=torch.int64,
-    )
+    ones = shard.emit(aten.ones_like.default, shard.emit(aten.select.int, rows, 1, 0), dtype=torch.int64)
     return shard.emit(aten.sub.Tensor, shard.emit(aten.cumsum.default, ones, 0), 1)
 
 

@@ -6,75 +6,46 @@ Cutting a dim into equal pieces refines it instead: (pieces, rest), and the rest
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from hetu_fx.deduction.rules.build import FIRST, built, dims_of, kept, names, replaced
+from hetu_fx.deduction.rules.build import FIRST, built, changed, dims_of, kept, kept_along, named, names, replaced
 from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import KEEPS_ZEROS
-from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule
+from hetu_fx.deduction.rules.reduction import reduced
+from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, LiteralSize, Rule, names_in
 from hetu_fx.deduction.rules.size import integer
 
 
 def sliced(call: Call) -> Factoring:
     """Take a range of a dim, which stays whole unless all of it is taken."""
-    rank = len(call.operands[0].shape)
-    return _cut(call, (call.dim("dim", rank),))
+    return _cut(call, (call.dim(),))
 
 
 def _cut(call: Call, dims: Sequence[int]) -> Factoring:
     """Return the factoring of an op that changes the sizes of some dims: there both sides stay whole."""
     shape, result = call.operands[0].shape, call.results[0]
-    changed = [dim for dim in dims if shape[dim] != result[dim]]
-    source, new = dims_of(shape), dims_of(result, "o")
-    target = replaced(source, {dim: new[dim] for dim in changed})
-    whole = names(source, changed) | names(new, changed)
-    return Factoring((source,), (target,), whole=whole, linear=FIRST)
-
-
-def _selected(call: Call) -> Factoring:
-    """Take one index of a dim, which stays whole and is gone."""
-    dims = dims_of(call.operands[0].shape)
-    dim = call.dim("dim", len(dims))
-    return Factoring((dims,), (dims[:dim] + dims[dim + 1 :],), whole=names(dims, [dim]), linear=FIRST)
-
-
-def _unbound(call: Call) -> Factoring:
-    """Take every index of a dim as a tensor of its own; the dim stays whole and is gone."""
-    dims = dims_of(call.operands[0].shape)
-    dim = call.dim("dim", len(dims))
-    piece = dims[:dim] + dims[dim + 1 :]
-    return Factoring((dims,), (piece,) * len(call.results), whole=names(dims, [dim]), linear=FIRST)
+    return changed(call, [dim for dim in dims if shape[dim] != result[dim]])
 
 
 def pieces(call: Call) -> Factoring:
     """Cut a dim into pieces: equal ones refine it into (pieces, rest) and the rest passes; unequal ones keep
     it whole."""
-    shape = call.operands[0].shape
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     sizes = [result[dim] for result in call.results]
-    source = dims_of(shape)
+    source = dims_of(call.operands[0].shape)
     if len(sizes) == 1:
         return Factoring((source,), (source,), linear=FIRST, literals=_piece_sizes(call, source[dim], 1))
     if any(size != sizes[0] for size in sizes):
         return _unequal_pieces(call, source, dim)
-    count, rest = ("pieces",), () if sizes[0].number == 1 else ("rest",)
+    count, rest = ("pieces",), named("rest", sizes[0])
     known = {"pieces": integer(len(sizes)), "rest": sizes[0]}
-    operand = replaced(source, {dim: (*count, *rest)})
-    piece = replaced(source, {dim: rest})
-    return Factoring(
-        (operand,),
-        (piece,) * len(sizes),
-        known,
-        frozenset(count),
-        FIRST,
-        literals=_piece_sizes(call, rest, len(sizes)),
-    )
+    operand, piece = replaced(source, {dim: (*count, *rest)}), replaced(source, {dim: rest})
+    found = _piece_sizes(call, rest, len(sizes))
+    return Factoring((operand,), (piece,) * len(sizes), known, frozenset(count), FIRST, literals=found)
 
 
 def _unequal_pieces(call: Call, source: Dims, dim: int) -> Factoring:
-    new = [
-        replaced(source, {dim: () if shape[dim].number == 1 else (f"piece{i}",)})
-        for i, shape in enumerate(call.results)
-    ]
+    new = [replaced(source, {dim: named(f"piece{i}", shape[dim])}) for i, shape in enumerate(call.results)]
     whole = names(source, [dim]).union(*(names(piece, [dim]) for piece in new))
     return Factoring((source,), tuple(new), whole=whole, linear=FIRST)
 
@@ -92,16 +63,15 @@ def _piece_sizes(call: Call, rest: Dim, count: int) -> tuple[LiteralSize, ...]:
 def concatenated(call: Call) -> Factoring:
     """Join tensors along a dim, which stays whole; empty tensors of one dim count for nothing."""
     result = call.results[0]
-    dim = call.dim("dim", len(result))
+    dim = call.dim(rank=len(result))
     filled = [i for i, operand in enumerate(call.operands) if not _is_legacy_empty(operand.shape, result)]
     target = dims_of(result)
     operands = [dims_of(operand.shape, f"e{i}_") for i, operand in enumerate(call.operands)]
     alone = len(filled) == 1
     for i in filled:
-        shape = call.operands[i].shape
-        own = () if shape[dim].number == 1 else (f"p{i}",)
+        own = named(f"p{i}", call.operands[i].shape[dim])
         operands[i] = target if alone else replaced(target, {dim: own})
-    whole = frozenset().union(*(names(dims, range(len(dims))) for i, dims in enumerate(operands) if i not in filled))
+    whole = names_in(dims for i, dims in enumerate(operands) if i not in filled)
     joined = frozenset() if alone else names(target, [dim]).union(*(names(operands[i], [dim]) for i in filled))
     return Factoring(tuple(operands), (target,), whole=whole | joined, linear=(frozenset(range(len(operands))),))
 
@@ -109,11 +79,9 @@ def concatenated(call: Call) -> Factoring:
 def differences(call: Call) -> Factoring:
     """Subtract neighbours along a dim, which stays whole in the operand and in what is put before and after it."""
     target = dims_of(call.results[0])
-    dim = call.dim("dim", len(target))
-    operands = tuple(
-        replaced(target, {dim: () if operand.shape[dim].number == 1 else (f"p{i}",)})
-        for i, operand in enumerate(call.operands)
-    )
+    dim = call.dim(rank=len(target))
+    ends = [named(f"p{i}", operand.shape[dim]) for i, operand in enumerate(call.operands)]
+    operands = tuple(replaced(target, {dim: end}) for end in ends)
     whole = names(target, [dim]).union(*(names(dims, [dim]) for dims in operands))
     return Factoring(operands, (target,), whole=whole, linear=(frozenset(range(len(operands))),))
 
@@ -124,21 +92,19 @@ def _is_legacy_empty(shape: Shape, result: Shape) -> bool:
 
 def overwritten(call: Call) -> Factoring:
     """Write a tensor into a range or an index of a dim, which stays whole."""
-    dims, rank = dims_of(call.operands[0].shape), len(call.operands[0].shape)
-    dim = call.dim("dim", rank)
-    shape = call.operands[1].shape
+    dims, dim, shape = dims_of(call.operands[0].shape), call.dim(), call.operands[1].shape
     if shape == call.operands[0].shape:
         return Factoring((dims, dims), (dims,), linear=(frozenset({0, 1}),))
-    own = dims_of(shape, "o")[dim : dim + 1] if len(shape) == rank else ()
+    own = dims_of(shape, "o")[dim : dim + 1] if len(shape) == call.rank else ()
     written = (*dims[:dim], *own, *dims[dim + 1 :])
-    whole = names(dims, [dim]) | names(own, range(len(own)))
+    whole = names(dims, [dim]) | names(own)
     return Factoring((dims, written), (dims,), whole=whole, linear=(frozenset({0, 1}),))
 
 
 def stacked(call: Call) -> Factoring:
     """Stack tensors along a new dim, which stays whole."""
     result = dims_of(call.results[0])
-    dim = call.dim("dim", len(result))
+    dim = call.dim(rank=len(result))
     operand = result[:dim] + result[dim + 1 :]
     count = len(call.operands)
     return Factoring((operand,) * count, (result,), whole=names(result, [dim]), linear=(frozenset(range(count)),))
@@ -146,48 +112,31 @@ def stacked(call: Call) -> Factoring:
 
 def padded(call: Call) -> Factoring:
     """Pad dims at their ends; the padded ones stay whole. Linear if zeros are written."""
-    rank = len(call.operands[0].shape)
     given = call.arguments["pad"]
-    dims = [rank - 1 - i // 2 for i in range(0, len(given), 2) if given[i] != 0 or given[i + 1] != 0]
+    dims = [call.rank - 1 - i // 2 for i in range(0, len(given), 2) if given[i] != 0 or given[i + 1] != 0]
     factoring = _cut(call, dims)
     zeros = call.arguments.get("mode", "constant") != "constant" or not call.arguments.get("value")
     whole = factoring.whole | names(factoring.operands[0], dims)
-    return Factoring(factoring.operands, factoring.results, whole=whole, linear=FIRST if zeros else ())
+    return replace(factoring, whole=whole, linear=FIRST if zeros else ())
 
 
-def unfolded(call: Call) -> Factoring:
+def _unfolded(call: Call) -> Factoring:
     """Take windows of a dim, which stays whole, as do their number and size."""
-    shape, result = call.operands[0].shape, call.results[0]
-    dim = call.dim("dimension", len(shape))
-    source, new = dims_of(shape), dims_of(result, "o")
-    target = (*replaced(source, {dim: new[dim]}), new[-1])
-    return Factoring((source,), (target,), whole=names(source, [dim]) | names(new, [dim, len(new) - 1]), linear=FIRST)
+    factoring, window = changed(call, [call.dim("dimension")]), named("window", call.results[0][-1])
+    return replace(factoring, results=((*factoring.results[0], window),), whole=factoring.whole.union(window))
 
 
 def diagonal(call: Call) -> Factoring:
     """Take the diagonal of two dims, which stay whole, as does the result's last."""
-    dims, rank = dims_of(call.operands[0].shape), len(call.operands[0].shape)
-    pair = [call.dim("dim1", rank), call.dim("dim2", rank)]
-    last = dims_of(call.results[0], "o")[-1]
+    dims, pair = dims_of(call.operands[0].shape), [call.dim("dim1"), call.dim("dim2")]
+    last = named("diagonal", call.results[0][-1])
     target = (*(dim for i, dim in enumerate(dims) if i not in pair), last)
     return Factoring((dims,), (target,), whole=names(dims, pair) | frozenset(last), linear=FIRST)
 
 
-def _triangular(call: Call) -> Factoring:
-    """Keep a triangle of the last two dims, which stay whole."""
-    rank = len(call.operands[0].shape)
-    return kept(call, [rank - 2, rank - 1], linear=True)
-
-
-def _rolled(call: Call) -> Factoring:
-    """Flip or roll along dims, which stay whole."""
-    return kept(call, call.dims("dims", len(call.operands[0].shape)), linear=True)
-
-
 RULES: tuple[Rule, ...] = (
     *built(sliced, "slice.Tensor", "narrow", traits=KEEPS_ZEROS),
-    *built(_selected, "select.int", traits=KEEPS_ZEROS),
-    *built(_unbound, "unbind.int", traits=KEEPS_ZEROS),
+    *built(reduced, "select.int", "unbind.int", traits=KEEPS_ZEROS, linear=True, whole=True),
     *built(pieces, "split.Tensor", "split_with_sizes", "chunk", traits=KEEPS_ZEROS),
     *built(pieces, "split.sizes", "tensor_split.sections"),
     *built(concatenated, "cat", "concat", "concatenate"),
@@ -195,8 +144,8 @@ RULES: tuple[Rule, ...] = (
     *built(overwritten, "slice_scatter", "select_scatter"),
     *built(stacked, "stack"),
     *built(padded, "pad", "constant_pad_nd"),
-    *built(_rolled, "flip", "roll"),
-    *built(_triangular, "tril", "triu"),
-    *built(unfolded, "unfold"),
+    *built(kept_along, "flip", "roll", argument="dims", linear=True),
+    *built(kept, "tril", "triu", whole=(-2, -1), linear=True),
+    *built(_unfolded, "unfold"),
     *built(diagonal, "diagonal"),
 )

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from hetu_fx.deduction.rules.build import (
     FIRST,
-    aligned,
+    broadcast,
     built,
     dims_of,
+    grouped,
     lines,
     literals,
     named,
@@ -60,65 +61,46 @@ def _reshaped_like(call: Call) -> Factoring:
 
 def _squeezed(call: Call) -> Factoring:
     """Drop dims of size 1; dims that might be dropped were they cut to size 1 stay whole."""
-    shape = call.operands[0].shape
-    asked = call.dims("dim", len(shape))
     factoring = _reshaped(call)
-    return replace(factoring, whole=factoring.whole | names(factoring.operands[0], asked))
+    return replace(factoring, whole=factoring.whole | names(factoring.operands[0], call.dims()))
 
 
 def _unflattened(call: Call) -> Factoring:
     """Split one dim into several; factors follow from the shapes."""
-    rank = len(call.operands[0].shape)
-    dim = call.dim("dim", rank)
     source, target, sizes, whole = refined(call.operands[0].shape, call.results[0])
-    count = len(target) - rank + 1
-    return Factoring(
-        (source,), (target,), sizes, whole, FIRST, literals=literals(call, "sizes", target[dim : dim + count])
-    )
+    dim, count = call.dim(), len(target) - call.rank + 1
+    found = literals(call, "sizes", target[dim : dim + count])
+    return Factoring((source,), (target,), sizes, whole, FIRST, literals=found)
 
 
 def expanded(call: Call) -> Factoring:
     """Repeat dims of size 1; the new factors belong to the result alone."""
-    target = call.results[0]
-    dims = dims_of(target)
-    operands = tuple(aligned(operand.shape, target) for operand in call.operands)
+    dims = dims_of(call.results[0])
+    operands = tuple(broadcast(operand.shape, dims) for operand in call.operands)
     return Factoring(operands, (dims,), linear=FIRST, literals=literals(call, "size", dims))
 
 
 def transposed(call: Call) -> Factoring:
-    """Swap two dims."""
-    rank = len(call.operands[0].shape)
-    _, first, second = call.arguments  # named dim0 and dim1, or axis0 and axis1
-    a, b = (call.dim(name, rank) for name in (first, second))
-    order = list(range(rank))
-    if rank:
-        order[a], order[b] = b, a
+    """Swap two dims, named dim0 and dim1 or axis0 and axis1, or the last two."""
+    _, *given = call.arguments.values()
+    order = list(range(call.rank))
+    if call.rank > 1:
+        a, b = given or (-2, -1)
+        order[a], order[b] = order[b], order[a]
     return _permutation(call, order)
 
 
-def _flipped_matrix(call: Call) -> Factoring:
-    """Swap the last two dims."""
-    rank = len(call.operands[0].shape)
-    return _permutation(call, [*range(rank - 2), *reversed(range(max(rank - 2, 0), rank))])
-
-
-def _reversed_dims(call: Call) -> Factoring:
-    """Reverse the order of the dims."""
-    return _permutation(call, list(reversed(range(len(call.operands[0].shape)))))
-
-
 def permuted(call: Call) -> Factoring:
-    """Put the dims in a given order."""
-    return _permutation(call, call.dims("dims", len(call.operands[0].shape)))
+    """Put the dims in a given order, or in the reverse one."""
+    return _permutation(call, call.dims("dims") if "dims" in call.arguments else range(call.rank)[::-1])
 
 
 def moved(call: Call) -> Factoring:
     """Move dims to new places, the others keep their order."""
-    rank = len(call.operands[0].shape)
-    source, target = call.dims("source", rank), call.dims("destination", rank)
-    rest = iter([dim for dim in range(rank) if dim not in source])
+    source, target = call.dims("source"), call.dims("destination")
+    rest = iter([dim for dim in range(call.rank) if dim not in source])
     places = dict(zip(target, source, strict=True))
-    return _permutation(call, [places[i] if i in places else next(rest) for i in range(rank)])
+    return _permutation(call, [places[i] if i in places else next(rest) for i in range(call.rank)])
 
 
 def _permutation(call: Call, order: Sequence[int]) -> Factoring:
@@ -137,7 +119,7 @@ def repeated(call: Call) -> Factoring:
         times = size.over(shape[i - offset]) if inner else size
         outer = () if times is None or times.number == 1 else (f"r{i}",)
         sizes.update({name: times for name in outer if times is not None})
-        sizes.update({name: shape[i - offset] for name in inner})
+        sizes.update(dict.fromkeys(inner, shape[i - offset]))
         target.append(outer + inner)
         found.extend([LiteralSize(call.at("repeats", i), outer)] if outer else [])
     return Factoring((source,), (tuple(target),), sizes, linear=FIRST, literals=tuple(found))
@@ -146,11 +128,7 @@ def repeated(call: Call) -> Factoring:
 def _mixed_channels(call: Call) -> Factoring:
     """Turn channels (groups, rest) into (rest, groups); both pass."""
     shape, dims = call.operands[0].shape, dims_of(call.operands[0].shape)
-    groups = integer(call.integer("groups"))
-    rest = shape[1].over(groups)
-    assert rest is not None, "channels are a multiple of the groups"
-    sizes = {"g": groups, "r": rest}
-    outer, inner = named("g", groups), named("r", rest)
+    outer, inner, sizes = grouped(shape[1], integer(call.integer("groups")), "g", "r")
     source, target = (replaced(dims, {1: pair}) for pair in ((*outer, *inner), (*inner, *outer)))
     found = (LiteralSize(call.at("groups"), outer),) if outer else ()
     return Factoring((source,), (target,), sizes, linear=FIRST, literals=found)
@@ -160,14 +138,14 @@ def interleaved(call: Call) -> Factoring:
     """Repeat each element of a dim in place: the dim becomes (itself, repeats)."""
     shape, result = call.operands[0].shape, call.results[0]
     flat = call.arguments.get("dim") is None and len(shape) > 1
-    dim = call.dim("dim", len(shape))
+    dim = call.dim()
     times = None if flat else result[dim].over(shape[dim])
     source = dims_of(shape)
     if times is None:
         target = dims_of(result, "o")
-        return Factoring((source,), (target,), whole=names(source + target, range(len(source + target))), linear=FIRST)
+        return Factoring((source,), (target,), whole=names(source + target), linear=FIRST)
     known = {"times": times} | {name: shape[dim] for name in source[dim]}
-    extra = () if times.number == 1 else ("times",)
+    extra = named("times", times)
     target = replaced(source, {dim: source[dim] + extra})
     found = (LiteralSize(call.at("repeats"), extra),) if extra else ()
     return Factoring((source,), (target,), known, linear=FIRST, literals=found)
@@ -182,12 +160,10 @@ RULES: tuple[Rule, ...] = (
     *built(_unflattened, "unflatten.int"),
     *built(expanded, "expand", traits=KEEPS_ZEROS),
     *built(expanded, "expand_as", "broadcast_to"),
-    *built(transposed, "transpose.int", traits=KEEPS_ZEROS),
-    *built(transposed, "swapaxes", "swapdims"),
-    *built(_flipped_matrix, "t", traits=KEEPS_ZEROS),
-    *built(_flipped_matrix, "mT", "adjoint"),
-    *built(_reversed_dims, "numpy_T"),
+    *built(transposed, "transpose.int", "t", traits=KEEPS_ZEROS),
+    *built(transposed, "swapaxes", "swapdims", "mT", "adjoint"),
     *built(permuted, "permute", traits=KEEPS_ZEROS),
+    *built(permuted, "numpy_T"),
     *built(moved, "movedim.intlist", "movedim.int", "moveaxis.intlist", "moveaxis.int"),
     *built(repeated, "repeat"),
     *built(_mixed_channels, "channel_shuffle"),

@@ -1,19 +1,64 @@
-"""Attention: batch, heads, queries and value channels pass through; keys and their channels stay whole."""
+"""Products of matrices, and attention, which is two of them.
+
+The contracted factor of a product is summed, rows, columns and batch dims pass through. In attention batch, heads,
+queries and value channels do; keys and their channels stay whole.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from hetu_fx.deduction.rules.build import broadcast, built, dims_of, named
-from hetu_fx.deduction.rules.call import Call
+from hetu_fx.deduction.rules.build import EACH, broadcast, built, dims_of, lines, named
+from hetu_fx.deduction.rules.call import Call, Shape
 from hetu_fx.deduction.rules.forms import PlacedCall, RingCall, Traits
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import ONE, Size
+from hetu_fx.errors import RuleError
 from hetu_fx.graph import calls, meta
 from hetu_fx.graph.calls import callee, operand
 
 aten = torch.ops.aten
+BIAS_FIRST = (frozenset({0, 1}), frozenset({0, 2}))
+
+
+def matmul(call: Call) -> Factoring:
+    """Multiply matrices or vectors of any rank; leading dims are broadcast."""
+    a, b = (operand.shape for operand in call.operands)
+    result = call.results[0]
+    rows, columns = min(len(a) - 1, 1), min(len(b) - 1, 1)
+    at = len(result) - rows - columns
+    batch, k = dims_of(result[:at], "b"), named("k", a[-1])
+    m, n = (tuple(map(named, name, part)) for name, part in (("m", result[at : at + rows]), ("n", result[at + rows :])))
+    left, right = (*broadcast(a[:-2], batch), *m, k), (*broadcast(b[:-2], batch), k, *n)
+    return Factoring((left, right), ((*batch, *m, *n),), linear=EACH)
+
+
+def added(call: Call) -> Factoring:
+    """Multiply two matrices (batched or not) and add a tensor that is broadcast to the result, once."""
+    bias, a, _ = (operand.shape for operand in call.operands)
+    names, k = dims_of(call.results[0]), named("k", a[-1])
+    left, right = (*names[: len(a) - 1], k), (*names[: len(a) - 2], k, *names[len(a) - 1 :])
+    return Factoring((broadcast(bias, names), left, right), (names,), linear=BIAS_FIRST, additive=frozenset({0}))
+
+
+def einsum(call: Call) -> Factoring:
+    """Read the factors off the equation; letters without an ellipsis only."""
+    equation = str(call.arguments["equation"]).replace(" ", "")
+    if "." in equation:
+        raise RuleError(f"an einsum with an ellipsis has no rule: {equation!r} ({call.where})")
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    if "->" not in equation:
+        letters = left.replace(",", "")
+        right = "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    operands = tuple(_letters(term, operand.shape) for term, operand in zip(terms, call.operands, strict=True))
+    result = _letters(right, call.results[0])
+    return Factoring(operands, (result,), linear=tuple(frozenset({i}) for i in range(len(terms))))
+
+
+def _letters(term: str, shape: Shape) -> Dims:
+    return tuple(map(named, term, shape))
 
 
 def _scaled_dot_product(call: Call) -> Factoring:
@@ -90,8 +135,21 @@ def _ring_attention(ring: RingCall) -> fx.Node:
     return ring.fused("ring_attention", *tensors, *layout, given["is_causal"], given["scale"])
 
 
-RULES: tuple[Rule, ...] = built(
-    _scaled_dot_product,
-    "scaled_dot_product_attention",
-    traits=Traits(placed=_causal_attention, ring=_ring_attention),
+RULES: tuple[Rule, ...] = (
+    *lines("... k, o k, +o? -> ... o", "linear", linear="each"),
+    *lines("m k, k n -> m n", "mm", linear="each"),
+    *lines("b m k, b k n -> b m n", "bmm", linear="each"),
+    *lines("m k, k -> m", "mv", linear="each"),
+    *lines("k, k -> ", "dot", "vdot", linear="each"),
+    *lines("m, n -> m n", "outer", "ger", linear="each"),
+    *lines("... i, ... j, o i j, +o? -> ... o", "bilinear", linear="each"),
+    *lines("... p [m], ... r [m] -> ... p r", "cdist"),
+    *built(matmul, "matmul"),
+    *built(added, "addmm", "baddbmm", "addmv"),
+    *built(einsum, "einsum"),
+    *built(
+        _scaled_dot_product,
+        "scaled_dot_product_attention",
+        traits=Traits(placed=_causal_attention, ring=_ring_attention),
+    ),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hetu_fx.deduction.rules.build import parse_line
 from hetu_fx.deduction.rules.call import Call, make_call
-from hetu_fx.deduction.rules.line import parse_line
 from hetu_fx.errors import RuleError
 from tests.deduction.shards import as_tensor
 

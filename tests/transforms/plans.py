@@ -15,7 +15,6 @@ from hetu_fx.comm_ops.ops.table import join_parts, take_part
 from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.show import op_name
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program, make_program
 from hetu_fx.transforms.layouts.annotate import Annotate
@@ -23,6 +22,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.lowering.traffic import communications
+from hetu_fx.transforms.show import op_name
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import captured

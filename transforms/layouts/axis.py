@@ -2,29 +2,34 @@
 
 The forward walk decides for every op which split factor it computes a part of, from the op's rule and the states of
 its operands. The backward walk then says on which edges an op hands back only a summand of the cotangent: an operand
-that lacks the factor its op is split on gets the sum over all parts. A cotangent is linear, so such summands may
-flow further back; they are added up once for all consumers of a value. Where operands disagree, or there are several
+that lacks the factor its op is split on gets the sum over all parts. Where operands disagree, or there are several
 places for a sum, prices decide.
+
+A cotangent is linear, so if all readers of a value give back summands, these may flow back further, through any op
+that runs whole on whole operands, to be added up there, once for all readers: a smaller value, one at which several
+ways back meet, or one that lies in parts, where adding up and cutting is one step. On the way, gradients of parameters
+become summands too, which are added up when gradients are synchronised.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.graph.graph import Graph, OutputKind
-from hetu_fx.transforms.layouts.cotangents import CotangentWalk
+from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
 from hetu_fx.transforms.layouts.output_states import OutputStates
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut
 from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, Whole
-from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on
+from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on, passes_on_exactly
 
 Splits = frozenset[FactorClass]
 
@@ -113,9 +118,10 @@ def deduce_tensor_axis(
     strategies = Strategies(factors, flow, splits, cut, may_gather=True)
     output_states = OutputStates(factors, splits, cut, outside)
     walks = [ForwardWalk(graph, strategies, output_states, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
-    found = [(walk, CotangentWalk(graph, flow, walk, prices, outside).sums()) for walk in walks]
-    walk, sums = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
-    marks = _CotangentMarks(flow, walk, lambda node: node in sums.unsummed or not flow.through_inputs(node))
+    found = [(walk, _CotangentWalk(graph, flow, walk, prices, outside).cheapest()) for walk in walks]
+    walk, back = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
+    unsummed = frozenset(back.steps())
+    marks = _CotangentMarks(flow, walk, lambda node: node in unsummed or not flow.through_inputs(node))
     return marks.deduction(graph, splits)
 
 
@@ -162,3 +168,96 @@ class _CotangentMarks:
             return replace(need, summed_cotangent=summed)
 
         return replace(decision, needs=tuple(map(mark, decision.needs)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How a value is read: in which state, and what of its cotangent comes back (None: nothing)."""
+
+    state: AxisState
+    summed: bool | None
+
+
+Readings = frozenset[_Reading]
+NONE: Readings = frozenset()
+
+
+class _BackBranch(Branch[fx.Node]):
+    """One walk back so far: its seconds, how values not come to yet are read, and which cotangents stay summands.
+
+    The seconds are of all moves of activations to their readers, and of cotangents back. Its steps are the activations
+    whose cotangents stay in summands; of an op with several results, it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.readings: dict[fx.Node, Readings] = {}
+
+    @property
+    def future(self) -> object:
+        """All that what is still to come depends on."""
+        return frozenset(self.readings.items())
+
+    def copy(self) -> _BackBranch:
+        """Return the same walk, to go on in another way."""
+        other = copy(self)
+        other.readings = dict(self.readings)
+        return other
+
+
+class _CotangentWalk:
+    """Walks back over a graph whose forward is decided."""
+
+    def __init__(self, graph: Graph, flow: Flow, walk: Walk, prices: Prices, outside: frozenset[fx.Node]) -> None:
+        self.graph, self.flow, self.decided, self.prices, self.outside = graph, flow, walk, prices, outside
+
+    def cheapest(self) -> _BackBranch:
+        """Return the cheapest walk found."""
+        tracks: Sequence[_BackBranch] = [_BackBranch()]
+        for node in reversed(self.graph.graph.nodes):
+            if node.op == "call_function" and not is_item(node):
+                tracks = beam([after for track in tracks for after in self._before(track, node)])
+        return beam(tracks)[0]
+
+    def _before(self, track: _BackBranch, node: fx.Node) -> Iterator[_BackBranch]:
+        """Yield the walks that go on back from one past an op."""
+        results = [node, *filter(is_item, node.users)]
+        read = {result: track.readings.pop(result, NONE) for result in results}
+        other = track.copy() if self._may_stay(node, read) else None
+        yield self._passed(track, node, read, stays=False)
+        if other is not None:
+            other.add(node)
+            other.departures += 1
+            yield self._passed(other, node, read, stays=True)
+
+    def _may_stay(self, node: fx.Node, read: Mapping[fx.Node, Readings]) -> bool:
+        flags = {reading.summed for readings in read.values() for reading in readings} - {None}
+        inside = self.flow.through_inputs(node) and self.outside.isdisjoint(read)
+        return flags == {True} and inside and passes_on_exactly(node, self.decided.decisions.get(node), self.flow)
+
+    def _passed(
+        self, track: _BackBranch, node: fx.Node, read: Mapping[fx.Node, Readings], *, stays: bool
+    ) -> _BackBranch:
+        for result, readings in read.items():
+            track.seconds += self._seconds(result, readings, stays)
+        decision = self.decided.decisions.get(node)
+        for need in decision.needs if decision else ():
+            summed = gives_summands(node, decision, need, self.flow, of_summands=stays) if decision else False
+            back = summed if node in self.flow.differentiable and need.node in self.flow.differentiable else None
+            self._read(track, need.node, _Reading(need.state, back))
+        return track
+
+    def _seconds(self, node: fx.Node, readings: Readings, stays: bool) -> float:
+        """Return what it takes to bring a value to its readers, and its cotangent back."""
+        keys = {(reading.state, bool(reading.summed) and not stays) for reading in readings}
+        state, trained = self.decided.states.get(node), node in self.flow.differentiable
+        if state is None:
+            return 0.0
+        return sum(self.prices.change(node, state, key, summed=summed, trained=trained) for key, summed in keys)
+
+    def _read(self, track: _BackBranch, node: fx.Node, reading: _Reading) -> None:
+        """Note how an activation is read; gradients of parameters are added up in the end, whatever else reads them."""
+        if self.flow.through_inputs(node):
+            track.readings[node] = track.readings.get(node, NONE) | {reading}
+        elif reading.summed:
+            track.seconds += self.prices.late_sum(node)

@@ -4,7 +4,7 @@ Every op on activations runs on its device's part of the tokens. An op in which 
 the first (see `hetu_fx.deduction.factors.dual_roles`): attention computes the part's queries against all keys and
 values, which are gathered once per layer (Dubey et al., The Llama 3 Herd of Models, section 3.3.2); in the backward
 their gradients are reduced and scattered. Or they stay in parts that go round (see
-`hetu_fx.transforms.layouts.ring_choice`). The devices hold all parameters, and each has a summand of their gradients.
+`hetu_fx.transforms.layouts.deduce`). The devices hold all parameters, and each has a summand of their gradients.
 
 Nothing here knows what attention is: what is read whole by all its readers is put together where it is smallest, and
 what depends on inputs alone (positions, masks, labels) is computed for a part where that is all that is read.

@@ -1,8 +1,21 @@
-"""Deduce how every value of an annotated graph lies, on the batch axis and on those inside stages."""
+"""Deduce how every value of an annotated graph lies, on the batch axis and on those inside stages.
+
+Attention of context parallel stages gathers keys and values, or passes them round in parts. Gathered, they travel
+before an op starts, and the gradients of both after it has ended; each device keeps all of them for the backward. In a
+ring they travel beside the computation, but twice, and no device keeps more than its part. So what is computed must be
+long enough to hide that: the work grows with the square of the sequence, what travels only with its length.
+
+    gathered:   all_gather(k) + all_gather(v) + reduce_scatter(dk) + reduce_scatter(dv)
+    ring:       max(0, T - h C) + max(home, T' - 2.5 h C) + 2 (n - 1) s,   h = (n - 1) / n
+
+for n devices, C the seconds that each computes forward, T and T' those of the transfers forward and backward, of which
+no computation hides the last hop home, and s what a step more takes. The backward has five products where the forward
+has two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -10,19 +23,46 @@ from typing import ClassVar
 from torch import fx
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.deduction.factors.factors import FactorClass, flat
+from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, flat
 from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import OutputKind
-from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, AnnotatedGraph, StageAxis, read_outside
+from hetu_fx.graph.graph import LeafKind, OutputKind
+from hetu_fx.transforms.layouts.annotated_graph import (
+    CONTEXT,
+    TENSOR,
+    AnnotatedGraph,
+    StageAxis,
+    StageLayout,
+    read_outside,
+    stage_nodes,
+)
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
-from hetu_fx.transforms.layouts.context_parallel import check_shared, context_cut
+from hetu_fx.transforms.layouts.context_parallel import check_shared, computable_on_part, context_cut, leading
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.reshard_cost import TYPICAL_LINKS, Prices, bytes_of, travelling_work
-from hetu_fx.transforms.layouts.ring_choice import Rings
+from hetu_fx.transforms.layouts.flow import linear_source
+from hetu_fx.transforms.layouts.reshard_cost import (
+    FLOPS_PER_SECOND,
+    TYPICAL_LINKS,
+    Prices,
+    bytes_of,
+    travelling_work,
+)
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut, sequence_cut
-from hetu_fx.transforms.layouts.states import Summed
+from hetu_fx.transforms.layouts.states import WHOLE, SplitOn, Summed
+
+BACKWARD_PRODUCTS = 2.5
+"""Products of the backward by those of the forward: scores again, and the gradients of all four factors."""
+
+STEP_SECONDS = 2e-4
+"""What each step after the first takes, however small: a dozen small ops and two messages, as measured on a CPU."""
+
+FIXED_COPIES = 4
+"""What a device holds for each parameter: it, its gradient, and two moments."""
+
+MOST_GATHERED = 0.5
+"""The share of what is left beside those that gathered keys and values may fill."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +115,7 @@ class Deduce:
         work = travelling_work(annotated.graph, annotated.factors) if self.work is None else self.work
         cluster = self.topology if isinstance(self.topology, Cluster) else None
         by_node = dict(zip(annotated.graph.graph.nodes, work, strict=True))
-        return Rings(annotated, prices, cluster, by_node, excluded).found()
+        return _Rings(annotated, prices, cluster, by_node, excluded).found()
 
 
 def prices_of(
@@ -110,3 +150,120 @@ def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:
             f"which pipeline stages and micro-batches cannot give; use a plan whose pipelines have one stage and one "
             f"micro-batch"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rings:
+    """Finds the ops that pass operands round.
+
+    Attributes:
+        annotated: the graph with its plan, which may ask for one way.
+        prices: of moves on the links; `cluster` says how fast devices compute and what they hold, where it is known.
+        work: the FLOPs of each op forward, as far as it looks across what travels.
+        excluded: ops that stay whole whatever is asked.
+    """
+
+    annotated: AnnotatedGraph
+    prices: Prices
+    cluster: Cluster | None
+    work: Mapping[fx.Node, float]
+    excluded: frozenset[fx.Node]
+
+    def found(self) -> frozenset[fx.Node]:
+        """Return the ops.
+
+        Raises:
+            PlanError: the plan asks for rings, but no op can pass its operands round.
+        """
+        asked, able = self.annotated.plan.attention, self._able()
+        if asked == "ring" and not able:
+            raise PlanError(
+                "the plan's attention is 'ring', but this model has no attention that can pass keys and values round: "
+                "it is written out in products (as one with dropout is), or its mask is trained; give 'gathered', or "
+                "leave attention out"
+            )
+        if asked == "gathered" or not able:
+            return frozenset()
+        if asked == "ring" or any(self._fills_memory(layout, able) for layout in self.annotated.context_layouts):
+            return able
+        return frozenset(node for node in able if self._is_faster(node))
+
+    def _able(self) -> frozenset[fx.Node]:
+        needed = (stage_nodes(self.annotated, layout).needed for layout in self.annotated.context_layouts)
+        nodes = {node for nodes in needed for node in nodes if self.annotated.factors.is_op(node)} - self.excluded
+        return frozenset(filter(self._can_travel, nodes))
+
+    def _can_travel(self, node: fx.Node) -> bool:
+        op, sequence = self.annotated.factors.op(node), self.annotated.sequence
+        if not op.travelling or not sequence.issuperset(op.travelling.values()):
+            return False
+        others = [o.node for i, o in enumerate(op.operands[1:], 1) if i not in op.travelling]
+        return self._cuts_rows(node, op) and self.annotated.flow.differentiable.isdisjoint(others)
+
+    def _cuts_rows(self, node: fx.Node, op: OpFactors) -> bool:
+        """Tell whether the op runs on parts of its first operand's rows, and not of a dim before those."""
+        factors = leading(op, computable_on_part(node, self.annotated))
+        return bool(factors) and op.operands[0].dims[-2] == tuple(factors)
+
+    def _is_faster(self, node: fx.Node) -> bool:
+        ring = max(
+            self._ring_seconds(node, ranks, layout.tensor.share(self.annotated.factors.op(node).classes, place))
+            for layout in self.annotated.context_layouts
+            for place, ranks in enumerate(layout.groups(CONTEXT))
+        )
+        return ring < self._gathered_seconds(node)
+
+    def _gathered_seconds(self, node: fx.Node) -> float:
+        travelling, trained = self.annotated.factors.op(node).travelling, self._is_trained(node)
+        sources = [(self._source(operand), SplitOn(travelling[i])) for i, operand in self._operands(node)]
+        changes = [self.prices.change(at, state, WHOLE, summed=True, trained=trained) for at, state in sources]
+        return sum(changes)
+
+    def _ring_seconds(self, node: fx.Node, ranks: Sequence[int], share: float) -> float:
+        """Return the seconds of a ring in a group that has a share of the op's work."""
+        num_bytes = self._bytes(operand for _, operand in self._operands(node))
+        forward, backward = (
+            FUSED_OPS[name].cost(num_bytes, ranks, self.prices.topology)
+            for name in ("ring_attention", "ring_attention_backward")
+        )
+        hidden = share * self._compute_seconds(node, ranks) * (len(ranks) - 1) / len(ranks)
+        steps = STEP_SECONDS * (len(ranks) - 1)
+        seconds = max(0.0, forward - hidden) + steps
+        if self._is_trained(node):
+            home = backward - 2 * forward
+            seconds += max(home, backward - BACKWARD_PRODUCTS * hidden) + steps
+        return seconds
+
+    def _compute_seconds(self, node: fx.Node, ranks: Sequence[int]) -> float:
+        """Return the seconds of the forward on each device, parts being in proportion to speeds."""
+        speeds = [FLOPS_PER_SECOND if self.cluster is None else self.cluster.device(rank).speed for rank in ranks]
+        return self.work.get(node, 0.0) / sum(speeds)
+
+    def _fills_memory(self, layout: StageLayout, able: frozenset[fx.Node]) -> bool:
+        """Tell whether gathered keys and values would leave a device of the stage too little memory."""
+        if self.cluster is None:
+            return False
+        needed = stage_nodes(self.annotated, layout).needed
+        sources = {self._source(operand) for node in needed & able for _, operand in self._operands(node)}
+        leaves = {leaf.node for leaf in self.annotated.graph.leaves_of(LeafKind.PARAMETER)}
+        gathered, parameters = (self._bytes(nodes) for nodes in (sources, needed & leaves))
+        memory = min(self.cluster.device(rank).memory_bytes for rank in layout.devices)
+        return gathered > MOST_GATHERED * max(0.0, memory - FIXED_COPIES * parameters)
+
+    def _bytes(self, nodes: Iterable[fx.Node]) -> float:
+        return sum(self.prices.num_bytes.get(node, 0.0) for node in nodes)
+
+    def _operands(self, node: fx.Node) -> list[tuple[int, fx.Node]]:
+        op = self.annotated.factors.op(node)
+        return [(position, op.operands[position].node) for position in sorted(op.travelling)]
+
+    def _is_trained(self, node: fx.Node) -> bool:
+        return node in self.annotated.flow.differentiable
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """Return the value that would be gathered: of those that this one is linear in, the first that is no larger."""
+        source = linear_source(node, self.annotated.factors, self.annotated.flow)
+        smaller = source is not None and self.annotated.flow.through_inputs(source)
+        if source is None or not smaller or meta.numel(node) < meta.numel(source):
+            return node
+        return self._source(source)

@@ -7,7 +7,7 @@ other can be sent instead.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,32 +58,28 @@ def flow_of(graph: Graph, frozen: frozenset[str] = frozenset()) -> Flow:
     return Flow(
         reached_from(graph, inputs),
         reached_from(graph, parameters),
-        frozenset(n for n in _differentiable(graph, trained)),
+        reached_from(graph, trained, lambda node: node.all_input_nodes if _carries_gradient(node) else ()),
     )
 
 
-def reached_from(graph: Graph, start: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Return the ops that some of the given nodes reach, and those nodes."""
+def _inputs(node: fx.Node) -> Iterable[fx.Node]:
+    return node.all_input_nodes
+
+
+def reached_from(
+    graph: Graph, start: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = _inputs
+) -> frozenset[fx.Node]:
+    """Return the ops that are made of some of the given nodes, and those nodes; `sources` gives what one is made of."""
     reached = set(start)
     for node in graph.graph.nodes:
-        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+        if node.op == "call_function" and not reached.isdisjoint(sources(node)):
             reached.add(node)
     return frozenset(reached)
 
 
-def _differentiable(graph: Graph, trained: set[fx.Node]) -> set[fx.Node]:
-    reached = set(trained)
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or node.target in _NO_GRADIENT:
-            continue
-        if not reached.isdisjoint(node.all_input_nodes) and _carries_gradient(node):
-            reached.add(node)
-    return reached
-
-
 def _carries_gradient(node: fx.Node) -> bool:
-    """Tell whether the value is of a kind that has gradients; a tuple may hold one that has."""
-    if not meta.has_tensor(node):
+    """Tell whether the value has gradients if an operand has: by its op and its kind; a tuple may hold one that has."""
+    if node.target in _NO_GRADIENT or not meta.has_tensor(node):
         return False
     return not meta.is_tensor(node) or meta.dtype(node).is_floating_point
 

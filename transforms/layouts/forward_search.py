@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from torch import fx
@@ -20,7 +21,7 @@ from torch import fx
 from hetu_fx.deduction.factors.factors import flat
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
-from hetu_fx.transforms.layouts.beam import beam
+from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.output_states import OutputStates
 from hetu_fx.transforms.layouts.reshard_cost import Prices, product_flops
@@ -29,6 +30,9 @@ from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, pa
 
 Read = frozenset[tuple[AxisState, bool]]
 """The states in which a value has been read so far, and whether summands of its cotangent come back from there."""
+
+Decided = tuple[fx.Node, OpStrategy | None, AxisState, AxisState]
+"""What was decided of a node: how it runs, if it is an op, how it comes out, and how it lies for its readers."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +52,17 @@ class Walk:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """The last thing that a walk decided, and all before."""
-
-    before: _Decided | None
-    node: fx.Node
-    decision: OpStrategy | None
-    made: AxisState
-    state: AxisState
-
-
-class _ForwardBranch:
+class _ForwardBranch(Branch[Decided]):
     """One walk so far: its seconds (`own_seconds` without moves of activations to readers), and what is alive."""
 
     def __init__(self, leaves: dict[fx.Node, AxisState]) -> None:
-        self.seconds = self.own_seconds = 0.0
-        self.departures = 0
+        super().__init__()
+        self.own_seconds = 0.0
         self.leaves = leaves
         self.own: dict[fx.Node, AxisState] = {}
         self.read: dict[fx.Node, Read] = {}
         self.open: dict[fx.Node, OpStrategy] = {}  # of ops with several results
         self.passing: dict[fx.Node, bool] = {}  # whether summands of the cotangent could flow on
-        self.step: _Decided | None = None
 
     @property
     def states(self) -> Mapping[fx.Node, AxisState]:
@@ -85,15 +77,14 @@ class _ForwardBranch:
 
     def copy(self) -> _ForwardBranch:
         """Return the same walk, to go on in another way."""
-        other = _ForwardBranch(self.leaves)
-        other.seconds, other.own_seconds, other.departures = self.seconds, self.own_seconds, self.departures
+        other = copy(self)
         other.own, other.read, other.open = dict(self.own), dict(self.read), dict(self.open)
-        other.step, other.passing = self.step, dict(self.passing)
+        other.passing = dict(self.passing)
         return other
 
     def note(self, node: fx.Node, decision: OpStrategy | None, made: AxisState, state: AxisState) -> None:
         """Note what was decided of a node."""
-        self.step = _Decided(self.step, node, decision, made, state)
+        self.add((node, decision, made, state))
         self.own[node] = state
 
     def forget(self, node: fx.Node) -> None:
@@ -102,13 +93,6 @@ class _ForwardBranch:
         self.read.pop(node, None)
         self.open.pop(node, None)
         self.passing.pop(node, None)
-
-    def steps(self) -> Iterator[_Decided]:
-        """Yield the steps, the last first."""
-        step = self.step
-        while step is not None:
-            yield step
-            step = step.before
 
 
 class ForwardWalk:
@@ -216,9 +200,9 @@ class ForwardWalk:
 
     def _result(self, track: _ForwardBranch, leaves: Mapping[fx.Node, AxisState]) -> Walk:
         steps = list(track.steps())[::-1]
-        decisions = {step.node: step.decision for step in steps if step.decision is not None}
-        made = {step.node: step.made for step in steps}
-        states = {**leaves, **{step.node: step.state for step in steps}}
+        decisions = {node: decision for node, decision, _, _ in steps if decision is not None}
+        made = {node: made for node, _, made, _ in steps}
+        states = {**leaves, **{node: state for node, _, _, state in steps}}
         return Walk(decisions, made, states, track.own_seconds)
 
 

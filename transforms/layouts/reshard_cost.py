@@ -9,9 +9,9 @@ of accelerators in one node and those of a few nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import partial
 
 from torch import fx
 
@@ -30,6 +30,12 @@ _LARGE = 1 << 20  # bytes of an entry, to tell the price of a byte from that of 
 
 
 TYPICAL_LINKS: Topology = EqualLinks(speed=1e10, latency=1e-5)
+
+_Kind = Callable[[int], State]
+"""The kinds of states that differ in price, each as the state of so many devices."""
+
+_SPLIT: _Kind = partial(Split.even, 0)
+_SPLIT_OTHERWISE: _Kind = partial(Split.even, 1)  # of two splits the second is another than the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Prices:
     groups: tuple[tuple[int, ...], ...]
     num_bytes: Mapping[fx.Node, float]
     topology: Topology = TYPICAL_LINKS
-    _known: dict[tuple[_StateKind, _StateKind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
+    _known: dict[tuple[_Kind, _Kind, bool, bool], tuple[Price, ...]] = field(default_factory=dict)
 
     def change(self, node: fx.Node, state: AxisState, wanted: AxisState, *, summed: bool, trained: bool) -> float:
         """Return the seconds of bringing a value into the state that an op wants.
@@ -74,7 +80,7 @@ class Prices:
 
         They travel with those of other parameters, so no message starts for them alone.
         """
-        prices = self._of(_StateKind.SUMMED, _StateKind.WHOLE, False, False)
+        prices = self._of(Partial, Duplicate, False, False)
         return self.num_bytes.get(node, 0.0) * max((price.per_byte for price in prices), default=0.0)
 
     def repeated(self, flops: float) -> float:
@@ -82,7 +88,7 @@ class Prices:
         ways = max(map(len, self.groups), default=1)
         return FORWARD_AND_BACKWARD * flops * (1 - 1 / ways) / FLOPS_PER_SECOND
 
-    def _of(self, kind: _StateKind, wanted: _StateKind, summed: bool, trained: bool) -> tuple[Price, ...]:
+    def _of(self, kind: _Kind, wanted: _Kind, summed: bool, trained: bool) -> tuple[Price, ...]:
         """Return the prices of a change in all groups."""
         key = (kind, wanted, summed, trained)
         if key not in self._known:
@@ -127,51 +133,29 @@ def _travelling_flops(node: fx.Node, factors: FactorMap) -> float:
     return 2.0 * meta.numel(node) * keys[-2] * (1 + keys[-1] / values[-1]) / (2 if is_placed else 1)
 
 
-class _StateKind(Enum):
-    """The kinds of states that differ in price; of two splits the second is another than the first."""
-
-    WHOLE = "whole"
-    SUMMED = "summed"
-    SPLIT = "split"
-    SPLIT_OTHERWISE = "split otherwise"
-
-
-def _kinds(state: AxisState, wanted: AxisState) -> tuple[_StateKind, _StateKind]:
+def _kinds(state: AxisState, wanted: AxisState) -> tuple[_Kind, _Kind]:
     first, second = _kind(state), _kind(wanted)
-    other = first == second == _StateKind.SPLIT and state != wanted
-    return first, _StateKind.SPLIT_OTHERWISE if other else second
+    return first, _SPLIT_OTHERWISE if first == second == _SPLIT and state != wanted else second
 
 
-def _kind(state: AxisState) -> _StateKind:
+def _kind(state: AxisState) -> _Kind:
     match state:
         case SplitOn():
-            return _StateKind.SPLIT
+            return _SPLIT
         case Summed():
-            return _StateKind.SUMMED
+            return Partial
         case _:
-            return _StateKind.WHOLE
+            return Duplicate
 
 
 def _change(
-    ranks: tuple[int, ...], kind: _StateKind, wanted: _StateKind, summed: bool, trained: bool, topology: Topology
+    ranks: tuple[int, ...], kind: _Kind, wanted: _Kind, summed: bool, trained: bool, topology: Topology
 ) -> Price:
     """Price a change of a value with an entry for each pair of ranks."""
-    source, target = (Annotation.on(ranks, _axis(end, len(ranks))) for end in (kind, wanted))
+    source, target = (Annotation.on(ranks, end(len(ranks))) for end in (kind, wanted))
     back = Annotation.on(ranks, Partial(len(ranks))) if summed else cotangent(target)
     price = _one_way(source, target, back, topology)
     return price + _one_way(back, cotangent(source), cotangent(source), topology) if trained else price
-
-
-def _axis(kind: _StateKind, ways: int) -> State:
-    match kind:
-        case _StateKind.SPLIT:
-            return Split.even(0, ways)
-        case _StateKind.SPLIT_OTHERWISE:
-            return Split.even(1, ways)
-        case _StateKind.SUMMED:
-            return Partial(ways)
-        case _StateKind.WHOLE:
-            return Duplicate(ways)
 
 
 def _one_way(source: Annotation, target: Annotation, back: Annotation, topology: Topology) -> Price:

@@ -23,7 +23,7 @@ from hetu_fx.deduction.rules.call import argument_at
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
-from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.flow import Flow, reached_from
 
 Classes = frozenset[FactorClass]
 NOTHING: Classes = frozenset()
@@ -86,10 +86,12 @@ def sequence_cut(annotated: AnnotatedGraph, excluded: frozenset[fx.Node], outsid
 
 def activations(graph: Graph, factors: FactorMap, flow: Flow) -> frozenset[fx.Node]:
     """Return the ops that batch and parameters both reach, the latter by tensors; masks have but sizes of them."""
-    reached = {leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)}
-    for node in graph.graph.nodes:
-        if factors.is_op(node) and any(operand.node in reached for operand in factors.op(node).operands):
-            reached.add(node)
+
+    def tensors(node: fx.Node) -> list[fx.Node]:
+        return [operand.node for operand in factors.op(node).operands] if factors.is_op(node) else []
+
+    parameters = [leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER)]
+    reached = reached_from(graph, parameters, tensors)
     return frozenset(node for node in reached if node.op == "call_function" and flow.through_inputs(node))
 
 

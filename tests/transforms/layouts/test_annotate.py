@@ -10,9 +10,8 @@ from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.annotate import Annotate, part_sizes
+from hetu_fx.transforms.layouts.annotate import Annotate, part_sizes, tensor_classes
 from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph
-from hetu_fx.transforms.layouts.choose_classes import tensor_classes
 from tests.transforms.plans import pipeline, program_of, zoo_program
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from hetu_fx.errors import PlanError
-from hetu_fx.graph.show import op_name
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.layouts.annotate import Annotate, cut_stages
-from hetu_fx.transforms.layouts.annotated_graph import StageNodes, stage_nodes
+from hetu_fx.transforms.layouts.annotate import Annotate
+from hetu_fx.transforms.layouts.annotated_graph import StageNodes, cut_stages, stage_nodes
+from hetu_fx.transforms.show import op_name
 from tests.transforms.plans import pipeline, program_of, zoo_program
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.errors import DeductionError
-from hetu_fx.graph.show import op_name
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
+from hetu_fx.transforms.show import op_name
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import SAMPLES, ConvNet

@@ -10,7 +10,7 @@ from torch import nn
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import LeafKind, OutputKind
-from hetu_fx.graph.show import show
+from hetu_fx.transforms.show import show
 
 
 class Layer(nn.Module):

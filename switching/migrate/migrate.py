@@ -12,7 +12,6 @@ takes 0.1 to 1.7 seconds more, mostly for its plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -30,9 +29,16 @@ from hetu_fx.switching.home.parameters import move_optimizer_state
 from hetu_fx.switching.migrate.buckets import ARRIVING, LEAVING, StateTensor, SwitchBucket, Transport
 from hetu_fx.switching.migrate.byte_runs import Extents, reads_of
 from hetu_fx.switching.migrate.in_flight import InFlightState, StandIns
-from hetu_fx.switching.migrate.peer_memory import PeerMemory, addresses_of, all_reach
+from hetu_fx.switching.migrate.node_memory import (
+    PeerMemory,
+    ReadingRoom,
+    SharedMemory,
+    addresses_of,
+    all_reach,
+    all_share,
+    share,
+)
 from hetu_fx.switching.migrate.plan import EXTRA_SHARE, LEAST_EXTRA_BYTES, SwitchPlan, plan_switch
-from hetu_fx.switching.migrate.shared_memory import ReadingRoom, SharedMemory, all_share, share
 from hetu_fx.switching.migrate.state_tensors import Homes, TrainingState, with_layout
 
 
@@ -77,7 +83,17 @@ def migrate(
         wants = later is not None and (transport is Transport.SENT if overlap is None else overlap)
         is_host = all(home.device.type == "cpu" for home in homes.values())
         splits = not any_of(table, [not (wants and is_host)])[0]
-        plan = together(table, lambda: planned(tensors, nodes, extra_share, least_extra_bytes, transport, splits))
+        plan = together(
+            table,
+            lambda: plan_switch(
+                tensors,
+                nodes,
+                extra_share=extra_share,
+                least_extra_bytes=least_extra_bytes,
+                transport=transport,
+                splits=splits,
+            ),
+        )
         _Migration(plan.now, state, table, is_able, memory).run()
     # A number beside a parameter without dims may be a count, which is whole everywhere.
     layouts = {name: layout_of(home) for name, home in homes.items() if home.dim()}
@@ -109,27 +125,6 @@ def _checked(
     for name, target in targets.items():
         home_layout(target, tuple(homes[name].shape), table.rank, table.size)  # raises what is wrong with it
     return TrainingState(homes, optimizers)
-
-
-@lru_cache(maxsize=16)
-def planned(
-    tensors: tuple[StateTensor, ...],
-    nodes: tuple[int, ...],
-    extra_share: float,
-    least_extra_bytes: int,
-    transport: Transport,
-    splits: bool,
-) -> SwitchPlan:
-    """Plan as `plan_switch` does, for ranks on the given nodes; what has been planned lately is not planned again."""
-    return plan_switch(
-        tensors,
-        len(nodes),
-        node_of=nodes.__getitem__,
-        extra_share=extra_share,
-        least_extra_bytes=least_extra_bytes,
-        transport=transport,
-        splits=splits,
-    )
 
 
 class _Migration:

@@ -8,9 +8,9 @@ needs little memory beside its state (Malleus moves its state in ten rounds for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from hetu_fx.base.documents import table_text
@@ -33,7 +33,7 @@ class SwitchPlan:
     Attributes:
         buckets: carried out one after the other.
         state_bytes: what each rank holds of the state, before or after, whichever is more.
-        way: how slices get from rank to rank.
+        transport: how slices get from rank to rank.
         num_now: so many buckets come before training goes on, the others beside the next step. None: all of them.
     """
 
@@ -118,26 +118,25 @@ class SwitchPlan:
         return (message for bucket in self.buckets for message in bucket.moves.messages)
 
 
+@lru_cache(maxsize=16)
 def plan_switch(
-    tensors: Sequence[StateTensor],
-    world: int,
+    tensors: tuple[StateTensor, ...],
+    nodes: tuple[int, ...],
     *,
-    node_of: Callable[[int], int] = lambda rank: 0,
     extra_share: float = EXTRA_SHARE,
     least_extra_bytes: int = LEAST_EXTRA_BYTES,
     transport: Transport = Transport.SENT,
     splits: bool = False,
 ) -> SwitchPlan:
-    """Plan a change of home; a pure function, the same on every rank.
+    """Plan a change of home; a pure function, the same on every rank. What was planned lately is not planned again.
 
     Args:
         tensors: all of the state; those that stay count for its size only.
-        world: number of ranks.
-        node_of: gives the node of a rank; messages inside a node are preferred.
+        nodes: the node of every rank; messages inside a node are preferred.
         extra_share: what may be held beside the state, as a part of that of the rank that holds most; see `share_out`
             for what one large tensor takes.
         least_extra_bytes: what may be held beside the state, however small that is.
-        way: how slices get from rank to rank.
+        transport: how slices get from rank to rank.
         splits: what optimizers alone use comes after all the rest, in buckets of its own.
 
     Raises:
@@ -150,13 +149,13 @@ def plan_switch(
         raise StateError(f"{max(names, key=names.__getitem__)} stands in the state more than once")
     state = tuple(
         max(sum(t.part_bytes(t.source, rank) for t in tensors), sum(t.part_bytes(t.target, rank) for t in tensors))
-        for rank in range(world)
+        for rank in range(len(nodes))
     )
     moving = [tensor for tensor in tensors if tensor.source != tensor.target]
     limit = max(int(max(state, default=0) * extra_share), least_extra_bytes)
 
     def buckets(tensors: Sequence[StateTensor]) -> tuple[SwitchBucket, ...]:
-        together = plan_moves([tensor.move for tensor in tensors], node_of=node_of)
+        together = plan_moves([tensor.move for tensor in tensors], node_of=nodes.__getitem__)
         return share_out(tensors, together.transfers, limit, transport)
 
     if not splits:

@@ -1,12 +1,15 @@
-"""Reads batches of sequences of mixed lengths (nested tensors), and divides them among variants."""
+"""Reads batches of sequences of mixed lengths (nested tensors), plans them ahead, and divides them among variants."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -16,20 +19,21 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.dispatch.assignment import Assignments, EligibleVariant, Planned, candidate_of, device_seconds
-from hetu_fx.planner.dispatch.policies import SequencePolicy
+from hetu_fx.planner.dispatch.assignment import (
+    Assignments,
+    EligibleVariant,
+    Planned,
+    Request,
+    candidate_of,
+    device_seconds,
+)
+from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, form_of
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import bind
-from hetu_fx.switching.sequences.form import (
-    SequenceForm,
-    SequenceOptions,
-    form_of_sequences,
-    longest_row,
-)
-from hetu_fx.switching.sequences.planner import SequencePlanner
+from hetu_fx.switching.sequences.form import SequenceForm, SequenceOptions, form_of_sequences, longest_row
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant
 from hetu_fx.switching.step.execution import Division, Reading, StepInputs, VariantPart
@@ -37,11 +41,89 @@ from hetu_fx.switching.step.run_step import run_step
 from hetu_fx.switching.step.variant import Variant
 
 _SHARES = (1, 2, 4)  # these parts of the longest row are what times are fitted to
+_KEPT = 64  # plans that were made and not taken yet
 _EQUAL_SPEED = 1e12  # FLOP/s of devices that nobody measured: only ratios matter then
 
 
 Rates = Mapping[int, float]
 """Straggling rates of devices; those that are left out are healthy."""
+
+
+@dataclass
+class PlanningStats:
+    """What planning has taken.
+
+    Attributes:
+        batches: how many batches have been planned for and run.
+        seconds: how long their planning took, wherever it was done.
+        waited_seconds: how long steps waited for it.
+        predicted_seconds: what the last batch was expected to take.
+    """
+
+    batches: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+
+    def add(self, planned: Planned) -> None:
+        """Count a plan."""
+        self.batches += 1
+        self.seconds += planned.planning_seconds
+        self.waited_seconds += planned.waited_seconds
+        self.predicted_seconds = planned.seconds
+
+    @property
+    def hidden_share(self) -> float:
+        """Return the share of the planning that no step waited for; 0 where nothing was planned."""
+        return max(0.0, 1 - self.waited_seconds / self.seconds) if self.seconds else 0.0
+
+
+_Asked = tuple[SequencePolicy, tuple[EligibleVariant, ...], Request]  # all that a plan follows from
+
+
+def _plan(policy: SequencePolicy, candidates: Sequence[EligibleVariant], request: Request) -> tuple[Assignments, float]:
+    """Return the plan, and the seconds that it took."""
+    start = perf_counter()
+    return policy(candidates, request), perf_counter() - start
+
+
+class SequencePlanner:
+    """Plans batches of sequences, ahead of the step in a thread of its own where the batch is known by then.
+
+    A plan follows from the lengths alone, so every rank makes the same one without asking. A planner is told of lengths
+    to come; the step takes the plan that was made for its own, or makes it on the spot. `policy` can be replaced, on
+    all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        self.policy: SequencePolicy = Hydraulis()
+        self.stats = PlanningStats()
+        self._made: OrderedDict[_Asked, Future[tuple[Assignments, float]]] = OrderedDict()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def ahead(self, candidates: Sequence[EligibleVariant], request: Request) -> None:
+        """Begin to plan for a batch that is to come."""
+        asked = self.policy, tuple(candidates), request
+        if asked in self._made:
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, "hetu_fx planning")
+        self._made[asked] = self._thread.submit(_plan, *asked)
+        while len(self._made) > _KEPT:
+            self._made.popitem(last=False)[1].cancel()
+
+    def take(self, candidates: Sequence[EligibleVariant], request: Request) -> Planned:
+        """Return what runs a batch now.
+
+        Raises:
+            BatchError: no variant takes its longest sequence.
+        """
+        asked = self.policy, tuple(candidates), request
+        start = perf_counter()
+        under_way = self._made.pop(asked, None)
+        found, seconds = _plan(*asked) if under_way is None else under_way.result()
+        planned = Planned(found, math.fsum(one.seconds for one in found), seconds, perf_counter() - start)
+        self.stats.add(planned)
+        return planned
 
 
 class SequenceReader:

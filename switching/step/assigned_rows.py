@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, bind
 from hetu_fx.switching.step.batches import MicroBatchRows
-from hetu_fx.switching.step.rows import Interval, RowPlan
+from hetu_fx.switching.step.rows import RowPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +87,11 @@ def row_plan(assignment: Assignment, world_size: int) -> RowPlan:
     """Return which rows each micro-batch has, counted in the order of the assignment; every rank brings all."""
     sizes = [[len(micro.rows) for micro in micro_batches] for micro_batches in assignment.pipelines]
     stops = [0, *accumulate(size for pipeline in sizes for size in pipeline)]
-    intervals = iter([Interval(start, stop) for start, stop in pairwise(stops)])
+    intervals = starmap(range, pairwise(stops))
     micro_batches = tuple(tuple(next(intervals) for _ in pipeline) for pipeline in sizes)
     starts = [0, *accumulate(map(sum, sizes))]
-    pipelines = tuple(Interval(start, stop) for start, stop in pairwise(starts))
-    return RowPlan((Interval(0, stops[-1]),) * world_size, pipelines, micro_batches)
+    pipelines = tuple(starmap(range, pairwise(starts)))
+    return RowPlan((range(0, stops[-1]),) * world_size, pipelines, micro_batches)
 
 
 def first_rows(micro_batches: Sequence[PackedMicroBatch]) -> tuple[int, ...]:

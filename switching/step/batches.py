@@ -17,7 +17,7 @@ from hetu_fx.program.captures import Programs, batch_of, form_of
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, bind
 from hetu_fx.switching.step.row_exchange import cut_rows, rows_for_pipeline
-from hetu_fx.switching.step.rows import Interval, RowPlan
+from hetu_fx.switching.step.rows import RowPlan
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class ReadBatch:
             return []
         start = rows.pipelines[place[0]].start
         return [
-            self._cut(cut_rows(mine, Interval(i.start - start, i.stop - start)) | others, i)
+            self._cut(cut_rows(mine, range(i.start - start, i.stop - start)) | others, i)
             for i in rows.micro_batches[place[0]]
         ]
 
-    def _cut(self, tensors: Mapping[str, Tensor], interval: Interval) -> MicroBatchRows:
+    def _cut(self, tensors: Mapping[str, Tensor], interval: range) -> MicroBatchRows:
         symbol = self.program.graph.batch_symbol
         bindings = dict(self.bindings) if symbol is None else {**self.bindings, symbol: len(interval)}
         return MicroBatchRows(tensors, len(interval), interval.start, bindings)

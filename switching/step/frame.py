@@ -12,7 +12,6 @@ from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
 from hetu_fx.switching.step.outputs import ValueRoute, anchored, hand_out
-from hetu_fx.switching.step.rows import Interval
 from hetu_fx.switching.step.variant import Variant
 
 
@@ -31,7 +30,7 @@ class StepFrame:
     ) -> None:
         self.variant, self.inputs, self.table = variant, inputs, variant.table
         place = variant.plan.place(self.table.rank)
-        self.interval = Interval(0, 0) if place is None else inputs.rows.pipelines[place[0]]
+        self.interval = range(0, 0) if place is None else inputs.rows.pipelines[place[0]]
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
         self.runs_ahead = self.trains and may_run_ahead
         self._scale = scale

@@ -13,7 +13,7 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.step.rows import Interval, RowPlan
+from hetu_fx.switching.step.rows import RowPlan
 
 Layout = tuple[tuple[int, ...], int]  # shape and bytes of one element
 
@@ -34,7 +34,7 @@ def rows_for_pipeline(
     return {name: tensor for name, tensor in zip(tensors, moved, strict=True) if tensor is not None}
 
 
-def cut_rows(tensors: Mapping[str, Tensor], interval: Interval) -> dict[str, Tensor]:
+def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor]:
     """Return the rows of an interval, as views."""
     return {name: tensor[interval.start : interval.stop] for name, tensor in tensors.items()}
 

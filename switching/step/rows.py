@@ -15,29 +15,18 @@ from hetu_fx.plans.plan import Plan, split_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """Rows start (inclusive) to stop (exclusive) of the global batch."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
 class RowPlan:
     """Where rows come from and go to in one step.
 
     Attributes:
-        owned: the interval that each rank brings.
-        pipelines: the interval of each pipeline.
-        micro_batches: for each pipeline, the intervals of its micro-batches (some may be empty).
+        owned: the rows that each rank brings, by number in the global batch.
+        pipelines: the rows of each pipeline.
+        micro_batches: for each pipeline, the rows of its micro-batches (some may be empty).
     """
 
-    owned: tuple[Interval, ...]
-    pipelines: tuple[Interval, ...]
-    micro_batches: tuple[tuple[Interval, ...], ...]
+    owned: tuple[range, ...]
+    pipelines: tuple[range, ...]
+    micro_batches: tuple[tuple[range, ...], ...]
 
     @property
     def total(self) -> int:
@@ -82,13 +71,13 @@ def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPl
         shared: all ranks bring the same rows (`data="global"`).
     """
     total = owned_rows[0] if shared else sum(owned_rows)
-    owned = tuple(Interval(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
+    owned = tuple(range(0, total) for _ in owned_rows) if shared else _intervals(0, owned_rows)
     split = split_rows(total, plan)
     pipelines = _intervals(0, tuple(map(sum, split)))
     micro = tuple(_intervals(p.start, rows) for p, rows in zip(pipelines, split, strict=True))
     return RowPlan(owned, pipelines, micro)
 
 
-def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[Interval, ...]:
+def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[range, ...]:
     stops = [start + stop for stop in accumulate(sizes)]
-    return tuple(Interval(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))
+    return tuple(range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))

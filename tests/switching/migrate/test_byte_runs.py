@@ -17,9 +17,9 @@ from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.annotations.local import read
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.errors import StateError
-from hetu_fx.switching.migrate import byte_runs, peer_memory
+from hetu_fx.switching.migrate import byte_runs, node_memory
 from hetu_fx.switching.migrate.byte_runs import Extents, in_long_runs, num_runs, reads_of, runs_of
-from hetu_fx.switching.migrate.peer_memory import PeerMemory, copy
+from hetu_fx.switching.migrate.node_memory import PeerMemory, copy
 from tests.oracles.annotation_reference import shard
 from tests.oracles.annotation_samples import random_annotation
 
@@ -73,7 +73,7 @@ def test_what_the_system_leaves_out_is_read_at_the_next_call(sizes: list[int], r
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peer_memory, "MOST_EXTENTS", most)
+        patch.setattr(node_memory, "MOST_EXTENTS", most)
         copy(1, *sides, some)
     for side, extents in enumerate(sides):
         assert [address for call in calls for address in call[side]] == addresses(extents)

@@ -19,12 +19,12 @@ from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CommError, StateError
 from hetu_fx.switching.home.ops import HomeTensor
-from hetu_fx.switching.migrate import byte_runs, peer_memory, shared_memory
+from hetu_fx.switching.migrate import byte_runs, node_memory
 from hetu_fx.switching.migrate import migrate as migrate_module
 from hetu_fx.switching.migrate.buckets import Transport
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
-from hetu_fx.switching.migrate.shared_memory import SHARED_MEMORY
+from hetu_fx.switching.migrate.node_memory import SHARED_MEMORY
 from tests.switching.home.test_ops_ranks import HOMES, OPTIMIZERS, WORLD, parameters, set_gradients
 
 ELSEWHERE: dict[str, Annotation] = {
@@ -121,7 +121,7 @@ def forbid_reading(patch: pytest.MonkeyPatch, is_forbidden: bool) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     if is_forbidden:
-        patch.setattr(peer_memory, "_read_once", refused)
+        patch.setattr(node_memory, "_read_once", refused)
 
 
 def check_all_slices_may_be_read_where_they_are(rank: int, world: int, folder: Path) -> None:
@@ -155,7 +155,7 @@ def check_a_rank_that_cannot_read_any_more_fails_on_all_and_changes_nothing(
 ) -> None:
     plains, homes = parameters(rank)
     table = GroupTable()
-    assert peer_memory.all_reach(table, []) is not None
+    assert node_memory.all_reach(table, []) is not None
     with pytest.MonkeyPatch.context() as patch:
         forbid_reading(patch, rank == 2)
         with pytest.raises(StateError, match="could not be read from process"):
@@ -170,8 +170,8 @@ def check_messages_are_sent_where_memory_is_not_shared(rank: int, world: int, fo
         with pytest.MonkeyPatch.context() as patch:
             forbid_reading(patch, is_forbidden=True)
             if rank in apart:  # it has no room to share, and sees nobody else's
-                patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
-                patch.setattr(shared_memory, "_opened", lambda *arguments: None)
+                patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
+                patch.setattr(node_memory, "_opened", lambda *arguments: None)
             plan = moved(homes, [], targets, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is (Transport.SENT if apart else Transport.SHARED)
         assert_same(homes, plains)
@@ -181,11 +181,11 @@ def check_messages_are_sent_from_a_rank_that_has_no_room_to_share_any_more(rank:
     plains, homes = parameters(rank)
     for targets, transport in ((ELSEWHERE, Transport.DIRECT), (BEFORE, Transport.SHARED)):
         table = GroupTable()
-        assert shared_memory.all_share(table, is_able=True)
+        assert node_memory.all_share(table, is_able=True)
         with pytest.MonkeyPatch.context() as patch:
             forbid_reading(patch, transport is Transport.SHARED)
             if rank == 1:
-                patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
+                patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
             plan = migrate(named(homes), targets, [], table, extra_share=1e-3, least_extra_bytes=0)
         assert plan.transport is transport
         assert_same(homes, plains)
@@ -321,7 +321,7 @@ def check_state_comes_beside_the_step_where_all_want_that_or_where_messages_are_
         plan = migrate(named(homes), targets, [optimizer], transport.table, later=transport, overlap=overlap)
         assert (transport.is_empty, plan.later.buckets) == (True, ())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "SHARED_MEMORY", folder / "is not there")
+        patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
         forbid_reading(patch, True)
         transport = InFlightState(GroupTable())
         plan = migrate(named(homes), ELSEWHERE, [optimizer], transport.table, later=transport)

@@ -11,7 +11,6 @@ from hetu_fx.batches.sampler import nested_batch
 from hetu_fx.errors import BatchError
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.switching.step.assigned_rows import first_rows, row_plan, sequences_of
-from hetu_fx.switching.step.rows import Interval
 
 
 def test_nested_inputs_are_sequences() -> None:
@@ -52,9 +51,9 @@ def test_rows_are_counted_over_pipelines() -> None:
         (PackedMicroBatch(((3, 4),), 9),),
     )
     plan = row_plan(Assignment("any", pipelines, 0.0), world_size=2)
-    assert plan.pipelines == (Interval(0, 3), Interval(3, 3), Interval(3, 4))
-    assert plan.micro_batches == ((Interval(0, 2), Interval(2, 3)), (), (Interval(3, 4),))
-    assert plan.owned == (Interval(0, 4), Interval(0, 4))
+    assert plan.pipelines == (range(0, 3), range(3, 3), range(3, 4))
+    assert plan.micro_batches == ((range(0, 2), range(2, 3)), (), (range(3, 4),))
+    assert plan.owned == (range(0, 4), range(0, 4))
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40)), min_size=1, max_size=8))

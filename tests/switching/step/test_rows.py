@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching.step.rows import Interval, RowPlan, plan_rows
+from hetu_fx.switching.step.rows import RowPlan, plan_rows
 
 TWO = Plan((Pipeline((Stage((0, 1)),), share=3, micro_batches=2), Pipeline((Stage((2,)),), share=1)))
 ROWS_BY_RANK = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
 
 
-def joined(intervals: tuple[Interval, ...]) -> list[int]:
+def joined(intervals: tuple[range, ...]) -> list[int]:
     return [row for interval in intervals for row in range(interval.start, interval.stop)]
 
 
 def test_pipelines_take_rows_by_their_shares_and_micro_batches_cut_them() -> None:
     rows = plan_rows(TWO, (3, 3, 2), shared=False)
-    assert rows.owned == (Interval(0, 3), Interval(3, 6), Interval(6, 8))
-    assert rows.pipelines == (Interval(0, 6), Interval(6, 8))
-    assert rows.micro_batches == ((Interval(0, 3), Interval(3, 6)), (Interval(6, 8),))
+    assert rows.owned == (range(0, 3), range(3, 6), range(6, 8))
+    assert rows.pipelines == (range(0, 6), range(6, 8))
+    assert rows.micro_batches == ((range(0, 3), range(3, 6)), (range(6, 8),))
 
 
 @given(ROWS_BY_RANK, st.booleans())
@@ -34,7 +34,7 @@ def test_every_row_is_taken_once_and_in_order(owned: list[int], shared: bool) ->
 
 def test_shared_rows_are_owned_whole_by_every_rank() -> None:
     rows = plan_rows(TWO, (8, 8, 8), shared=True)
-    assert rows.owned == (Interval(0, 8),) * 3
+    assert rows.owned == (range(0, 8),) * 3
     assert rows.total == 8
 
 
@@ -57,5 +57,5 @@ def test_few_rows_leave_pipelines_and_micro_batches_empty() -> None:
 
 def test_one_rank_brings_and_reads_everything() -> None:
     rows = plan_rows(Plan.single(), (4,), shared=False)
-    assert rows == RowPlan((Interval(0, 4),), (Interval(0, 4),), ((Interval(0, 4),),))
+    assert rows == RowPlan((range(0, 4),), (range(0, 4),), ((range(0, 4),),))
     assert rows.source() == rows.target(Plan.single()) == Annotation.on((0,))

@@ -13,7 +13,7 @@ from hetu_fx.planner.dispatch.assignment import Assignment, EligibleVariant, Req
 from hetu_fx.planner.dispatch.policies import Hydraulis
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
 from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.sequences.planner import SequencePlanner
+from hetu_fx.switching.sequences.reader import SequencePlanner
 
 CANDIDATES = (EligibleVariant("one", Plan.single(), (Scheme(1, 1, TimeFit(0.0, 1.0), 64),)),)
 

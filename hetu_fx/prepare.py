@@ -58,25 +58,6 @@ class Preparation:
     backend: Any
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What each rank finds out alone: how the model is to run, and what it was given.
-
-    Attributes:
-        execution: runs the model.
-        program: what planning knows of the model.
-        example: what the other ranks must know of the example.
-        plans: those that were given; None where a plan is to be made.
-        cluster: the one that was given, if any.
-    """
-
-    execution: Execution[Any]
-    program: CapturedProgram | ModuleProgram
-    example: LocalFacts
-    plans: Sequence[Plan] | None
-    cluster: Cluster | None
-
-
 def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     """Make the runtime, and what watches it; collective. Raises on every rank if it fails on one.
 
@@ -87,38 +68,43 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     table = GroupTable(wanted.process_group)
     _warn_if_alone(table)
     _check_group(table)
-    found = together(table, lambda: _found(wanted))
+    execution, program, example, plans, cluster = together(table, lambda: _found(wanted))
     with using(table):
-        rows = agree(table, found.example).rows
+        rows = agree(table, example).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
-        costs, seed = by_first(table, lambda: _costs_and_seed(wanted, found.program, rows_of_all))
-        cluster = table.topology = found.cluster or _measured(wanted, table)
-        planner: Planner = found.program.at(costs).plan
-        given = found.plans or (by_first(table, partial(_planned, planner, cluster)),)
-        plans, layouts = together(table, lambda: _checked(wanted, found.execution, given, costs, cluster, table))
+        costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
+        cluster = table.topology = cluster or _measured(wanted, table)
+        planner: Planner = program.at(costs).plan
+        given = plans or (by_first(table, partial(_planned, planner, cluster)),)
+        priced, layouts = together(table, lambda: _checked(wanted, execution, given, costs, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:
         move_optimizer_state(wanted.optimizer, homes, layouts)
-    runtime = Runtime(wanted.model, table, found.execution, homes, replace(wanted.settings, seed=seed))
-    for index, plan in enumerate(plans):
+    runtime = Runtime(wanted.model, table, execution, homes, replace(wanted.settings, seed=seed))
+    for index, plan in enumerate(priced):
         runtime.add_variant(plan, plan.name or f"variant{index}")
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
-        adaptation.book.plans[Conditions()] = plans[0]
+        adaptation.book.plans[Conditions()] = priced[0]
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation
 
 
-def _found(wanted: Preparation) -> Findings:
-    """Find out what takes no other rank."""
+def _found(
+    wanted: Preparation,
+) -> tuple[Execution[Any], CapturedProgram | ModuleProgram, LocalFacts, Sequence[Plan] | None, Cluster | None]:
+    """Find out what takes no other rank: how the model is to run, what planning knows of it, facts of the example.
+
+    Then the plans that were given, None where one is to be made, and the cluster, None where none was given.
+    """
     _check_model(wanted.model)
     execution, program = _execution_of(wanted)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
     example = execution.read(args, kwargs, True, shared=True).facts
     given = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return Findings(execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given)
+    return execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given
 
 
 def _execution_of(wanted: Preparation) -> tuple[Execution[Any], CapturedProgram | ModuleProgram]:

@@ -20,8 +20,8 @@ from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.switching.adapt.health import HealthTracker
+from hetu_fx.switching.adapt.own_times import Probe, Standby
 from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made, PlanBook, Planner, Replanning
-from hetu_fx.switching.adapt.standby import Probe, Standby
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
 

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -124,8 +123,9 @@ def _serve(answer: Callable[[Any], Any], connection: Connection[Any, Any], paren
         _leave_alone(connection.fileno(), parent)
         while True:
             question = connection.recv()
-            with _paced():
-                told = _outcome(partial(answer, question))
+            quota = own_quota()
+            with nullcontext() if quota is None else kept_to(quota * _SHARE_OF_QUOTA):
+                told = _outcome(answer, question)
             connection.send_bytes(told)
     finally:
         os._exit(0)  # nothing of the parent's is to be flushed, saved or sent a second time
@@ -146,14 +146,6 @@ def _leave_alone(connection: int, parent: int) -> None:
 
 
 @contextmanager
-def _paced() -> Iterator[None]:
-    """Keep this process to its part of a quota meanwhile, if there is one."""
-    quota = own_quota()
-    with nullcontext() if quota is None else kept_to(quota * _SHARE_OF_QUOTA):
-        yield
-
-
-@contextmanager
 def kept_to(cores: float) -> Iterator[None]:
     """Let this process run on so many cores at most meanwhile: it sleeps whenever it has run ahead of them.
 
@@ -171,12 +163,8 @@ def kept_to(cores: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _outcome(act: Callable[[], Any]) -> bytes:
+def _outcome(answer: Callable[[Any], Any], question: Any) -> bytes:
     try:
-        return _written(True, act())
+        return pickle.dumps((True, answer(question)))
     except Exception as error:  # whatever it is, the parent is to say so
-        return _written(False, f"{type(error).__name__}: {error}")
-
-
-def _written(succeeded: bool, value: object) -> bytes:
-    return pickle.dumps((succeeded, value))
+        return pickle.dumps((False, f"{type(error).__name__}: {error}"))

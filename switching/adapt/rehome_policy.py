@@ -4,32 +4,27 @@ A plan alone leaves homes where they are, and a device that has become slow goes
 gradients and giving its values to the others. Here is decided whether to change that, and when: after the first step
 under the plan, which has told where it reads what, so that nothing is deduced for it twice. Malleus moves the state
 with every plan.
-
-Seconds that a rank's optimizers take for a step: how many passes over what it owns that is, no model knows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
-
-import torch
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import StepFacts, any_of, together
 from hetu_fx.planner.price.step_end import Housed, home_end_seconds, move_seconds, owned_bytes, update_seconds_per_byte
 from hetu_fx.switching.adapt.adaptation import Adaptation
+from hetu_fx.switching.adapt.own_times import UpdateTimes
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.bridge.plan import BridgeEntry
 from hetu_fx.switching.home.placement import homes_near
 from hetu_fx.switching.runtime import Runtime
-from hetu_fx.switching.step.timer import Clock, clock_of
+from hetu_fx.switching.step.timer import clock_of
 
 _log = logging.getLogger("hetu_fx.home")
 
@@ -202,37 +197,3 @@ class HomesFollow:
     def _cluster(self) -> Cluster:
         assert self.adaptation.cluster is not None, "plans are made for known devices alone"
         return self.adaptation.cluster.with_rates(self.runtime.variants.health.rates)
-
-
-class UpdateTimes:
-    """Adds up the seconds of optimizers' steps on this rank.
-
-    Args:
-        clock: of the device that parameters are on.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._known: list[torch.optim.Optimizer] = []
-        self._begun: Any = None
-        self._spans: list[tuple[Any, Any]] = []
-
-    def listen_to(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Time the steps of these from now on, too."""
-        for given in optimizers:
-            optimizer = torch_optimizer(given)
-            if all(optimizer is not known for known in self._known):
-                self._known.append(optimizer)
-                optimizer.register_step_pre_hook(self._begin)
-                optimizer.register_step_post_hook(self._end)
-
-    def taken(self) -> float:
-        """Return the seconds of the steps since the last call; waits until the device has done them."""
-        spans, self._spans = self._spans, []
-        return sum(self._clock.seconds(*span) for span in spans)
-
-    def _begin(self, *_: object) -> None:
-        self._begun = self._clock.now()
-
-    def _end(self, *_: object) -> None:
-        self._spans.append((self._begun, self._clock.now()))

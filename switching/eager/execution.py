@@ -20,8 +20,16 @@ from hetu_fx.graph.containers import unflatten
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.eager.module import EagerBatch, EagerModule, EagerOutput
-from hetu_fx.switching.eager.outputs import OutputForm, common_form, eager_routes, form_of_output, tell
+from hetu_fx.switching.eager.module import (
+    EagerBatch,
+    EagerModule,
+    EagerOutput,
+    OutputForm,
+    common_form,
+    eager_routes,
+    form_of_output,
+    tell,
+)
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame

@@ -12,7 +12,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.local import index, read
-from hetu_fx.annotations.region import Box, Interval, Region
+from hetu_fx.annotations.region import Box, Interval, Region, select
 from hetu_fx.comm_ops.plans.slices import locate
 from hetu_fx.errors import AnnotationError
 
@@ -78,12 +78,12 @@ class HomeLayout(LocalPart):
     @cached_property
     def counted_chunks(self) -> tuple[Chunk, ...]:
         """The counted elements as boxes: (in the global tensor, in the piece)."""
-        return _chunks(self.boxes, self.region.local_boxes, self.counted)
+        return _chunks(self.region, self.counted)
 
     @cached_property
     def other_chunks(self) -> tuple[Chunk, ...]:
         """The owned elements that another rank counts, as boxes: (in the global tensor, in the piece)."""
-        return _chunks(self.boxes, self.region.local_boxes, _minus(self.region.local_boxes, self.counted))
+        return _chunks(self.region, _minus(self.region.local_boxes, self.counted))
 
     @cached_property
     def is_whole_everywhere(self) -> bool:
@@ -181,19 +181,13 @@ def _box_minus(box: Box, other: Box) -> list[Box]:
     return parts
 
 
-def _chunks(boxes: Sequence[Box], local_boxes: Sequence[Box], wanted: Sequence[Box]) -> tuple[Chunk, ...]:
-    chunks = []
-    for box, local in zip(boxes, local_boxes, strict=False):
-        for part in wanted:
-            bounds = tuple(_overlap(a, b) for a, b in zip(local.bounds, part.bounds, strict=True))
-            if all(start < stop for start, stop in bounds):
-                chunks.append((_shift(bounds, local, box), Box(bounds)))
-    return tuple(chunks)
-
-
-def _shift(bounds: Sequence[Interval], source: Box, target: Box) -> Box:
-    moves = [to - by for (to, _), (by, _) in zip(target.bounds, source.bounds, strict=True)]
-    return Box(tuple((start + by, stop + by) for (start, stop), by in zip(bounds, moves, strict=True)))
+def _chunks(region: Region, wanted: Sequence[Box]) -> tuple[Chunk, ...]:
+    """Cut boxes of a region's dense tensor where they leave one of its boxes: (in the global tensor, in the dense)."""
+    parts = [
+        Region(tuple(tuple(select(dim, *bounds)) for dim, bounds in zip(region.dims, box.bounds, strict=True)))
+        for box in wanted
+    ]
+    return tuple((box, to_local(box, region)) for part in parts for box in part.boxes)
 
 
 def _overlap(first: Interval, second: Interval) -> Interval:

@@ -78,7 +78,8 @@ class PlanningStats:
         return max(0.0, 1 - self.waited_seconds / self.seconds) if self.seconds else 0.0
 
 
-_Asked = tuple[SequencePolicy, tuple[EligibleVariant, ...], Request]  # all that a plan follows from
+AskedPlan = tuple[SequencePolicy, tuple[EligibleVariant, ...], Request]
+"""All that a plan follows from."""
 
 
 def _plan(policy: SequencePolicy, candidates: Sequence[EligibleVariant], request: Request) -> tuple[Assignments, float]:
@@ -91,19 +92,16 @@ class SequencePlanner:
     """Plans batches of sequences, ahead of the step in a thread of its own where the batch is known by then.
 
     A plan follows from the lengths alone, so every rank makes the same one without asking. A planner is told of lengths
-    to come; the step takes the plan that was made for its own, or makes it on the spot. `policy` can be replaced, on
-    all ranks alike.
+    to come; the step takes the plan that was made for its own, or makes it on the spot.
     """
 
     def __init__(self) -> None:
-        self.policy: SequencePolicy = Hydraulis()
         self.stats = PlanningStats()
-        self._made: OrderedDict[_Asked, Future[tuple[Assignments, float]]] = OrderedDict()
+        self._made: OrderedDict[AskedPlan, Future[tuple[Assignments, float]]] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None
 
-    def ahead(self, candidates: Sequence[EligibleVariant], request: Request) -> None:
+    def ahead(self, asked: AskedPlan) -> None:
         """Begin to plan for a batch that is to come."""
-        asked = self.policy, tuple(candidates), request
         if asked in self._made:
             return
         self._thread = self._thread or ThreadPoolExecutor(1, "hetu_fx planning")
@@ -111,13 +109,12 @@ class SequencePlanner:
         while len(self._made) > _KEPT:
             self._made.popitem(last=False)[1].cancel()
 
-    def take(self, candidates: Sequence[EligibleVariant], request: Request) -> Planned:
+    def take(self, asked: AskedPlan) -> Planned:
         """Return what runs a batch now.
 
         Raises:
             BatchError: no variant takes its longest sequence.
         """
-        asked = self.policy, tuple(candidates), request
         start = perf_counter()
         under_way = self._made.pop(asked, None)
         found, seconds = _plan(*asked) if under_way is None else under_way.result()
@@ -131,6 +128,7 @@ class SequenceReader:
 
     Attributes:
         planner: plans what runs a batch.
+        policy: what chooses the variants that run a batch; assign another one on every process.
         forms: the forms that batches have had, by a text for each.
         costs: what a row of some lengths costs, by form.
     """
@@ -139,6 +137,7 @@ class SequenceReader:
         self.programs = programs
         self._options = SequenceOptions()
         self.planner = SequencePlanner()
+        self.policy: SequencePolicy = Hydraulis()
         self.forms: dict[str, SequenceForm] = {}
         self.costs: dict[str, dict[int, ProgramCosts]] = {}
         self._known: dict[tuple[str, str], tuple[Plan, Cluster, EligibleVariant]] = {}
@@ -153,15 +152,6 @@ class SequenceReader:
         self._options = options
         self.forms.clear()
         self._known.clear()
-
-    @property
-    def policy(self) -> SequencePolicy:
-        """What chooses the variants that run a batch; assign another one on every process."""
-        return self.planner.policy
-
-    @policy.setter
-    def policy(self, policy: SequencePolicy) -> None:
-        self.planner.policy = policy
 
     def read(self, sequences: Sequences, training: bool, *, shared: bool) -> SequenceReading:
         """Read a batch, which must be `shared`: the same one on every rank.
@@ -183,16 +173,14 @@ class SequenceReader:
 
     def plan(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> Planned:
         """Return what runs a batch now."""
-        request = self.forms[key].request(sequences.lengths, self.options.tokens)
-        return self.planner.take(self._candidates(key, variants, rates), request)
+        return self.planner.take(self._asked(key, sequences, variants, rates))
 
     def ahead(self, batch: Batch, training: bool, variants: Sequence[Variant], rates: Rates) -> None:
         """Begin to plan for a batch to come, on devices of these rates, once one of its form has run."""
         sequences = sequences_of(batch)
         key = "" if sequences is None else _key(sequences, training)
         if sequences is not None and key in self.forms:
-            candidates = self._candidates(key, variants, rates)
-            self.planner.ahead(candidates, self.forms[key].request(sequences.lengths, self.options.tokens))
+            self.planner.ahead(self._asked(key, sequences, variants, rates))
 
     def _form(self, key: str, sequences: Sequences, training: bool) -> SequenceForm:
         if key not in self.forms:
@@ -204,8 +192,9 @@ class SequenceReader:
             self.forms[key] = form
         return self.forms[key]
 
-    def _candidates(self, key: str, variants: Sequence[Variant], rates: Rates) -> tuple[EligibleVariant, ...]:
-        return tuple(self._candidate(key, variant, _cluster_of(variant).with_rates(rates)) for variant in variants)
+    def _asked(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> AskedPlan:
+        candidates = tuple(self._candidate(key, one, _cluster_of(one).with_rates(rates)) for one in variants)
+        return self.policy, candidates, self.forms[key].request(sequences.lengths, self.options.tokens)
 
     def _candidate(self, key: str, variant: Variant, cluster: Cluster) -> EligibleVariant:
         plan, devices, known = self._known.get((key, variant.name), (None, None, None))

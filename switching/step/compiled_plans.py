@@ -242,10 +242,6 @@ class GraphVariant(Variant):
 
     compute: GraphCompute
 
-    def __init__(self, name: str, plan: Plan, compute: GraphCompute, planned_rates: Mapping[int, float]) -> None:
-        super().__init__(name, plan, compute, planned_rates)
-        self.compute = compute
-
     def stage(self, program: Program, wants_values: bool, *, splits: bool = False) -> StagePlan:
         """Return the program under this plan; collective where it has to be made.
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hetu_fx.switching.adapt.standby import Probe
+from hetu_fx.switching.adapt.own_times import Probe
 
 
 class Ticks:

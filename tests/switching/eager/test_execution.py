@@ -15,7 +15,7 @@ from hetu_fx.errors import BatchError, CaptureError, ExportError, HetuFxError, P
 from hetu_fx.graph.containers import Constant, Entries, TensorSlot
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.switching.eager.execution import BY_ROWS, EagerExecution
-from hetu_fx.switching.eager.outputs import OutputForm, Spec, common_form, eager_routes
+from hetu_fx.switching.eager.module import OutputForm, Spec, common_form, eager_routes
 from hetu_fx.switching.step.rows import plan_rows
 from tests.switching.eager.models import Choosy, Predicts, Told, batch, make, squared_error
 

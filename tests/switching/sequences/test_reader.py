@@ -32,20 +32,20 @@ class Watched(Hydraulis):
 
 def test_a_plan_made_ahead_is_the_one_made_on_the_spot() -> None:
     planner, other = SequencePlanner(), SequencePlanner()
-    planner.policy = watched = Watched()
-    planner.ahead(CANDIDATES, Request((5, 9, 30)))
-    found = planner.take(CANDIDATES, Request((5, 9, 30)))
+    watched = Watched()
+    planner.ahead((watched, CANDIDATES, Request((5, 9, 30))))
+    found = planner.take((watched, CANDIDATES, Request((5, 9, 30))))
     assert watched.in_thread.is_set()
     assert not watched.in_main.is_set()
-    assert found.assignments == other.take(CANDIDATES, Request((5, 9, 30))).assignments
+    assert found.assignments == other.take((Hydraulis(), CANDIDATES, Request((5, 9, 30)))).assignments
     assert planner.stats.batches == other.stats.batches == 1
 
 
 def test_a_batch_nobody_told_of_is_planned_on_the_spot() -> None:
     planner = SequencePlanner()
-    planner.policy = watched = Watched()
-    planner.ahead(CANDIDATES, Request((5, 9, 30)))
-    planner.take(CANDIDATES, Request((5, 9)))
+    watched = Watched()
+    planner.ahead((watched, CANDIDATES, Request((5, 9, 30))))
+    planner.take((watched, CANDIDATES, Request((5, 9))))
     assert watched.in_main.is_set()
     assert planner.stats.waited_seconds >= planner.stats.seconds > 0
     assert planner.stats.hidden_share == 0.0
@@ -53,6 +53,6 @@ def test_a_batch_nobody_told_of_is_planned_on_the_spot() -> None:
 
 def test_an_error_of_a_plan_made_ahead_is_raised_by_its_step() -> None:
     planner = SequencePlanner()
-    planner.ahead(CANDIDATES, Request((65,)))
+    planner.ahead((Hydraulis(), CANDIDATES, Request((65,))))
     with pytest.raises(BatchError, match="no variant takes"):
-        planner.take(CANDIDATES, Request((65,)))
+        planner.take((Hydraulis(), CANDIDATES, Request((65,))))

@@ -1,20 +1,26 @@
-"""Devices without work keep being measured, so that one that has become healthy again gets work again.
+"""What a rank measures of itself beside its steps: its device's speed without work, and what its optimizers take.
+
+Devices without work keep being measured, so that one that has become healthy again gets work again.
 
 Every device runs a small probe before the first steps, and those that a plan leaves out run it in every step while
 the others compute. Its seconds over those of the first ones are the device's slowness; they travel with the facts of
 the next step. Malleus measures suspended devices so. How long a probe may take is given (a tenth of a second at most,
 and a quarter of a step), not how much it does: a device whose speed is a share of time looks fast in a moment.
+
+Seconds that a rank's optimizers take for a step: how many passes over what it owns that is, no model knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
+from hetu_fx.base.frameworks import torch_optimizer
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.switching.step.timer import Clock, clock_of
 
@@ -105,3 +111,37 @@ class Probe:
             count += _AT_ONCE
             elapsed = self._clock.seconds(start, self._clock.now())
         return elapsed / count
+
+
+class UpdateTimes:
+    """Adds up the seconds of optimizers' steps on this rank.
+
+    Args:
+        clock: of the device that parameters are on.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: list[torch.optim.Optimizer] = []
+        self._begun: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def listen_to(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Time the steps of these from now on, too."""
+        for given in optimizers:
+            optimizer = torch_optimizer(given)
+            if all(optimizer is not known for known in self._known):
+                self._known.append(optimizer)
+                optimizer.register_step_pre_hook(self._begin)
+                optimizer.register_step_post_hook(self._end)
+
+    def taken(self) -> float:
+        """Return the seconds of the steps since the last call; waits until the device has done them."""
+        spans, self._spans = self._spans, []
+        return sum(self._clock.seconds(*span) for span in spans)
+
+    def _begin(self, *_: object) -> None:
+        self._begun = self._clock.now()
+
+    def _end(self, *_: object) -> None:
+        self._spans.append((self._begun, self._clock.now()))

@@ -20,9 +20,9 @@ from benchmarks.kit.models import batch, gpt2
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.graph.capture import capture
-from hetu_fx.planner.search.hap.from_graph import problem_of
+from hetu_fx.planner.search.hap.adapter import problem_of
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.to_plan import translate
+from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.transforms.layouts.analysed_graph import Analyse, AnalysedGraph
 
@@ -123,7 +123,7 @@ def measure(name: str, problem: TensorProgram, quick: bool) -> Iterator[Row]:
         start = time.process_time()
         result = search(problem, cluster)
         seconds = time.process_time() - start
-        nearest = translate(problem, result, cluster)
+        nearest = translations(problem, result, cluster)[0]
         kind = "rows" if len(nearest.plan.pipelines) > 1 else "group"
         yield {
             "model": name,

@@ -9,7 +9,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
-from hetu_fx.planner.search.hap.from_graph import problem_of
+from hetu_fx.planner.search.hap.adapter import problem_of
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.dominance import Layouts, State
-from hetu_fx.planner.search.hap.expand import Expansion, OpChoice, OpMove
-from hetu_fx.planner.search.hap.memory import HeldBytes, held, held_after
-from hetu_fx.planner.search.hap.prices import Ratios, Vector
+from hetu_fx.planner.search.hap.expand import Expansion
+from hetu_fx.planner.search.hap.prices import Vector
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import Layout, LayoutKind
-from hetu_fx.planner.search.hap.synthesis import Item, Label, best_first
+from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, held, held_after
+from hetu_fx.planner.search.hap.synthesis import Item, Layouts, OpChoice, State, Stretch, best_first
 from hetu_fx.planner.values.tensor_program import Op, TensorProgram
 
 
@@ -42,7 +40,7 @@ def synthesise(expansion: Expansion, *, blocks_once: bool = True) -> Synthesised
     items = _items_of(expansion, blocks_once=blocks_once)
     nothing = (0.0,) * len(expansion.prices.per_flop)
     start = Span(nothing) if len(nothing) == 1 else Span(nothing, 0.0, nothing)
-    ends, frontier = best_first(expansion, items, Label((), start, HeldBytes()), first_only=True)
+    ends, frontier = best_first(expansion.dominance, items, Stretch((), start, HeldBytes()), first_only=True)
     if not ends:
         raise PlanError(_nothing_found(expansion, len([taken for taken in frontier.taken if taken])))
     is_exact = frontier.is_exact and all(item.is_exact for item in items)
@@ -66,18 +64,6 @@ def _step(expansion: Expansion, choice: OpChoice) -> HapStep:
         transfers = expansion.prices.change(tensor, source, target) or ()
         changes.append(LayoutChange(name, source, target, transfers, tensor.kind == "parameter"))
     return HapStep(op, form, choice.homes, tuple(changes), expansion.gathered(op, form))
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """What a device of share r_s in segment s holds: `copied + sum_s spread[s] r_s`."""
-
-    copied: float
-    spread: tuple[float, ...]
-
-    def on_device(self, index: int, ratios: Ratios) -> float:
-        """Return the bytes of a device."""
-        return self.copied + math.fsum(s * shares[index] for s, shares in zip(self.spread, ratios, strict=True))
 
 
 def bytes_of(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> Bytes:
@@ -146,7 +132,7 @@ class OpItem:
     most_entries: int | None = None
     is_exact: bool = True
 
-    def moves(self, state: State) -> Iterator[OpMove]:
+    def moves(self, state: State) -> Iterator[Stretch]:
         """Yield what can be done from a state, with the whole state after it."""
         for move in self.expansion.moves(self.index, dict(state)):
             after = _with_layouts(state, self.expansion.problem, move.layouts, self.index)
@@ -166,17 +152,17 @@ class _EqualBlocks:
     items: Sequence[Item]
     names: tuple[str, ...]
     start: int
-    ends: dict[State, tuple[OpMove, ...]] = field(default_factory=dict)
+    ends: dict[State, tuple[Stretch, ...]] = field(default_factory=dict)
     is_exact: bool = True
 
-    def from_entry(self, entry: State) -> tuple[OpMove, ...]:
+    def from_entry(self, entry: State) -> tuple[Stretch, ...]:
         """Return the moves over the whole block from a state of the tensors that it touches."""
         if entry not in self.ends:
             nothing = (0.0,) * len(self.expansion.prices.per_flop)
-            start = Label(entry, Span(nothing), HeldBytes())
-            found, frontier = best_first(self.expansion, self.items, start, first_only=False)
+            start = Stretch(entry, Span(nothing), HeldBytes())
+            found, frontier = best_first(self.expansion.dominance, self.items, start, first_only=False)
             self.is_exact = self.is_exact and frontier.is_exact
-            self.ends[entry] = tuple(OpMove(e.layouts, e.span, e.held, e.all_choices()) for e in found)
+            self.ends[entry] = tuple(Stretch(e.layouts, e.span, e.held, e.all_choices()) for e in found)
         return self.ends[entry]
 
 
@@ -189,7 +175,7 @@ class BlockItem:
     start: int
     most_entries: int | None = MOST_ENTRIES
 
-    def moves(self, state: State) -> Iterator[OpMove]:
+    def moves(self, state: State) -> Iterator[Stretch]:
         """Yield what can be done from a state."""
         entry = tuple(sorted((self._to_kind[name], have) for name, have in state if name in self._to_kind))
         beside = [(name, have) for name, have in state if name not in self._to_kind]

@@ -9,34 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.dominance import Dominance, Layouts, State
 from hetu_fx.planner.search.hap.forms import OpForm, SynthesisRules, forms_of
-from hetu_fx.planner.search.hap.memory import HeldBytes, Limits, held, held_after
 from hetu_fx.planner.search.hap.prices import PricedCollective, RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import COPY, Layout, LayoutKind, split
+from hetu_fx.planner.search.hap.states import COPY, HeldBytes, Layout, LayoutKind, Limits, held, held_after, split
+from hetu_fx.planner.search.hap.synthesis import Dominance, Layouts, OpChoice, Stretch
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
-
-
-class OpChoice(NamedTuple):
-    """How an op is done, by numbers, so that it can be told of an equal op of another block."""
-
-    op: int
-    form: int
-    homes: tuple[tuple[str, Layout], ...]
-    changes: tuple[tuple[str, Layout, Layout], ...]
-
-
-class OpMove(NamedTuple):
-    """A choice and what it leads to: layouts of what it touched, seconds, bytes held more."""
-
-    layouts: State
-    span: Span
-    held: HeldBytes
-    choices: tuple[OpChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +40,7 @@ class Expansion:
     rules: SynthesisRules
     limits: Limits
     zero: int = 1
-    _known: dict[tuple[int, tuple[Layouts, ...]], tuple[OpMove, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, tuple[Layouts, ...]], tuple[Stretch, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def dominance(self) -> Dominance:
@@ -82,7 +62,7 @@ class Expansion:
         works = [self.prices.work(form) for form in self.forms[index]]
         return tuple(map(min, zip(*works, strict=True)))
 
-    def moves(self, index: int, layouts: Mapping[str, Layouts]) -> tuple[OpMove, ...]:
+    def moves(self, index: int, layouts: Mapping[str, Layouts]) -> tuple[Stretch, ...]:
         """Return the moves of an op, `layouts` being those of what has been made and of parameters in use."""
         names = dict.fromkeys(self.problem.ops[index].reads)
         key = index, tuple(layouts.get(name, ()) for name in names)
@@ -92,9 +72,9 @@ class Expansion:
             self._known[key] = self._undominated(found)
         return self._known[key]
 
-    def _undominated(self, moves: Sequence[OpMove]) -> tuple[OpMove, ...]:
+    def _undominated(self, moves: Sequence[Stretch]) -> tuple[Stretch, ...]:
         """Return the moves without those that another one serves for."""
-        kept: list[OpMove] = []
+        kept: list[Stretch] = []
         for move in sorted(moves, key=lambda move: move.span.seconds):
             if not any(self.dominance.serves(other, move) for other in kept):
                 kept.append(move)
@@ -105,7 +85,7 @@ class Expansion:
         tensors = (self.problem.by_name[name] for name in form.gathered)
         return tuple(self.prices.gather(t, form.segment, is_backward=True) for t in tensors if t.kind != "input")
 
-    def _moves(self, index: int, number: int, layouts: Mapping[str, Layouts]) -> Iterator[OpMove]:
+    def _moves(self, index: int, number: int, layouts: Mapping[str, Layouts]) -> Iterator[Stretch]:
         op, form = self.problem.ops[index], self.forms[index][number]
         gathers = self.prices.seconds(self.gathered(op, form))
         for way in self._ways(index, form, layouts):
@@ -116,7 +96,7 @@ class Expansion:
                 made = zip(op.makes, form.makes, strict=True)
                 more = sum((held(self._tensor(name), layout, zero=self.zero) for name, layout in made), way.held)
             choice = OpChoice(index, number, way.homes, way.changes)
-            yield OpMove(left, self._span(form, way.seconds + gathers, way.ends_stage), more, (choice,))
+            yield Stretch(left, self._span(form, way.seconds + gathers, way.ends_stage), more, (choice,))
 
     def _matters(self, name: str, index: int) -> bool:
         return self._tensor(name).kind != "input" and self.problem.last_use.get(name, -1) > index

@@ -4,23 +4,26 @@ A state is how far the program has come and in which layouts each tensor is at h
 what nothing reads any more is removed, so that programs that differ only in their past meet. States are taken
 by the least seconds that any end of theirs takes: what was spent, and the least work of all ops to come, which
 no exchange makes less. That bound never falls along a program, so the first end that is taken is the fastest.
-A state that another one serves for is dropped (`dominance`).
+
+A state is dropped when another one as far is no slower even after it has changed its layouts to those of the
+first: whatever follows the first can follow the other. With limits of memory it must hold no more, too.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from hetu_fx.planner.search.hap.dominance import State
-from hetu_fx.planner.search.hap.expand import Expansion, OpChoice, OpMove
-from hetu_fx.planner.search.hap.memory import HeldBytes
-from hetu_fx.planner.search.hap.prices import Vector
+from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
+from hetu_fx.planner.search.hap.states import HeldBytes, Layout, Limits, held_after
+from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 MOST_COMPARED = 24
 """A state is compared with so many others, those that came first."""
@@ -35,6 +38,127 @@ MOST_STATES = 2048
 FEWEST_STATES = 16
 """However many ops there are, each may have so many."""
 
+Layouts = tuple[Layout, ...]
+"""The layouts in which a tensor is at hand: that in which it was made first."""
+
+
+State = tuple[tuple[str, Layouts], ...]
+"""Tensors at hand with their layouts, by name."""
+
+
+class OpChoice(NamedTuple):
+    """How an op is done, by numbers, so that it can be told of an equal op of another block."""
+
+    op: int
+    form: int
+    homes: tuple[tuple[str, Layout], ...]
+    changes: tuple[tuple[str, Layout, Layout], ...]
+
+
+class Stretch(NamedTuple):
+    """A stretch of a program: an op, a block, or all from the start on.
+
+    Attributes:
+        layouts: those of what it touched, or of all that is at hand after it.
+        span: its seconds.
+        held: bytes that are held more after it.
+        choices: how its ops are done, those of the last move only where something is `before`.
+        before: the stretch that was gone on from.
+    """
+
+    layouts: State
+    span: Span
+    held: HeldBytes
+    choices: tuple[OpChoice, ...] = ()
+    before: Stretch | None = None
+
+    def then(self, move: Stretch) -> Stretch:
+        """Return the stretch and a move after it, which says what is at hand then."""
+        return Stretch(move.layouts, self.span.then(move.span), self.held + move.held, move.choices, self)
+
+    def all_choices(self) -> tuple[OpChoice, ...]:
+        """Return the choices from the start."""
+        parts: list[tuple[OpChoice, ...]] = []
+        stretch: Stretch | None = self
+        while stretch is not None:
+            parts.append(stretch.choices)
+            stretch = stretch.before
+        return tuple(choice for part in reversed(parts) for choice in part)
+
+
+@dataclass(frozen=True)
+class Dominance:
+    """Compares states of a problem at given prices."""
+
+    problem: TensorProgram
+    prices: RatioPrices
+    rules: SynthesisRules
+    limits: Limits
+    _distances: dict[tuple[str, Layouts, Layouts], tuple[float, HeldBytes] | None] = field(
+        default_factory=dict, repr=False
+    )
+
+    def serves(self, one: Stretch, other: Stretch) -> bool:
+        """Tell whether all that can follow the other can follow the one, no later and with no more bytes.
+
+        That is so when the one, its layouts changed to have those of the other too, is still no later.
+        """
+        if self.is_scalar and one.span.head[0] > other.span.head[0]:
+            return False
+        extra, more = 0.0, HeldBytes()
+        if one.layouts != other.layouts:
+            found = self._distance(one.layouts, other.layouts)
+            if found is None:
+                return False
+            extra, more = found
+        if self.limits.bind:
+            held = one.held + more
+            if held.copied > other.held.copied or held.spread > other.held.spread:
+                return False
+        return one.span.is_never_later(other.span, extra)
+
+    @cached_property
+    def is_scalar(self) -> bool:
+        """Tell whether one device stands for all."""
+        return len(self.prices.per_flop) == 1
+
+    def _distance(self, one: State, other: State) -> tuple[float, HeldBytes] | None:
+        """Return seconds and bytes of changing the one's layouts to have all of the other's."""
+        seconds, held = 0.0, HeldBytes()
+        for (name, have), (same, wanted) in zip(one, other, strict=True):
+            assert name == same
+            if have != wanted:
+                found = self._tensor_distance(name, have, wanted)
+                if found is None:
+                    return None
+                seconds += found[0]
+                held = held + found[1] if self.limits.bind else held
+        return seconds, held
+
+    def _tensor_distance(self, name: str, have: Layouts, wanted: Layouts) -> tuple[float, HeldBytes] | None:
+        key = name, have, wanted
+        if key not in self._distances:
+            self._distances[key] = self._find_distance(self.problem.by_name[name], have, wanted)
+        return self._distances[key]
+
+    def _find_distance(self, tensor: Tensor, have: Layouts, wanted: Layouts) -> tuple[float, HeldBytes] | None:
+        if self.rules.one_change or not tensor.movable:
+            return None
+        seconds, held = 0.0, HeldBytes()
+        for layout in set(wanted) - set(have):
+            options = [self.change_seconds(tensor, source, layout) for source in have]
+            known = [option for option in options if option is not None]
+            if not known:
+                return None
+            seconds += min(known)
+            held += held_after(tensor, layout)
+        return seconds, held
+
+    def change_seconds(self, tensor: Tensor, source: Layout, target: Layout) -> float | None:
+        """Return the seconds of a change of layout; None if it cannot be."""
+        transfers = self.prices.change(tensor, source, target)
+        return None if transfers is None else self.prices.seconds(transfers)
+
 
 class Item(Protocol):
     """What is done in one go: an op, or a block; `most_entries` states it may be entered in, if not any."""
@@ -45,7 +169,7 @@ class Item(Protocol):
     @property
     def is_exact(self) -> bool: ...
 
-    def moves(self, state: State) -> Iterable[OpMove]:
+    def moves(self, state: State) -> Iterable[Stretch]:
         """Return what can be done from a state."""
         ...
 
@@ -55,74 +179,57 @@ class Item(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Label:
-    """A way to a state: its seconds, the bytes held, and the choices that lead there, last first."""
-
-    layouts: State
-    span: Span
-    held: HeldBytes
-    before: Label | None = None
-    choices: tuple[OpChoice, ...] = ()
-
-    def all_choices(self) -> tuple[OpChoice, ...]:
-        """Return the choices from the start."""
-        parts, label = [], self
-        while label is not None:
-            parts.append(label.choices)
-            label = label.before  # type: ignore[assignment]
-        return tuple(choice for part in reversed(parts) for choice in part)
-
-
 @dataclass
 class Frontier:
-    """What was taken so far, by how far it has come."""
+    """What was taken so far, by how far it has come, and whether nothing was left out."""
 
-    expansion: Expansion
-    taken: list[list[Label]]
+    dominance: Dominance
+    taken: list[list[Stretch]]
     most: list[int]
     is_exact: bool = True
 
-    def admits(self, label: Label, index: int) -> bool:
-        """Tell whether a label is dropped, else take it."""
+    def admits(self, found: Stretch, index: int) -> bool:
+        """Tell whether a stretch is taken; else it is dropped."""
         others = self.taken[index]
-        if any(self.expansion.dominance.serves(other, label) for other in others[:MOST_COMPARED]):
+        if any(self.dominance.serves(other, found) for other in others[:MOST_COMPARED]):
             return False
         if len(others) >= self.most[index]:
             self.is_exact = False
             return False
-        if self.expansion.limits.bind and sum(other.layouts == label.layouts for other in others) >= MOST_LABELS:
+        if self.dominance.limits.bind and sum(other.layouts == found.layouts for other in others) >= MOST_LABELS:
             self.is_exact = False
             return False
-        others.append(label)
+        others.append(found)
         return True
 
 
 def best_first(
-    expansion: Expansion, items: Sequence[Item], start: Label, *, first_only: bool
-) -> tuple[list[Label], Frontier]:
+    dominance: Dominance, items: Sequence[Item], start: Stretch, *, first_only: bool
+) -> tuple[list[Stretch], Frontier]:
     """Return the ends of the items from a start, fastest first, and what was taken on the way.
 
     With `first_only` that is the fastest one; else all that some continuation may need.
     """
     share = max(FEWEST_STATES, MOST_STATES // max(1, len(items)))
     most = [min(share, item.most_entries or share) for item in items]
-    frontier = Frontier(expansion, [[] for _ in range(len(items) + 1)], [*most, share])
+    frontier = Frontier(dominance, [[] for _ in range(len(items) + 1)], [*most, share])
     to_come = _sums_to_come(items, len(start.span.head))
     order = count()
     least: dict[tuple[int, State], float] = {}
     heap = [(start.span.least_seconds(to_come[0]), 0, next(order), start)]
     while heap:
-        _, minus_index, _, label = heapq.heappop(heap)
+        _, minus_index, _, found = heapq.heappop(heap)
         index = -minus_index
-        if not frontier.admits(label, index):
+        if not frontier.admits(found, index):
             continue
         if index == len(items):
             if first_only:
                 break
             continue
-        for new in _following(expansion, items[index], label):
-            if expansion.dominance.is_scalar and not expansion.limits.bind:
+        for new in map(found.then, items[index].moves(found.layouts)):
+            if not dominance.limits.allow(new.held):
+                continue
+            if dominance.is_scalar and not dominance.limits.bind:
                 key = index + 1, new.layouts
                 if new.span.head[0] >= least.get(key, math.inf):
                     continue
@@ -130,13 +237,6 @@ def best_first(
             bound = new.span.least_seconds(to_come[index + 1])
             heapq.heappush(heap, (bound, -index - 1, next(order), new))
     return frontier.taken[-1], frontier
-
-
-def _following(expansion: Expansion, item: Item, label: Label) -> Iterator[Label]:
-    for move in item.moves(label.layouts):
-        held = label.held + move.held if expansion.limits.bind else label.held
-        if expansion.limits.allow(held):
-            yield Label(move.layouts, label.span.then(move.span), held, label, move.choices)
 
 
 def _sums_to_come(items: Sequence[Item], width: int) -> list[Vector]:

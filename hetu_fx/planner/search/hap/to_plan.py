@@ -15,10 +15,8 @@ from functools import cached_property
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.collectives import Collectives
-from hetu_fx.planner.search.hap.result import HapResult
-from hetu_fx.planner.search.hap.rounding import rounded
-from hetu_fx.planner.search.hap.search import search
+from hetu_fx.planner.search.hap.prices import Collectives, rounded
+from hetu_fx.planner.search.hap.search import HapResult, search
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
@@ -46,18 +44,6 @@ class Translation:
     seconds: float
     loss_seconds: float
     why: str
-
-
-def translate(
-    problem: TensorProgram,
-    result: HapResult,
-    cluster: Cluster,
-    *,
-    collectives: Collectives | None = None,
-    zero: int = 1,
-) -> Translation:
-    """Return the plan that comes nearest to a HAP program: the first of `translations`."""
-    return translations(problem, result, cluster, collectives=collectives, zero=zero)[0]
 
 
 def translations(
@@ -143,12 +129,9 @@ class _Ask:
         ops = self.problem.ops
         allowed = {op.name: frozenset(op.factors) & split or frozenset(op.factors) & carried for op in ops}
         found = self._search(_confined(self.problem, allowed, split))
-        shares = rounded(found.ratios[0], PARTS)
-        kept = [(rank, share) for rank, share in zip(self.cluster.ranks, shares, strict=True) if share]
-        stage = Stage(tuple(rank for rank, _ in kept), tuple(share for _, share in kept))
-        asked = tuple(_asked_for(self.problem, split))
-        plan = Plan((Pipeline((stage,)),), zero=self.zero, split=asked, sequence_parallel=bool(carried))
-        return plan, found, _seconds(found, shares)
+        asked, pipelines = tuple(_asked_for(self.problem, split)), one_group(found, PARTS)
+        plan = Plan(pipelines, zero=self.zero, split=asked, sequence_parallel=bool(carried))
+        return plan, found, _seconds(found, rounded(found.ratios[0], PARTS))
 
     def _search(self, problem: TensorProgram) -> HapResult:
         return search(
@@ -158,6 +141,13 @@ class _Ask:
             memory_fraction=self.memory_fraction,
             zero=self.zero,
         )
+
+
+def one_group(found: HapResult, parts: int) -> tuple[Pipeline]:
+    """Return one group with shares of whole parts; devices whose share is none are left out."""
+    pairs = zip(found.ranks, rounded(found.ratios[0], parts), strict=True)
+    ranks, shares = zip(*((rank, share) for rank, share in pairs if share), strict=True)
+    return (Pipeline((Stage(ranks, shares),)),)
 
 
 def _seconds(found: HapResult, shares: tuple[int, ...]) -> float:

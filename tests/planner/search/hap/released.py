@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.hap.collectives import Collectives
+from hetu_fx.planner.search.hap.prices import Collectives
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 

@@ -12,9 +12,9 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.planner.search.hap.from_graph import problem_of
+from hetu_fx.planner.search.hap.adapter import problem_of
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.to_plan import translate
+from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
 from tests.model_zoo import captured
 from tests.planner.search.hap.released import of_bandwidths
@@ -110,7 +110,7 @@ def test_parts_of_the_model_may_have_ratios_of_their_own() -> None:
 def test_the_plan_of_a_captured_model_names_parameters_of_the_model() -> None:
     problem = problem_of(Analyse()(stack()))
     result = search(problem, UNEQUAL)
-    translation = translate(problem, result, UNEQUAL)
+    translation = translations(problem, result, UNEQUAL)[0]
     parameters = {tensor.name for tensor in problem.tensors if tensor.kind == "parameter"}
     assert {name for name, _ in translation.plan.split} <= parameters
     translation.plan.check(num_blocks=3, world_size=2)
@@ -131,4 +131,4 @@ def test_a_graph_without_parameters_is_refused() -> None:
 def test_models_of_the_zoo_have_programs_no_slower_than_their_plans(name: str) -> None:
     problem = problem_of(Analyse()(captured(name)[1]))
     result = search(problem, UNEQUAL)
-    assert translate(problem, result, UNEQUAL).loss_seconds >= -1e-6 * result.seconds
+    assert translations(problem, result, UNEQUAL)[0].loss_seconds >= -1e-6 * result.seconds

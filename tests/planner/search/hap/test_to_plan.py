@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.hap.rounding import rounded
+from hetu_fx.planner.search.hap.prices import rounded
 from hetu_fx.planner.search.hap.search import search
-from hetu_fx.planner.search.hap.to_plan import translate
+from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.plans.plan import Pipeline, Stage
 from tests.planner.search.hap.released import P100, V100
@@ -46,7 +46,7 @@ def test_shares_are_rounded_as_in_the_released_code(
 def test_a_program_that_cuts_rows_becomes_a_data_parallel_plan() -> None:
     problem, cluster = named(4096, 16, 32, 2), Cluster.on_paper([3e6, 1e6])
     result = search(problem, cluster, collectives=LINES)
-    translation = translate(problem, result, cluster, collectives=LINES)
+    translation = translations(problem, result, cluster, collectives=LINES)[0]
     assert translation.plan.pipelines == (
         Pipeline((Stage((0,)),), share=3),
         Pipeline((Stage((1,)),), share=1),
@@ -59,7 +59,7 @@ def test_a_program_that_cuts_rows_becomes_a_data_parallel_plan() -> None:
 def test_a_program_that_cuts_parameters_becomes_a_tensor_parallel_plan() -> None:
     problem, cluster = named(16, 64, 512, 2), Cluster.on_paper([3e5, 1e5])
     result = search(problem, cluster, collectives=LINES)
-    translation = translate(problem, result, cluster, collectives=LINES)
+    translation = translations(problem, result, cluster, collectives=LINES)[0]
     assert translation.plan.pipelines == (Pipeline((Stage((0, 1), (3, 1)),)),)
     assert translation.plan.split == (("0.up", 0), ("1.up", 0))
     assert translation.seconds == pytest.approx(translation.result.seconds, rel=1e-3)  # of ratios near 3 : 1
@@ -74,7 +74,7 @@ def test_what_no_plan_can_say_is_named_with_its_seconds() -> None:
     result = search(problem, cluster, collectives=LINES)
     rows = {step.form.cut == "rows" for step in result.program.steps if step.form.cut}
     assert rows == {True, False}
-    translation = translate(problem, result, cluster, collectives=LINES)
+    translation = translations(problem, result, cluster, collectives=LINES)[0]
     assert translation.loss_seconds == pytest.approx(translation.seconds - result.seconds)
     assert translation.loss_seconds > 1e-3 * result.seconds
     assert f"loses {translation.loss_seconds:.4g} s" in translation.why

@@ -1,7 +1,7 @@
 import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Collective, Link
-from hetu_fx.planner.search.hap.collectives import Collectives
+from hetu_fx.planner.search.hap.prices import Collectives
 
 LINK = Link(1e9, 1e-5)
 

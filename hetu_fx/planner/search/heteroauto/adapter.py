@@ -1,35 +1,34 @@
-"""The HeteroAuto search, as the table of searches knows it: its problems, from a profile and a cluster.
+"""The HeteroAuto search, as the table of searches knows it: plans for unlike kinds of chips as H2's HeteroAuto does.
+
+Non-uniform pipelines, by a search on two levels. The upper level chooses the number of replicas and the size of the
+tensor parallel groups of each kind, in order of a lower bound; the lower level (`sweep.arrange`), exact, which kinds
+are used and in which order, how many stages they have, and the layers and recomputation of each stage. So the best plan
+in which every kind has groups of one size is found and proved. A second stage then splits kinds: of one kind, some
+groups may be larger than others; from the best plan on, as long as a split makes it faster (local, hence without
+proof). H2: arXiv 2505.17548, section on HeteroAuto; its planner is not public.
 
 HeteroAuto plans for micro-batches of one size; here several numbers of replicas and micro-batches are tried, and the
-cost model that all searches share says which plan is best. Seconds of a layer come from measured times if there are
-some of every kind, else from the cost model, so that kinds are compared by figures of one source. HeteroAuto recomputes
-all layers of a stage or none; what is planned is the least of them that fits memory.
+cost model that all searches share says which plan is best. HeteroAuto recomputes all layers of a stage or none; what is
+planned is the least of them that fits memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import product
-from statistics import fmean
 
-from hetu_fx.cluster.cluster import Cluster, Device, Link
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
-from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.device_classes import Alike, alike_in
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, replica_counts
-from hetu_fx.planner.search.heteroauto.cost import HeteroStage
-from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
-from hetu_fx.planner.search.heteroauto.result import HeteroResult
-from hetu_fx.planner.search.heteroauto.search import search_below
+from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, HeteroStage, Tables
+from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, hetero_problem
+from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange
 from hetu_fx.planner.search.homogeneous import candidates
-from hetu_fx.planner.search.malleus.adapter import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import MOST_CLASSES
-from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 MARGINS = (1.0, 0.85, 0.7)
@@ -42,82 +41,133 @@ MOST_WORK = 1024
 
 _WORTH = 1.25  # what HeteroAuto's own prices say is slower than the best so far by this factor is not tried
 
+_SLACKS = (1.05, 1.3, 2.0, math.inf)  # over the least lower bound, until something is found
 
-def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
-    """Return what HeteroAuto plans for, each replica having so many micro-batches, within a part of the memory."""
-    costs, rows = problem.costs, math.ceil(problem.costs.rows / (replicas * micro_batches))
-    block = _largest_block(problem)
-    known = _of_one_source(problem)
-    return HeteroProblem(
-        kinds=tuple(_kind(known, alike, rows, margin) for alike in alike_in(problem.cluster)),
-        num_layers=costs.num_blocks,
-        num_micro_batches=replicas * micro_batches,
-        between=_link(problem.cluster, problem.cluster.devices),
-        boundary_bytes=rows * max(costs.boundary_bytes, default=0.0),
-        before=_edge(costs.before, block, problem.cluster),
-        after=_edge(costs.after, block, problem.cluster),
-        replicas=(replicas,),
-        schedule=problem.options.schedule,
-        zero=problem.options.zero,
-        freedom=Freedom(recompute=problem.options.recompute),
+
+def search(problem: HeteroProblem) -> HeteroResult:
+    """Return the best plan found. Raises `PlanError` when none fits memory, with the way out."""
+    result = search_below(problem, math.inf)
+    if result is None:
+        raise PlanError(_nothing_fits(problem))
+    return result
+
+
+def search_below(problem: HeteroProblem, seconds: float) -> HeteroResult | None:
+    """Return the best plan found; None when none that fits memory takes less than so many seconds."""
+    upper = _Upper(problem)
+    best = upper.coarse(seconds)
+    if best is None:
+        return None
+    chosen, arranged = upper.refined(best) if problem.freedom.split_kinds else best
+    return HeteroResult(chosen.replicas, arranged.stages, arranged.seconds, best[1].seconds, upper.num_arranged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What the upper level chooses, and what is no faster than it can get."""
+
+    seconds: float
+    replicas: int
+    choices: tuple[GroupChoice, ...]
+
+
+_Best = tuple[_Candidate, Arranged]
+"""A candidate, and its best arrangement."""
+
+
+class _Upper:
+    """The upper level; remembers tables and bounds of each number of replicas."""
+
+    def __init__(self, problem: HeteroProblem) -> None:
+        self._problem = problem
+        most = {count: sum(kind.num_groups(1) for kind in problem.kinds) // count for count in problem.replicas}
+        self._tables = {n: Tables(problem, n, min(problem.num_layers, stages)) for n, stages in most.items() if stages}
+        groups = [Groups(kind, degree) for kind in problem.kinds for degree in kind.degrees]
+        self._bounds = {count: Bounds(tables, groups) for count, tables in self._tables.items()}
+        self.num_arranged = 0
+
+    def coarse(self, below: float) -> _Best | None:
+        """Return the best plan of less than `below` seconds in which every kind has groups of one size."""
+        candidates = sorted(self._candidates(), key=lambda candidate: candidate.seconds)
+        for slack in _SLACKS if candidates else ():
+            limit = min(below, candidates[0].seconds * slack)
+            found = self._best(candidates, limit)
+            if found is not None or limit == below:
+                return found
+        return None
+
+    def refined(self, best: _Best) -> _Best:
+        """Return the best plan that splitting kinds, one after the other, leads to."""
+        while True:
+            splits = [self._candidate(best[0].replicas, choices) for choices in self._splits(best[0])]
+            found = self._best(sorted(splits, key=lambda split: split.seconds), best[1].seconds)
+            if found is None:
+                return best
+            best = found
+
+    def _best(self, candidates: Sequence[_Candidate], below: float) -> _Best | None:
+        """Return the best of candidates, in order of their bounds, that takes less than `below` seconds."""
+        best: _Best | None = None
+        for candidate in candidates:
+            if candidate.seconds >= below:
+                break
+            self.num_arranged += 1
+            arranged = arrange(self._tables[candidate.replicas], candidate.choices, below)
+            if arranged is not None:
+                below, best = arranged.seconds, (candidate, arranged)
+        return best
+
+    def _candidate(self, replicas: int, choices: tuple[GroupChoice, ...]) -> _Candidate:
+        return _Candidate(self._bounds[replicas].seconds(choices), replicas, choices)
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        """Yield what can be chosen with groups of one size per kind, as far as it may fit."""
+        for replicas in self._tables:
+            for choices in self._chosen(replicas):
+                candidate = self._candidate(replicas, choices)
+                if candidate.seconds < math.inf:
+                    yield candidate
+
+    def _chosen(self, replicas: int) -> Iterator[tuple[GroupChoice, ...]]:
+        able = [some for kind in self._problem.kinds if (some := _choices(kind, replicas))]
+        if self._problem.freedom.degree_per_kind:
+            yield from product(*able)
+        else:
+            degrees = sorted({choice.groups.degree for some in able for choice in some})
+            yield from (tuple(c for some in able for c in some if c.groups.degree == degree) for degree in degrees)
+
+    def _splits(self, best: _Candidate) -> Iterator[tuple[GroupChoice, ...]]:
+        """Yield the choices with one kind more that has groups of two sizes."""
+        kinds = [choice.groups.kind for choice in best.choices]
+        for index, choice in enumerate(best.choices):
+            others = (*best.choices[:index], *best.choices[index + 1 :])
+            if kinds.count(choice.groups.kind) == 1:
+                for degree in choice.groups.kind.degrees:
+                    if degree != choice.groups.degree:
+                        yield from ((*others, *p) for p in _pairs(choice.groups, degree, best.replicas))
+
+
+def _choices(kind: ChipKind, replicas: int) -> list[GroupChoice]:
+    """Return the sizes of groups of which there is one for each replica."""
+    counts = ((degree, kind.num_groups(degree) // replicas) for degree in kind.degrees)
+    return [GroupChoice(Groups(kind, degree), count) for degree, count in counts if count]
+
+
+def _pairs(groups: Groups, other: int, replicas: int) -> Iterator[tuple[GroupChoice, GroupChoice]]:
+    """Yield the ways to have groups of two sizes on one kind; powers of two leave no gaps in a node."""
+    kind, (small, large) = groups.kind, sorted((groups.degree, other))
+    for count in range(1, kind.num_groups(large) // replicas + 1):
+        left = (kind.num_groups(small) - count * replicas * (large // small)) // replicas
+        if left:
+            yield GroupChoice(Groups(kind, small), left), GroupChoice(Groups(kind, large), count)
+
+
+def _nothing_fits(problem: HeteroProblem) -> str:
+    kinds = ", ".join(f"{kind.chips} x {kind.name} of {kind.memory_bytes / 1e6:.4g} MB" for kind in problem.kinds)
+    return (
+        f"no pipeline of {problem.num_layers} layers fits {kinds} with {list(problem.replicas)} replicas: give more "
+        f"chips, larger groups, more micro-batches (so that each keeps less), or allow recomputation"
     )
-
-
-def _of_one_source(problem: Problem) -> Problem:
-    """Return the problem without figures that not all kinds have: alpha says nothing of one kind over another."""
-    profile = replace(problem.profile, alpha=())
-    if not all(profile.block_times(device.kind) for device in problem.cluster.devices):
-        profile = replace(profile, times=())
-    return replace(problem, profile=profile)
-
-
-def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> ChipKind:
-    cluster = replace(problem.cluster, devices=alike.devices)
-    own = replace(problem, cluster=cluster)
-    seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
-    return ChipKind(
-        name=alike.name,
-        nodes=tuple(Counter(device.node for device in alike.devices).values()),
-        memory_bytes=margin * alike.memory_bytes * problem.options.memory_fraction,
-        layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
-        inside=problem.cluster.intra.between(*alike.devices),
-        across=_link(problem.cluster, alike.devices),
-        update_seconds_per_byte=optimizer_seconds(1.0, alike.one),
-    )
-
-
-def _layer(problem: Problem, size: int, rows: int, seconds: float) -> Layer:
-    block, forward = _largest_block(problem), seconds / FORWARD_AND_BACKWARD
-    return Layer(
-        forward_seconds=forward,
-        backward_seconds=seconds - forward,
-        parameter_bytes=block.parameter_bytes_at(1 / size),
-        kept_bytes=rows * block.activation_bytes_at(1 / size),
-        input_bytes=rows * max(problem.costs.boundary_bytes, default=0.0),
-    )
-
-
-def _largest_block(problem: Problem) -> PartCosts:
-    return max(problem.costs.blocks, key=lambda block: block.parameter_bytes + block.activation_bytes)
-
-
-def _edge(part: PartCosts, block: PartCosts, cluster: Cluster) -> EndCosts:
-    """Return what stands before or after the blocks, in blocks' worth, on the mean device."""
-    flops_per_byte = fmean(device.flops_per_byte for device in cluster.devices)
-    return EndCosts(
-        work=_share(*(one.flops + one.traffic_bytes * flops_per_byte for one in (part, block))),
-        parameters=_share(part.parameter_bytes, block.parameter_bytes),
-        kept=_share(part.activation_bytes, block.activation_bytes),
-    )
-
-
-def _share(amount: float, whole: float) -> float:
-    return amount / whole if whole else 0.0
-
-
-def _link(cluster: Cluster, devices: Sequence[Device]) -> Link:
-    """Return the slowest link that these devices have to use between them."""
-    return (cluster.inter if len({device.node for device in devices}) > 1 else cluster.intra).between(*devices)
 
 
 def shapes(problem: Problem) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a pipeline over kinds of chips (H2's cost model).
+"""Seconds and bytes of a pipeline over kinds of chips (H2's cost model), and lower bounds of them.
 
 Stage k of a pipeline takes s_k seconds for forward and backward of a micro-batch, what it hands over included, and
 u_k seconds at the end of the step to sync gradients, update and gather parameters. With m micro-batches a step takes
@@ -18,12 +18,24 @@ the receiving node (SR&AG),
     latency + max(1, b / a) S / link        or        latency + S / min(a, b) / link + gather(S, b)    (4)
 
 whichever is less.
+
+Stages are priced for all numbers of layers and places in a pipeline at once. Rows are places counted from the end: a
+stage in row q is followed by q - 1 others, which says how many micro-batches it has in flight. Columns are layers. A
+stage whose activations fit keeps them, as computing them again is never faster; one where only inputs fit recomputes;
+else it takes infinitely long.
+
+What no arrangement of given groups is faster than leaves out the order of the groups, what is handed over, and what
+stands before and after the layers; the j-th stage of some groups is at least the j-th from the end. Then for a limit B
+on the maximum of (1) each stage takes so many layers at most, all of them together have to take all, and the sum is
+least where the layers that add least to it are filled first. So the bound is min_B B + sum(B), over all B that some
+stage can have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -66,22 +78,6 @@ class HeteroStage:
     def __str__(self) -> str:
         again = " again" if self.recompute else ""
         return f"{self.groups.kind.name}/{self.groups.degree}x{self.layers}{again}"
-
-
-def step_seconds(problem: HeteroProblem, replicas: int, stages: Sequence[HeteroStage]) -> float:
-    """Return (1) for equal replicas of a pipeline; infinite where a stage does not fit its memory."""
-    count = problem.num_micro_batches // replicas
-    seconds, ends = [], []
-    for index, stage in enumerate(stages):
-        edge = edge_of(problem, index == 0, index == len(stages) - 1)
-        flying = in_flight(problem.schedule, index, len(stages), count)
-        if held_bytes(problem, replicas, stage, edge, flying) > stage.groups.kind.memory_bytes:
-            return math.inf
-        behind = [hand_over_seconds(problem, stage.groups, other.groups) for other in stages[index + 1 : index + 2]]
-        seconds.append(work_seconds(stage.groups, float(stage.layers), edge, stage.recompute) + sum(behind))
-        ends.append(update_seconds(problem, replicas, stage.groups, float(stage.layers), edge))
-    largest = max((count - problem.bubble) * s + u for s, u in zip(seconds, ends, strict=True))
-    return problem.bubble * math.fsum(seconds) + largest
 
 
 def edge_of(problem: HeteroProblem, is_first: bool, is_last: bool) -> EndCosts:
@@ -142,3 +138,162 @@ def transfer_seconds(problem: HeteroProblem, senders: int, target: Groups, link:
     inside = target.kind.inside
     gather = (receivers - 1) * inside.seconds(size / receivers)
     return min(whole, link.seconds(size / min(senders, receivers)) + gather)
+
+
+@dataclass(frozen=True, slots=True)
+class HeteroResult:
+    """The best plan that was found.
+
+    Attributes:
+        replicas: data parallel degree: so many copies of the pipeline, each on groups of its own.
+        stages: the pipeline, first stage first.
+        seconds: predicted seconds of a step.
+        coarse_seconds: those of the best plan in which every kind has groups of one size, which is proved.
+        num_arranged: for how many choices of groups the lower level was solved.
+    """
+
+    replicas: int
+    stages: tuple[HeteroStage, ...]
+    seconds: float
+    coarse_seconds: float
+    num_arranged: int
+
+    @property
+    def chips(self) -> Mapping[str, int]:
+        """Return how many chips of each kind are used."""
+        count: Counter[str] = Counter()
+        for stage in self.stages:
+            count[stage.groups.kind.name] += self.replicas * stage.groups.degree
+        return count
+
+    def __str__(self) -> str:
+        return f"{self.replicas} x " + " > ".join(map(str, self.stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """By place and layers, the two sides of (1).
+
+    `share` is what a stage adds to the bubble's sum, `bound` the rest of the step if it is the slowest. Both grow with
+    the layers.
+    """
+
+    share: Numbers
+    bound: Numbers
+
+    def within(self, limit: float) -> Numbers:
+        """Return the shares, infinite for stages whose bound is above the limit."""
+        return np.where(self.bound <= limit, self.share, np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class StageGroups:
+    """Groups that hold a stage, those of the stage behind (None at the end), and if it is the pipeline's first."""
+
+    groups: Groups
+    behind: Groups | None
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """Groups that may hold stages one after another, up to so many."""
+
+    groups: Groups
+    most_stages: int
+
+
+class Tables:
+    """Costs of stages for one number of replicas and up to so many stages; remembers what it worked out."""
+
+    def __init__(self, problem: HeteroProblem, replicas: int, most_stages: int) -> None:
+        self.problem, self.replicas = problem, replicas
+        self._count = problem.num_micro_batches // replicas
+        self._layers = np.arange(problem.num_layers + 1, dtype=np.float64)[None, :]
+        flying = [in_flight(problem.schedule, 0, row, self._count) for row in range(1, most_stages + 1)]
+        self._flying = np.array([0.0, *flying])[:, None]
+        self._costs: dict[StageGroups, Costs] = {}
+        self._work: dict[tuple[Groups, EndCosts], Numbers] = {}
+        self._least: dict[Groups, Numbers] = {}
+
+    def costs(self, place: StageGroups) -> Costs:
+        """Return the costs of stages at a place."""
+        if place not in self._costs:
+            edge = edge_of(self.problem, place.is_first, place.behind is None)
+            behind = 0.0 if place.behind is None else hand_over_seconds(self.problem, place.groups, place.behind)
+            self._costs[place] = self._priced(place.groups, edge, behind)
+        return self._costs[place]
+
+    def least_bounds(self, groups: Groups) -> Numbers:
+        """Return bounds that no place is below: nothing stands before or after, and nothing is handed over."""
+        if groups not in self._least:
+            self._least[groups] = self._priced(groups, EndCosts(), 0.0).bound
+        return self._least[groups]
+
+    def least_share(self, groups: Groups) -> float:
+        """Return what a layer adds to the bubble's sum at least."""
+        return self.problem.bubble * work_seconds(groups, 1.0, EndCosts(), recompute=False)
+
+    def stage(self, place: StageGroups, row: int, layers: int) -> HeteroStage:
+        """Return the stage of so many layers at a place, which recomputes where it has to."""
+        edge, flying = edge_of(self.problem, place.is_first, place.behind is None), int(self._flying[row, 0])
+        keeping = HeteroStage(place.groups, layers)
+        fits = held_bytes(self.problem, self.replicas, keeping, edge, flying) <= place.groups.kind.memory_bytes
+        return HeteroStage(place.groups, layers, recompute=not fits)
+
+    def _priced(self, groups: Groups, edge: EndCosts, hand_over: float) -> Costs:
+        seconds = self._seconds(groups, edge) + hand_over
+        ends = update_seconds(self.problem, self.replicas, groups, self._layers, edge)
+        bubble = self.problem.bubble
+        return Costs(_times(bubble, seconds), _times(self._count - bubble, seconds) + ends)
+
+    def _seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
+        """Return the seconds of a micro-batch without what is handed over; infinite where memory does not hold it."""
+        if (groups, edge) not in self._work:
+            self._work[groups, edge] = self._new_seconds(groups, edge)
+        return self._work[groups, edge]
+
+    def _new_seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
+        problem, layer = self.problem, groups.layer
+        states = [state_bytes(problem, self.replicas, groups, n, edge) for n in range(problem.num_layers + 1)]
+        left = groups.kind.memory_bytes - np.array(states, dtype=np.float64)[None, :]
+        result: Numbers = np.full((len(self._flying), problem.num_layers + 1), np.inf)
+        for recompute in (True, False) if problem.freedom.recompute else (False,):
+            kept = activation_bytes(layer, self._layers, edge, self._flying, recompute)
+            result = np.where(kept <= left, work_seconds(groups, self._layers, edge, recompute), result)
+        result[0], result[:, 0] = np.inf, np.inf
+        return result
+
+
+def _times(factor: float, seconds: Numbers) -> Numbers:
+    """Return the product, infinite where seconds are, even for a factor of 0."""
+    fits = np.isfinite(seconds)
+    return np.where(fits, factor * np.where(fits, seconds, 0.0), np.inf)
+
+
+class Bounds:
+    """Lower bounds for choices of some groups, for one number of replicas."""
+
+    def __init__(self, tables: Tables, groups: Iterable[Groups]) -> None:
+        self._tables = tables
+        self._bounds = {one: tables.least_bounds(one) for one in groups}
+        values = np.unique(np.concatenate([bounds.ravel() for bounds in self._bounds.values()]))
+        self._limits: Numbers = values[np.isfinite(values)]
+        self._most: dict[GroupChoice, Numbers] = {}
+
+    def seconds(self, choices: Sequence[GroupChoice]) -> float:
+        """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
+        left = np.full(len(self._limits), float(self._tables.problem.num_layers))
+        seconds = self._limits.copy()
+        for choice in sorted(choices, key=lambda choice: self._tables.least_share(choice.groups)):
+            taken = np.minimum(left, self._most_layers(choice))
+            seconds += self._tables.least_share(choice.groups) * taken
+            left -= taken
+        return float(seconds[left == 0].min(initial=math.inf))
+
+    def _most_layers(self, choice: GroupChoice) -> Numbers:
+        """Return how many layers the stages of a choice take at most within each limit."""
+        if choice not in self._most:
+            bounds = np.sort(self._bounds[choice.groups][1 : choice.most_stages + 1].ravel())
+            self._most[choice] = np.searchsorted(bounds, self._limits, side="right").astype(np.float64)
+        return self._most[choice]

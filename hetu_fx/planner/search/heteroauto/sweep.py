@@ -1,6 +1,9 @@
-"""The least sum over pipelines whose maximum is within a limit, by dynamic programming from the pipeline's end.
+"""Which of given groups follow which, in how many stages, of how many layers each: the lower level, exact.
 
-With bubble s and (m - bubble) s + u of a stage by `tables` as its share and its bound,
+Minimise (1) of `cost`, which is sum_j share_j + max_k bound_k, with bubble s and (m - bubble) s + u of a stage as its
+share and its bound. F(B) is the least sum over pipelines whose maximum is within a limit B. It falls as B grows; so B
+starts where nothing above can be better, and falls to just below the maximum of what was found, or to where F alone is
+too much, until nothing is left. F(B) is found by dynamic programming from the pipeline's end:
 
     F(K, k, q, x) = min over l <= x and k' of F(K', k', q - 1, x - l) + share_k(q, l)  with bound_k(q, l) <= B  (1)
 
@@ -18,17 +21,7 @@ from itertools import combinations
 
 import numpy as np
 
-from hetu_fx.planner.search.heteroauto.cost import Groups, Numbers
-from hetu_fx.planner.search.heteroauto.tables import StageGroups, Tables
-
-
-@dataclass(frozen=True, slots=True)
-class GroupChoice:
-    """Groups that may hold stages one after another, up to so many."""
-
-    groups: Groups
-    most_stages: int
-
+from hetu_fx.planner.search.heteroauto.cost import GroupChoice, Groups, HeteroStage, Numbers, StageGroups, Tables
 
 Used = frozenset[int]
 """Which choices stand in the end of a pipeline."""
@@ -171,3 +164,58 @@ class Sweep:
 
     def _empty(self) -> Numbers:
         return np.full((self._most + 1, self._num_layers + 1), np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """The stages of a pipeline, in order, and the seconds of a step."""
+
+    seconds: float
+    stages: tuple[HeteroStage, ...]
+
+
+def arrange(tables: Tables, choices: Sequence[GroupChoice], below: float) -> Arranged | None:
+    """Return the fastest arrangement of less than `below` seconds, None when there is none."""
+    best: Arranged | None = None
+    for sizes in _sizes(tables):
+        best = _descend(tables, choices, below if best is None else best.seconds, sizes) or best
+    return best
+
+
+def _sizes(tables: Tables) -> Iterator[list[int]]:
+    """Yield the numbers of layers that stages of one pipeline may have."""
+    count = tables.problem.num_layers
+    if tables.problem.freedom.uneven_layers:
+        yield list(range(1, count + 1))
+    else:
+        least = {count // stages for stages in range(1, count + 1)}
+        yield from ([n for n in (size, size + 1) if n <= count] for size in sorted(least))
+
+
+def _descend(tables: Tables, choices: Sequence[GroupChoice], below: float, sizes: list[int]) -> Arranged | None:
+    best: Arranged | None = None
+    limit = below - tables.problem.num_layers * min(tables.least_share(choice.groups) for choice in choices)
+    while _may_hold(tables, choices, limit, sizes):
+        found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes).solve()
+        if found is None:
+            break
+        share, steps = found
+        largest = max(_bound(tables, step) for step in steps)
+        if share + largest < below:
+            below = share + largest
+            best = Arranged(below, tuple(tables.stage(s.place, s.row, s.layers) for s in steps))
+        limit = min(below - share, largest)
+    return best
+
+
+def _may_hold(tables: Tables, choices: Sequence[GroupChoice], limit: float, sizes: list[int]) -> bool:
+    """Tell whether all stages together could hold all layers within the limit, wherever they stand."""
+    held = 0
+    for choice in choices:
+        fits = tables.least_bounds(choice.groups)[1 : choice.most_stages + 1, sizes] <= limit
+        held += int((fits * sizes).max(axis=1, initial=0).sum())
+    return held >= tables.problem.num_layers
+
+
+def _bound(tables: Tables, step: SweepStep) -> float:
+    return float(tables.costs(step.place).bound[step.row, step.layers])

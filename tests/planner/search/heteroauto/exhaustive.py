@@ -1,9 +1,12 @@
-"""Every pipeline there is, for small problems: nothing is bounded, no order or recomputation is taken for granted."""
+"""Every pipeline there is, for small problems: nothing is bounded, no order or recomputation is taken for granted.
+
+And (1) of `cost` as it is written there, for one pipeline.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -114,3 +117,19 @@ class Exhaustive:
         seconds += 0.0 if behind is None else hand_over_seconds(problem, groups, behind)
         end = update_seconds(problem, replicas, groups, float(stage.layers), edge)
         return problem.bubble * seconds, (count - problem.bubble) * seconds + end
+
+
+def step_seconds(problem: HeteroProblem, replicas: int, stages: Sequence[HeteroStage]) -> float:
+    """Return (1) for equal replicas of a pipeline; infinite where a stage does not fit its memory."""
+    count = problem.num_micro_batches // replicas
+    seconds, ends = [], []
+    for index, stage in enumerate(stages):
+        edge = edge_of(problem, index == 0, index == len(stages) - 1)
+        flying = in_flight(problem.schedule, index, len(stages), count)
+        if held_bytes(problem, replicas, stage, edge, flying) > stage.groups.kind.memory_bytes:
+            return math.inf
+        behind = [hand_over_seconds(problem, stage.groups, other.groups) for other in stages[index + 1 : index + 2]]
+        seconds.append(work_seconds(stage.groups, float(stage.layers), edge, stage.recompute) + sum(behind))
+        ends.append(update_seconds(problem, replicas, stage.groups, float(stage.layers), edge))
+    largest = max((count - problem.bubble) * s + u for s, u in zip(seconds, ends, strict=True))
+    return problem.bubble * math.fsum(seconds) + largest

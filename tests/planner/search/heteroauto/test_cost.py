@@ -9,12 +9,12 @@ from hetu_fx.planner.search.heteroauto.cost import (
     HeteroStage,
     hand_over_seconds,
     held_bytes,
-    step_seconds,
     transfer_seconds,
     update_seconds,
 )
 from hetu_fx.planner.search.heteroauto.problem import EndCosts, Freedom
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
+from tests.planner.search.heteroauto.exhaustive import step_seconds
 
 FAST, SLOW = kind("fast", (4,), layers_of(1.0)), kind("slow", (4,), layers_of(2.0))
 BOTH = problem(FAST, SLOW, layers=6, micro_batches=8)

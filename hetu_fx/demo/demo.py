@@ -84,10 +84,10 @@ def _speeds_text(settings: DemoSettings, limiter: Limiter) -> str:
 
 def _conclude(folder: Path, settings: DemoSettings) -> int:
     """Train on one process, read the checkpoint, compare, and write the rest."""
-    from hetu_fx.demo.check import load_checkpoint, train_alone
     from hetu_fx.demo.record import RunRecord
     from hetu_fx.demo.report import compare, comparison_text, draw_run, write_files
     from hetu_fx.demo.screen import make_screen
+    from hetu_fx.demo.training import load_checkpoint, train_alone
 
     screen = make_screen()
     record = RunRecord.read(folder / "run.json")

@@ -26,23 +26,35 @@ _COMPETES_SECONDS = 600
 
 
 class Devices:
-    """What the demo does to the devices that it runs on; these stay as they are.
+    """What the demo does to the devices that it runs on.
+
+    Here, without quotas, they stay as they are, pinned to cores, slow ones to a core they share from the start.
 
     Attributes:
-        slowed_rank: the device that can be slowed down.
+        slowed_rank: the device that can be slowed down, here the fastest one.
     """
 
-    slowed_rank: int
-
-    def make_unequal(self) -> None:
-        """Give every device its own speed."""
+    def __init__(self, settings: DemoSettings) -> None:
+        self.settings, self.slowed_rank = settings, settings.speeds.index(max(settings.speeds))
+        self._competitor: subprocess.Popen[bytes] | None = None
 
     def slow(self) -> str:
-        """Slow one device down; say what was done."""
-        return "no device is slowed"
+        """Slow one device down, here by a process on its core; say what was done."""
+        if dist.get_rank() == self.slowed_rank:
+            command = (sys.executable, "-I", "-c", _COMPETITOR, str(_COMPETES_SECONDS))
+            self._competitor = subprocess.Popen(command)
+        return f"device {self.slowed_rank} shares its core with another process"
 
     def heal(self) -> None:
         """Undo `slow`."""
+        if self._competitor is not None:
+            self._competitor.kill()
+            self._competitor.wait()
+            self._competitor = None
+        dist.barrier()
+
+    def make_unequal(self) -> None:
+        """Give every device its own speed, where that can be done."""
 
     def make_equal(self) -> None:
         """Share the same cores equally, where that can be done."""
@@ -52,60 +64,27 @@ class Devices:
 
 
 class Quotas(Devices):
-    """Devices whose speeds are CPU quotas."""
+    """Devices whose speeds are CPU quotas; the settings say which one can be slowed down."""
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings, self.slowed_rank = settings, settings.slowed_rank
 
-    def make_unequal(self) -> None:
-        """Give every device its own speed."""
-        _set_speeds(self.settings.speeds)
-
     def slow(self) -> str:
-        """Slow one device down; say what was done."""
         rank, speed, before = self.slowed_rank, self.settings.slowed_speed, self.settings.speeds
         _set_speeds([speed if other == rank else before[other] for other in range(len(before))])
         return f"device {rank} slowed from {before[rank]:g} to {speed:g} cores"
 
     def heal(self) -> None:
-        """Undo `slow`."""
+        self.make_unequal()
+
+    def make_unequal(self) -> None:
         _set_speeds(self.settings.speeds)
 
     def make_equal(self) -> None:
-        """Share the same cores equally."""
         _set_speeds(self.settings.equal_speeds(current_cores()))
 
     def favour_first(self) -> None:
-        """Give rank 0 nearly all cores."""
         _set_speeds(self.settings.speeds_for_one(current_cores()))
-
-
-class SharedCores(Devices):
-    """Devices pinned to cores, slow ones to a core they share from the start; the fastest one can be slowed down."""
-
-    def __init__(self, settings: DemoSettings) -> None:
-        self.slowed_rank = settings.speeds.index(max(settings.speeds))
-        self._competitor: subprocess.Popen[bytes] | None = None
-
-    def slow(self) -> str:
-        """Start a process on the slowed device's core; say so."""
-        if dist.get_rank() == self.slowed_rank:
-            command = (sys.executable, "-I", "-c", _COMPETITOR, str(_COMPETES_SECONDS))
-            self._competitor = subprocess.Popen(command)
-        return f"device {self.slowed_rank} shares its core with another process"
-
-    def heal(self) -> None:
-        """End that process."""
-        if self._competitor is not None:
-            self._competitor.kill()
-            self._competitor.wait()
-            self._competitor = None
-        dist.barrier()
-
-
-def devices_for(settings: DemoSettings, *, quotas: bool) -> Devices:
-    """Return the devices of this emulation, for this rank."""
-    return Quotas(settings) if quotas else SharedCores(settings)
 
 
 def _set_speeds(speeds: Sequence[float]) -> None:

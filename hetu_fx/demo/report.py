@@ -132,12 +132,6 @@ def _same(same: bool) -> str:
     return "bit for bit the parallel model's" if same else "DIFFER from the parallel model's"
 
 
-def window(timeline: Timeline, start: float, end: float) -> Timeline:
-    """Return the events that lie in a span of time."""
-    inside = (e for e in timeline.events if e.start_seconds >= start and e.end_seconds <= end)
-    return Timeline(tuple(inside), timeline.name)
-
-
 def around_the_change(run: RunRecord, settings: DemoSettings, steps: int = 3) -> Timeline:
     """Return the measured timeline from some steps before the slow-down to some steps on the new plan."""
     new = (record.step for record in run.records if record.variant in run.new_plans)

@@ -32,12 +32,16 @@ class Screen:
 
     def head(self, text: str) -> None:
         """Begin a new part; say how long the one before took."""
+        self.end()
+        self._title(text)
 
     def say(self, text: str) -> None:
         """Say something, on one line or several."""
+        self._print(text)
 
     def event(self, text: str) -> None:
         """Say that something has happened during training."""
+        self._print(f"   >> {text}")
 
     def step(self, shown: Shown) -> None:
         """Show a step."""
@@ -46,40 +50,28 @@ class Screen:
         """End the progress bar, if there is one."""
 
     def end(self) -> None:
-        """End the last part."""
-
-    def _took(self) -> str:
         """Say how long the part that ends now took; nothing if none had begun. The next one begins."""
         now, before = time.monotonic(), self._began
         self._began = now
-        return "" if before is None else f"({now - before:.0f} s)"
+        if before is not None:
+            self._print(f"({now - before:.0f} s)", "dim")
+
+    def _title(self, text: str) -> None:
+        self._print(f"\n== {text}")
+
+    def _print(self, text: str, style: str = "") -> None:
+        """Print lines, on a terminal in a style of rich's."""
 
 
 class Plain(Screen):
     """Prints lines; a step's now and then."""
 
-    def head(self, text: str) -> None:
-        """Begin a new part; say how long the one before took."""
-        self.end()
-        print(f"\n== {text}", flush=True)
-
-    def say(self, text: str) -> None:
-        """Say something, on one line or several."""
-        print(text, flush=True)
-
-    def event(self, text: str) -> None:
-        """Say that something has happened during training."""
-        print(f"   >> {text}", flush=True)
-
     def step(self, shown: Shown) -> None:
-        """Show a step."""
         if shown.step % EVERY == EVERY - 1 or shown.step + 1 == shown.steps:
-            print(f"   step {shown.step + 1:3}/{shown.steps}  {shown}", flush=True)
+            self._print(f"   step {shown.step + 1:3}/{shown.steps}  {shown}")
 
-    def end(self) -> None:
-        """End the last part."""
-        if took := self._took():
-            print(took, flush=True)
+    def _print(self, text: str, style: str = "") -> None:
+        print(text, flush=True)
 
 
 class Terminal(Screen):
@@ -92,37 +84,26 @@ class Terminal(Screen):
         self._progress: Any = None
         self._task: Any = None
 
-    def head(self, text: str) -> None:
-        """Begin a new part; say how long the one before took."""
-        self.end()
-        self.console.print()
-        self.console.rule(text, style="cyan", align="left")
-
-    def say(self, text: str) -> None:
-        """Say something, on one line or several."""
-        self.console.print(text, markup=False, soft_wrap=True)
-
     def event(self, text: str) -> None:
-        """Say that something has happened during training."""
-        self.console.print(f">> {text}", markup=False, style="yellow", soft_wrap=True)
+        self._print(f">> {text}", "yellow")
 
     def step(self, shown: Shown) -> None:
-        """Show a step."""
         if self._progress is None:
             self._start(shown.steps)
         self._progress.update(self._task, completed=shown.step + 1, shown=str(shown))
         self._progress.refresh()
 
     def finish(self) -> None:
-        """End the progress bar, if there is one."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
-    def end(self) -> None:
-        """End the last part."""
-        if took := self._took():
-            self.console.print(took, style="dim")
+    def _title(self, text: str) -> None:
+        self.console.print()
+        self.console.rule(text, style="cyan", align="left")
+
+    def _print(self, text: str, style: str = "") -> None:
+        self.console.print(text, markup=False, style=style, soft_wrap=True)
 
     def _start(self, steps: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

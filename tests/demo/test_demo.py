@@ -13,7 +13,6 @@ from hetu_fx.demo.data import IGNORED, PAD, START, Text, library_pieces, num_tok
 from hetu_fx.demo.demo import MARK, make_room
 from hetu_fx.demo.devices import changes
 from hetu_fx.demo.model import digest, make_model, num_parameters
-from hetu_fx.demo.rank import health_text
 from hetu_fx.demo.record import RunRecord, StepRecord, Throughput, steady, throughput
 from hetu_fx.demo.report import (
     Loaded,
@@ -26,6 +25,7 @@ from hetu_fx.demo.report import (
 )
 from hetu_fx.demo.screen import Plain, Screen, Shown, make_screen
 from hetu_fx.demo.settings import FULL, QUICK, DemoSettings
+from hetu_fx.demo.training import health_text
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 from hetu_fx.plans.plan import Plan

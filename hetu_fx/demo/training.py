@@ -24,7 +24,7 @@ from hetu_fx.handle import Handle
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.plans.explain import diff
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.report.sinks import rates_text
+from hetu_fx.report.summary import rates_text
 
 
 class Training:

@@ -17,12 +17,11 @@ from hetu_fx.annotations.local import local_part
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.checkpoint.folders import digest
 from hetu_fx.errors import ExportError
-
-FORMAT = "hetu_fx.export/1"
+from hetu_fx.export import FORMAT, OPS
 
 _MOVED = {  # modules that folders of earlier versions name
-    "hetu_fx.comm_ops": "hetu_fx.comm_ops.ops.table",
-    "hetu_fx.transforms.random_ops": "hetu_fx.transforms.rewrites.random_ops",
+    "hetu_fx.comm_ops": OPS[0],
+    "hetu_fx.transforms.random_ops": OPS[1],
 }
 
 

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from hetu_fx.checkpoint.folders import FolderKind, digest, replaced_folder
-from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
-from hetu_fx.export.load import FORMAT
+from hetu_fx.export import FORMAT, OPS
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.program.program import Program
@@ -58,7 +57,7 @@ def export_runtime(runtime: Runtime, folder: Path) -> None:
         for variant in _graph_variants(runtime).values():
             variant.stage(program, False)  # makes its graph; collective
         entries = together(runtime.table, lambda: _export_variants(runtime, program, aside))
-        gathered = _gathered(runtime.table, entries)
+        gathered = of_all(runtime.table, entries)
         together(runtime.table, lambda: _finish(runtime, program, aside, gathered) if rank == 0 else None)
 
 
@@ -107,10 +106,7 @@ def _export_variant(runtime: Runtime, variant: GraphVariant, program: Program, f
 
 def _file_entry(path: Path) -> dict[str, str]:
     """Name a file of a variant inside the export's folder, with its hash."""
-    return {
-        "file": path.relative_to(path.parents[2]).as_posix(),
-        "sha256": digest(path),
-    }
+    return {"file": path.relative_to(path.parents[2]).as_posix(), "sha256": digest(path)}
 
 
 def _unsaved_values(stage: StagePlan, buffers: Buffers) -> dict[str, Tensor]:
@@ -193,14 +189,6 @@ def _slot_node(graph: Graph, slot: GraphSlot) -> fx.Node:
     return next(leaf.node for leaf in graph.leaves if (leaf.kind.value, leaf.name) == (slot.kind.value, slot.name))
 
 
-def _gathered(table: GroupTable, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    if table.size == 1:
-        return [mine]
-    everyone: list[Any] = [None] * table.size
-    dist.all_gather_object(everyone, mine, group=table.base)
-    return everyone
-
-
 def _finish(runtime: Runtime, program: Program, aside: Path, entries: list[dict[str, Any]]) -> None:
     graph = program.graph
     torch.export.save(_export_single(graph), aside / "single.pt2")
@@ -213,7 +201,7 @@ def _finish(runtime: Runtime, program: Program, aside: Path, entries: list[dict[
         "format": FORMAT,
         "torch": torch.__version__,
         "model": type(runtime.model).__qualname__,
-        "imports": ["hetu_fx.comm_ops.ops.table", "hetu_fx.transforms.rewrites.random_ops"],
+        "imports": list(OPS),
         "world": runtime.table.size,
         "single": {
             "file": "single.pt2",

@@ -24,16 +24,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Protocol
 
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.planner.dispatch.assignment import Planned
-from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 from hetu_fx.switching.runtime import Runtime
+from hetu_fx.switching.step.variant import Variant
 
 FORMAT = "hetu_fx.log/1"
 
@@ -50,14 +50,6 @@ class Sink(Protocol):
     def close(self) -> None:
         """Take no more."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedVariant:
-    """A variant, as a log tells it."""
-
-    plan: Plan
-    predicted_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +70,7 @@ class State:
     step: int = 0
     variant: str = ""
     rows: tuple[int, ...] = ()
-    variants: Mapping[str, LoggedVariant] = field(default_factory=dict)
+    variants: Mapping[str, Variant] = field(default_factory=dict)
     rates: Mapping[int, float] = field(default_factory=dict)
     planned: Planned | None = None
     graphs: Sequence[GraphEvent] = ()
@@ -134,7 +126,7 @@ def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     return {"event": "step", "step": after.step, **ran, **times}
 
 
-class RunLog:
+class RunLog(AbstractContextManager["RunLog"]):
     """Tells its sinks what a run does, from now until it is closed; a context manager.
 
     Args:
@@ -148,7 +140,7 @@ class RunLog:
         self._runtime, self._rates, self._sinks = runtime, rates, sinks
         self._before = State(
             step=runtime.step,
-            variants=_variants(runtime),
+            variants=dict(runtime.variants),
             graphs=tuple(runtime.idle.events),
             homes=tuple(runtime.in_flight.events),
         )
@@ -156,12 +148,7 @@ class RunLog:
         names = list(self._before.variants)
         self._tell({"event": "start", "format": FORMAT, "processes": runtime.table.size, "variants": names})
 
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -194,12 +181,9 @@ class RunLog:
         runtime, report = self._runtime, self._runtime.report
         rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
         happened = tuple(runtime.idle.events), tuple(runtime.in_flight.events)
-        return State(runtime.step, report.variant, report.rows, _variants(runtime), rates, report.planned, *happened)
+        variants = dict(runtime.variants)
+        return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, *happened)
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:
             sink.tell({**entry, "time": time.time()})
-
-
-def _variants(runtime: Runtime) -> dict[str, LoggedVariant]:
-    return {name: LoggedVariant(variant.plan, variant.predicted_seconds) for name, variant in runtime.variants.items()}

@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.report.run_log import Entry
+from hetu_fx.report.summary import entry_text
 
 PROGRESS_WIDTH = 100
 
 
 class JsonLines:
-    """Writes each entry as a line of a file, at once: what a run that is killed has told stays told.
+    """Writes each entry as a line of a file (a new one, or with `mode` "a" at its end), at once.
+
+    What a run that is killed has told stays told.
 
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], mode: Literal["w", "a"] = "w") -> None:
         try:
-            self._file = Path(path).open("w", encoding="utf-8", buffering=1)
+            self._file = Path(path).open(mode, encoding="utf-8", buffering=1)
         except OSError as error:
             raise EnvironmentProblem(f"cannot write the log {os.fspath(path)}: {error.strerror}") from error
 
@@ -57,41 +60,6 @@ class ProgressSink:
         """Leave the line."""
         if self._overwrites:
             self._stream.write("\n")
-
-
-def entry_text(entry: Entry) -> str:
-    """Return an entry as one line."""
-    match entry["event"]:
-        case "start":
-            return f"{entry['processes']} processes, variants {', '.join(entry['variants'])}"
-        case "plan":
-            return f"step {entry['step']}: a new plan, {entry['name']!r}"
-        case "health":
-            return f"step {entry['step']}: {rates_text(entry['rates'])}"
-        case "switch":
-            return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
-        case "built":
-            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
-        case "evicted":
-            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
-        case "moved":
-            size, why = f"{entry['bytes'] / 1e6:.3g} MB", f": {entry['why']}" if "why" in entry else ""
-            return f"step {entry['step']}: homes changed, {size} in {entry['seconds']:.2g} s{why}"
-        case "arrived":
-            beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
-            return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
-        case "evaluation":
-            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s"
-        case _:
-            predicted = entry["predicted_seconds"]
-            beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
-            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}"
-
-
-def rates_text(rates: Mapping[Any, float]) -> str:
-    """Say which devices are slow, and how slow; `rates` are those that are not 1."""
-    slow = [f"device {device} takes {rate:.2g} times as long" for device, rate in rates.items()]
-    return ", ".join(slow) if slow else "all devices are as they were measured"
 
 
 class Scalars:

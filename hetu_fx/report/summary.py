@@ -1,4 +1,4 @@
-"""Read the log of a run: what each variant took beside what was predicted, what changed when, and a picture."""
+"""What the log of a run says: each entry in words, what variants took beside what was predicted, and a picture."""
 
 from __future__ import annotations
 
@@ -14,10 +14,44 @@ from typing import Any
 from hetu_fx.base.documents import table_text
 from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.report.run_log import FORMAT, Entry
-from hetu_fx.report.sinks import entry_text
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
 CHANGES = ("plan", "health", "switch", "built", "evicted", "moved", "arrived")
+
+
+def entry_text(entry: Entry) -> str:
+    """Return an entry as one line."""
+    match entry["event"]:
+        case "start":
+            return f"{entry['processes']} processes, variants {', '.join(entry['variants'])}"
+        case "plan":
+            return f"step {entry['step']}: a new plan, {entry['name']!r}"
+        case "health":
+            return f"step {entry['step']}: {rates_text(entry['rates'])}"
+        case "switch":
+            return f"step {entry['step']}: {entry['from']!r} -> {entry['to']!r}"
+        case "built":
+            return f"step {entry['step']}: graphs of {entry['variant']!r} made in {entry['seconds']:.2g} s"
+        case "evicted":
+            return f"step {entry['step']}: graphs of {entry['variant']!r} evicted, {entry['bytes'] / 1e6:.3g} MB"
+        case "moved":
+            size, why = f"{entry['bytes'] / 1e6:.3g} MB", f": {entry['why']}" if "why" in entry else ""
+            return f"step {entry['step']}: homes changed, {size} in {entry['seconds']:.2g} s{why}"
+        case "arrived":
+            beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
+            return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
+        case "evaluation":
+            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s"
+        case _:
+            predicted = entry["predicted_seconds"]
+            beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
+            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}"
+
+
+def rates_text(rates: Mapping[Any, float]) -> str:
+    """Say which devices are slow, and how slow; `rates` are those that are not 1."""
+    slow = [f"device {device} takes {rate:.2g} times as long" for device, rate in rates.items()]
+    return ", ".join(slow) if slow else "all devices are as they were measured"
 
 
 def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:

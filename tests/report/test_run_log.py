@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,14 @@ import hetu_fx
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.run_log import Batch, Entry, LoggedVariant, State, entries
-from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, entry_text, tensorboard_writer
-from hetu_fx.report.summary import draw, read_log, summaries, summary_text
+from hetu_fx.report.run_log import Batch, Entry, State, entries
+from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
+from hetu_fx.report.summary import draw, entry_text, read_log, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 
-SHORT, LONG = LoggedVariant(Plan.single(), 1.5), LoggedVariant(Plan.single(), 0.0)
-VARIANTS = {"short": SHORT, "long": LONG}
+SHORT, LONG = (SimpleNamespace(plan=Plan.single(), predicted_seconds=seconds) for seconds in (1.5, 0.0))
+VARIANTS: Any = {"short": SHORT, "long": LONG}
 
 
 def state(step: int, variant: str, **more: Any) -> State:
@@ -74,7 +75,7 @@ def test_the_first_batch_of_a_run_switches_from_nothing() -> None:
 
 
 def test_new_variants_and_new_rates_are_told() -> None:
-    before = State(3, "short", (4,), {"short": SHORT})
+    before = replace(state(3, "short"), variants={"short": VARIANTS["short"]})
     plan, health = entries(before, state(3, "short", rates={1: 2.0}), None)
     assert (plan["name"], plan["plan"]) == ("long", LONG.plan.to_json())
     assert health["rates"] == {"1": 2.0}

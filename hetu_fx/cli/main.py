@@ -8,21 +8,28 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
+import platform
+import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
+from typing import assert_never, get_args
 
 from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
+from hetu_fx.emulate.limits import Affinity, CgroupV1, CgroupV2, this_limiter
+from hetu_fx.emulate.plan import LimitChoice
 from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
 from hetu_fx.launch.job import LaunchSpec
 
 ERROR_STATUS = 2
+PACKAGES = ("hetu-fx", "torch", "numpy", "scipy", "safetensors", "transformers", "accelerate", "rich", "matplotlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +57,13 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others when a rank fails"
     )
-    parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
+    _add_limit(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
+
+
+def _add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", choices=get_args(LimitChoice), default="auto", help="how speeds are made")
 
 
 def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -94,7 +105,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx demo`."""
     parser.add_argument("--quick", action="store_true", help="a smaller version of the same")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="what it writes")
-    parser.add_argument("--limit", choices=("auto", "cgroups", "affinity"), default="auto", help="how speeds are made")
+    _add_limit(parser)
 
 
 def _call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -128,14 +139,15 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="processes on this machine")
     parser.add_argument("--min-nproc", type=int, metavar="M", help="go on with as few when some are lost (default: N)")
     parser.add_argument("--max-losses", type=int, default=100, metavar="L", help="give up after as many")
-    for name, default, what in (
-        ("--stopped-after", 10.0, "end one that gives no sign of life"),
-        ("--stuck-after", 600.0, "end who is missing in a communication"),
-        ("--grace", 30.0, "for the others to leave their groups"),
-    ):
-        parser.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
     rejoin = "start a lost one again so much later; it joins at a step's end (default: only where too few are left)"
-    parser.add_argument("--rejoin-after", type=float, metavar="SECONDS", help=rejoin)
+    for name, default, what in (
+        ("stopped", 10.0, "end one that gives no sign of life (default: 10)"),
+        ("stuck", 600.0, "end who is missing in a communication (default: 600)"),
+        ("grace", 30.0, "for the others to leave their groups (default: 30)"),
+        ("rejoin", None, rejoin),
+    ):
+        option = "--grace" if name == "grace" else f"--{name}-after"
+        parser.add_argument(option, dest=f"{name}_seconds", type=float, default=default, metavar="SECONDS", help=what)
     parser.add_argument("--events", type=Path, metavar="FILE", help="write what happens, a line of JSON each")
 
 
@@ -143,26 +155,74 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx launch`; the status is the script's."""
     from hetu_fx.launch import worker
 
-    spec = LaunchSpec(
-        command=tuple(rest),
-        nproc=options.nproc,
-        min_nproc=options.nproc if options.min_nproc is None else options.min_nproc,
-        max_losses=options.max_losses,
-        stopped_seconds=options.stopped_after,
-        stuck_seconds=options.stuck_after,
-        grace_seconds=options.grace,
-        rejoin_seconds=options.rejoin_after,
-        events=options.events,
-    )
-    return worker.run(spec)
+    given = {field.name: getattr(options, field.name) for field in fields(LaunchSpec) if field.name != "command"}
+    least = options.nproc if options.min_nproc is None else options.min_nproc
+    return worker.run(LaunchSpec(tuple(rest), **{**given, "min_nproc": least}))
 
 
 def _call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx env`: what a bug report should say about the machine."""
-    from hetu_fx.cluster.environment import environment_lines
-
-    print(*environment_lines(), sep="\n")
+    print(*_environment_lines(), sep="\n")
     return 0
+
+
+def _environment_lines() -> Iterator[str]:
+    """Yield the machine's description, one "name: value" a line."""
+    yield f"python: {platform.python_version()} on {platform.platform()}"
+    for package in PACKAGES:
+        yield f"{package}: {_version(package)}"
+    yield f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    yield f"devices: {', '.join(_devices())}"
+    yield f"collectives: {', '.join(_backends()) or 'none'}"
+    yield f"emulated speeds: {_speeds()}"
+    yield f"emulated nodes: {_nodes()}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(names))]
+
+
+def _backends() -> list[str]:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    known = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return [name for name, there in known.items() if there]
+
+
+def _speeds() -> str:
+    limiter = this_limiter()
+    match limiter:
+        case CgroupV1(cpu, memory):
+            return f"CPU quotas{'' if memory is None else ' and memory limits'} (cgroups version 1, {cpu})"
+        case CgroupV2(base):
+            return f"CPU quotas and memory limits (cgroups version 2, {base})"
+        case Affinity(reason):
+            return f"CPU affinity only: {reason}"
+        case _:
+            assert_never(limiter)
+
+
+def _nodes() -> str:
+    missing = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"no: {', '.join(missing)} not found"
+    return "yes" if os.geteuid() == 0 else "no: needs root"
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,24 +48,21 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx plan`."""
     is_given = options.cluster is None and options.profile is None
-    found = Answer((_given(options),)) if is_given else answer(options)
-    _write(found.plans, options.out)
+    plans, changes = ((_given(options),), []) if is_given else _answer(options)
+    _write(plans, options.out)
     if options.json:
-        values = [plan.to_json() for plan in found.plans]
+        values = [plan.to_json() for plan in plans]
         print(json_text(values[0] if len(values) == 1 else values))
     elif options.against is not None:
         other = Plan.read(options.against)
-        _print_lines([diff(other, plan) for plan in found.plans])
+        for plan in plans:
+            print(diff(other, plan))
     else:
-        for plan in found.plans:
-            show(plan)
-        _print_lines(found.changes)
+        for plan in plans:
+            _show(plan)
+        for line in changes:
+            print(line)
     return 0
-
-
-def _print_lines(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(line)
 
 
 def _given(options: argparse.Namespace) -> Plan:
@@ -77,22 +74,12 @@ def _given(options: argparse.Namespace) -> Plan:
     return Plan.read(options.file)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Plans, and what is different where something was changed."""
-
-    plans: tuple[Plan, ...]
-    changes: tuple[str, ...] = ()
-
-
-def answer(options: argparse.Namespace) -> Answer:
-    """Return the plans for a cluster file and a profile file, after what is asked to be different."""
+def _answer(options: argparse.Namespace) -> tuple[tuple[Plan, ...], list[str]]:
+    """Return the plans for a cluster file and a profile file, and what is different where something was changed."""
     problem = _problem(options)
-    other = replace(problem, cluster=changed(problem.cluster, options))
+    other = replace(problem, cluster=_changed(problem.cluster, options))
     after = _plans(other, options)
-    if other == problem:
-        return Answer(after)
-    return Answer(after, tuple(_differences(_plans(problem, options), after, _changes_text(options))))
+    return after, [] if other == problem else _differences(_plans(problem, options), after, _changes_text(options))
 
 
 def _problem(options: argparse.Namespace) -> Problem:
@@ -146,7 +133,7 @@ def _write(plans: Sequence[Plan], path: Path | None) -> None:
         plan.write(path.with_stem(f"{path.stem}-{plan.max_length or 'any'}") if several else path)
 
 
-def show(plan: Plan) -> None:
+def _show(plan: Plan) -> None:
     """Print a plan, what each device does, what bounds the step and the runner-up."""
     print(plan)
     rows = list(device_rows(plan))
@@ -204,7 +191,7 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", metavar="RATE", help="what if nodes are joined by a link like 100mbit")
 
 
-def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+def _changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     """Return the cluster with what the options change. Raises `ClusterError` for what cannot be."""
     gone, there = set(options.without), set(cluster.ranks)
     if not gone < there:

@@ -34,7 +34,7 @@ from hetu_fx.emulate.limits import (
 )
 from hetu_fx.emulate.network import run_command
 from hetu_fx.emulate.plan import DEFAULT_PORT, LimitChoice, RunPlan, describe, plan_run, size_text
-from hetu_fx.emulate.processes import Crew, Output, RankStart
+from hetu_fx.emulate.processes import Crew, Output
 from hetu_fx.emulate.spec import EmulateSpec, check_cores, check_speed
 from hetu_fx.errors import EnvironmentProblem
 
@@ -113,7 +113,7 @@ def _make_folder(folder: Path) -> None:
 def _start(plan: RunPlan, command: Sequence[str], crew: Crew, control: Path) -> None:
     for rank in plan.ranks:
         environment = {**os.environ, **dict(rank.environment), CONTROL_VARIABLE: str(control)}
-        pid = crew.start(RankStart(rank.rank, rank.argv(command), environment, rank.core))
+        pid = crew.start(rank.rank, rank.argv(command), environment, rank.core)
         with (control / PROCESSES_FILE).open("a") as file:
             file.write(f"{pid} {start_time(pid) or 0}\n")
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, assert_never
@@ -20,16 +20,6 @@ TIMEOUT_STATUS = 124  # what timeout(1) returns
 TERMINATE_SECONDS = 5.0
 NUM_KEPT_LINES = 60
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True)
-class RankStart:
-    """How to start one rank. `core` pins it, where quotas are not to be had."""
-
-    rank: int
-    argv: tuple[str, ...]
-    environment: Mapping[str, str]
-    core: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +65,22 @@ class Crew:
     _kept: dict[int, deque[str]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, start: RankStart) -> int:
-        """Start a rank in a session of its own, so that Ctrl-C comes through us; return its pid."""
-        pipe = None if self.output.is_direct(start.rank) else subprocess.PIPE
-        with _pinned(start.core):
+    def start(self, rank: int, argv: Sequence[str], environment: Mapping[str, str], core: int | None) -> int:
+        """Start a rank in a session of its own, so that Ctrl-C comes through us; return its pid.
+
+        `core` pins it, where quotas are not to be had.
+        """
+        pipe = None if self.output.is_direct(rank) else subprocess.PIPE
+        with _pinned(core):
             process = subprocess.Popen(
-                start.argv,
-                env=dict(start.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                start_new_session=True,
+                argv, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
             )
-        self.processes[start.rank] = process
-        self.alive.add(start.rank)
-        self._kept[start.rank] = deque(maxlen=NUM_KEPT_LINES)
-        self._threads += self._pumps(start.rank, process)
-        threading.Thread(target=self._await_end, args=(start.rank, process), daemon=True).start()
+        self.processes[rank] = process
+        self.alive.add(rank)
+        self._kept[rank] = deque(maxlen=NUM_KEPT_LINES)
+        self._pump(rank, process.stdout, sys.stdout)
+        self._pump(rank, process.stderr, sys.stderr)
+        threading.Thread(target=self._await_end, args=(rank, process), daemon=True).start()
         return process.pid
 
     def wait(self, timeout_seconds: float | None) -> int:
@@ -189,18 +178,13 @@ class Crew:
     def _await_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self._events.put(Exited(rank, process.wait()))
 
-    def _pumps(self, rank: int, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        threads = [
-            threading.Thread(target=self._pump, args=(rank, source, target), daemon=True)
-            for source, target in pairs
-            if source is not None
-        ]
-        for thread in threads:
+    def _pump(self, rank: int, source: IO[bytes] | None, target: IO[str]) -> None:
+        if source is not None:
+            thread = threading.Thread(target=self._copy, args=(rank, source, target), daemon=True)
             thread.start()
-        return threads
+            self._threads.append(thread)
 
-    def _pump(self, rank: int, source: IO[bytes], target: IO[str]) -> None:
+    def _copy(self, rank: int, source: IO[bytes], target: IO[str]) -> None:
         """Copy lines until the rank closes its end. A reader of ours that went away ends the run."""
         shown = self.output.shows(rank)
         for raw in source:
@@ -220,9 +204,18 @@ class Crew:
             target.flush()
 
     def _say_failure(self, rank: int, code: int) -> None:
-        how = f"ended with status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
         others = f"; the others get {self.grace_seconds:g} s to end" if self.alive else ""
-        self.say(f"rank {rank} {how}{others}")
+        self.say(f"rank {rank} {how_ended(code)}{others}")
+
+
+def how_ended(code: int) -> str:
+    """Say how a process ended that has this exit code: -n is that of signal n."""
+    if code > 0:
+        return f"ended with status {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name if code else 'itself'}"
+    except ValueError:
+        return f"was ended by signal {-code}"
 
 
 def _shell_status(code: int) -> int:

@@ -95,14 +95,6 @@ def _spelled(wait: tuple[str, float] | None) -> str:
     return "" if wait is None else f", waiting for {wait[0]} since {wait[1]:.1f} s"
 
 
-def signal_name(number: int) -> str:
-    """Name a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def verdicts(
     workers: Sequence[WorkerProcess], spec: LaunchSpec, now: float, failed_at: float | None
 ) -> Iterator[tuple[WorkerProcess, str]]:

@@ -7,24 +7,26 @@ same processes. What happens can be told to a file, as lines of JSON.
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 
+from hetu_fx.base.torch_private import TCPStore
+from hetu_fx.emulate.processes import TERMINATE_SECONDS, how_ended
 from hetu_fx.launch.channel import Message, MessageChannel
-from hetu_fx.launch.job import LaunchSpec, WorkerProcess, signal_name, start_worker, verdicts
-from hetu_fx.launch.store import StoreProcess
+from hetu_fx.launch.job import LaunchSpec, WorkerProcess, start_worker, verdicts
+from hetu_fx.report.sinks import JsonLines
 
 GAVE_UP_STATUS = 70
-TERMINATE_SECONDS = 5.0
 LOOK_SECONDS = 0.02  # between looks at what no event tells
+STORE_SECONDS = 300.0
 
 
 @dataclass(slots=True)
@@ -43,11 +45,11 @@ class JobLauncher:
     status: int | None = None
     store: StoreProcess | None = None
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _events: EventLog = field(init=False)
+    _events: JsonLines | None = None
 
     def run(self) -> int:
         """Run the job to its end; return the exit status."""
-        self._events = EventLog(self.spec.events)
+        self._events = None if self.spec.events is None else JsonLines(self.spec.events, "a")
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             while self.status is None:
@@ -90,7 +92,7 @@ class JobLauncher:
                 worker.state, self.is_over = "idle", True
             case "stopped":
                 worker.state = "idle"
-                self._events.say("stopped", worker=worker.process, rank=worker.rank, reason=message["reason"])
+                self._say("stopped", worker=worker.process, rank=worker.rank, reason=message["reason"])
                 self._fail(f"{worker.name} stopped: {message['reason']}")
             case "done":
                 worker.state = "done"
@@ -119,12 +121,11 @@ class JobLauncher:
         seen = worker.gone_at or seen
         if code > 0 and not worker.verdict:
             self.status = code
-            print(f"hetu-fx launch: {worker.name} ended with status {code}", file=sys.stderr)
+            print(f"hetu-fx launch: {worker.name} {how_ended(code)}", file=sys.stderr)
             return
-        by = signal_name(-code) if code < 0 else "itself"
-        reason = worker.verdict or f"{worker.name} was ended by {by}"
+        reason = worker.verdict or f"{worker.name} {how_ended(code)}"
         self.losses, self.lost_at = self.losses + 1, seen
-        self._events.say("lost", worker=worker.process, rank=worker.rank, reason=reason, at=seen)
+        self._say("lost", worker=worker.process, rank=worker.rank, reason=reason, at=seen)
         if self.losses > self.spec.max_losses:
             print(f"hetu-fx launch: {self.losses} workers are lost, the last: {reason}", file=sys.stderr)
             self.status = GAVE_UP_STATUS
@@ -166,7 +167,7 @@ class JobLauncher:
         ready = [worker.process for worker in self.workers if worker.state == "idle"]
         if ready and not self.is_over and not self.has_invited:
             self.has_invited = True
-            self._events.say("ready to join", workers=ready)
+            self._say("ready to join", workers=ready)
             for worker in self._members():
                 worker.channel.send("join")
 
@@ -193,7 +194,7 @@ class JobLauncher:
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's word for a store that no worker is to serve
             }  # fmt: skip
             worker.channel.send("start", environment={name: str(value) for name, value in environment.items()})
-        self._events.say("start", number=self.start, workers=[worker.process for worker in members])
+        self._say("start", number=self.start, workers=[worker.process for worker in members])
         self.start += 1
 
     def _members(self) -> list[WorkerProcess]:
@@ -232,7 +233,8 @@ class JobLauncher:
             os.waitpid(worker.process, 0)
         if self.store is not None:
             self.store.end()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def _forget_ended(self) -> None:
         for worker in list(self.workers):
@@ -240,20 +242,43 @@ class JobLauncher:
             if os.waitpid(worker.process, os.WNOHANG)[0]:
                 self._forget(worker)
 
+    def _say(self, event: str, at: float | None = None, **what: Any) -> None:
+        """Tell an event of now, or of `at` (time.monotonic)."""
+        if self._events is not None:
+            self._events.tell({"event": event, "seconds": time.monotonic() if at is None else at, **what})
 
-class EventLog:
-    """Writes events into a file, or nowhere."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("a", buffering=1)
+class StoreProcess:
+    """A process that serves a new store on `port` of this machine until `end`, or until its parent is gone.
 
-    def say(self, event: str, at: float | None = None, **what: Any) -> None:
-        """Write an event of now, or of `at` (time.monotonic)."""
-        if self._file is not None:
-            seconds = time.monotonic() if at is None else at
-            self._file.write(json.dumps({"event": event, "seconds": seconds, **what}) + "\n")
+    In it the workers of one start meet; it is a process of its own, so that no worker takes it along: who connects to
+    a store that is gone tries for minutes, and cannot be told to leave off (torch 2.13). It leaves go of `others`,
+    file descriptors that are the parent's alone.
+    """
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
+    def __init__(self, others: Iterable[int] = ()) -> None:
+        self.channel, there = socket.socketpair()
+        self.process = os.fork()
+        if not self.process:
+            self.channel.close()
+            _serve(there, others)
+        there.close()
+        self.port = int(self.channel.recv(16))
+
+    def end(self) -> None:
+        """Stop serving; whoever waits for a key gets an error."""
+        self.channel.close()
+        os.waitpid(self.process, 0)
+
+
+def _serve(channel: socket.socket, others: Iterable[int]) -> NoReturn:
+    try:
+        for descriptor in others:
+            os.close(descriptor)
+        store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_SECONDS)
+        )
+        channel.send(str(store.port).encode())
+        channel.recv(1)
+    finally:
+        os._exit(0)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.ops.op import FusedOp
-from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, attend, gradients, merge, work_dtype
+from hetu_fx.comm_ops.ops.ring_attention_block import KeyValueBlock, Ring, attend, gradients, merge, work_dtype
 from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost, there_and_back_cost
-from hetu_fx.comm_ops.plans.ring_plan import Ring
 from hetu_fx.comm_ops.wire.collectives import fresh, to_wire
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for

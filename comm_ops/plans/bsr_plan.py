@@ -279,20 +279,15 @@ def _transfers(
     ]
 
 
-def plan_on_links(moves: Sequence[TensorMove], topology: Topology | None, choice: str = "auto") -> BsrPlan:
+def plan_on_links(moves: Sequence[TensorMove], topology: Topology | None) -> BsrPlan:
     """Plan moves whose receivers share what they all get from another node, where that is cheaper.
 
-    `choice` is "auto" (by price), "flat" (never) or "two_level" (always). Without a topology nothing is shared.
+    Without a topology nothing is shared.
     """
     if topology is None:
         return plan_moves(moves)
-    direct, shared = (plan_moves(moves, node_of=topology.node_of, relays=relays) for relays in (False, True))
-    match choice:
-        case "flat":
-            return direct
-        case "two_level":
-            return shared
-    return min((direct, shared), key=lambda plan: seconds_of(plan, topology))
+    plans = [plan_moves(moves, node_of=topology.node_of, relays=relays) for relays in (False, True)]
+    return min(plans, key=lambda plan: seconds_of(plan, topology))
 
 
 def seconds_of(plan: BsrPlan, topology: Topology) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.ops import ring_attention_block
 from hetu_fx.comm_ops.ops.ring_attention import Attention, Message
-from hetu_fx.comm_ops.plans.ring_plan import Ring
+from hetu_fx.comm_ops.ops.ring_attention_block import Ring
 
 SIZES = [(3, 3), (5, 2, 1), (0, 4, 3), (2, 0, 5, 0), (1, 1, 1, 1), (7, 0), (6,)]
 attention = torch.nn.functional.scaled_dot_product_attention

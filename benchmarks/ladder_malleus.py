@@ -14,7 +14,14 @@ import statistics
 import sys
 from collections.abc import Iterator
 
-from benchmarks.cases.published_malleus import DEVICES_PER_NODE, LLAMA_32B, LLAMA_70B, LLAMA_110B, Published
+from benchmarks.cases.published_malleus import (
+    DEVICES_PER_NODE,
+    LLAMA_32B,
+    LLAMA_70B,
+    LLAMA_110B,
+    Published,
+    ideal_slowdown,
+)
 from benchmarks.kit.report import Bar, Row, finish, parser
 from hetu_fx.planner.search.malleus.search import search
 
@@ -61,7 +68,7 @@ def measure(name: str, model: Published) -> Iterator[Row]:
             "model": name,
             "stragglers": title,
             "ours / healthy": found.objective / healthy,
-            "at will / healthy": model.situation(rates, MICRO_BATCHES).ideal_slowdown,
+            "at will / healthy": ideal_slowdown(model.situation(rates, MICRO_BATCHES)),
             "equal stages / healthy": max(rates.values()),
             "without slow nodes / healthy": nodes / (nodes - slow),
             "gain": max(rates.values()) * healthy / found.objective,

@@ -5,6 +5,7 @@ Memory is in MiB, layer seconds are relative to a layer on a healthy group of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,3 +83,9 @@ LLAMA_70B_4K = Published(
     edge_mib=1000,
     reserve_mib=4600,
 )
+
+
+def ideal_slowdown(situation: MalleusSituation) -> float:
+    """Return N / sum_i 1 / x_i: the step over one without stragglers if work could be split at will."""
+    rates = situation.rates.values()
+    return len(rates) / math.fsum(1 / rate for rate in rates)

@@ -18,16 +18,21 @@ hand; here runs of any sizes over the whole node are ranked by (1), and several 
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
 
 MOST_CUTS = 24
 """So many groupings of a node, those of largest capacity, are worth placing."""
+
+MOST_GROUPINGS = 48
+"""So many groupings of all nodes, besides the two that ignore and that leave out stragglers, are placed."""
 
 _BEAM = 96  # cuts kept of each prefix of a node's devices; a node of 8 has at most as many that matter
 
@@ -97,6 +102,40 @@ def _greedy(situation: MalleusSituation, ranks: Sequence[int]) -> tuple[int, ...
         sizes += [degree] * (left // degree)
         left %= degree
     return tuple(sizes)
+
+
+def groupings(situation: MalleusSituation, nodes: Sequence[Sequence[int]]) -> Iterator[Grouping]:
+    """Yield groupings of the cluster, largest capacity first, then those that ignore or leave out stragglers."""
+    choices = [node_groupings(situation, ranks) for ranks in nodes]
+    yield from islice(_by_capacity(choices), MOST_GROUPINGS)
+    yield _joined(ignoring_stragglers(situation, ranks) for ranks in nodes)
+    yield _joined(leaving_out_stragglers(situation, ranks) for ranks in nodes)
+
+
+def _by_capacity(choices: Sequence[Sequence[Grouping]]) -> Iterator[Grouping]:
+    """Yield one choice per node, joined, by falling capacity; what differs only in which node is left out."""
+    first = (0,) * len(choices)
+    heap = [(-math.fsum(options[0].capacity for options in choices), first)]
+    queued, seen = {first}, set()
+    while heap:
+        _, picks = heapq.heappop(heap)
+        grouping = _joined(options[pick] for options, pick in zip(choices, picks, strict=True))
+        if grouping.kinds in seen:
+            continue  # so are the ones after it, up to which node
+        seen.add(grouping.kinds)
+        yield grouping
+        for node, options in enumerate(choices):
+            following = (*picks[:node], picks[node] + 1, *picks[node + 1 :])
+            if following[node] < len(options) and following not in queued:
+                queued.add(following)
+                capacities = (c[pick].capacity for c, pick in zip(choices, following, strict=True))
+                heapq.heappush(heap, (-math.fsum(capacities), following))
+
+
+def _joined(parts: Iterable[Grouping]) -> Grouping:
+    together = tuple(parts)
+    groups = tuple(group for part in together for group in part.groups)
+    return Grouping(groups, tuple(sorted(rank for part in together for rank in part.standby)))
 
 
 @dataclass(frozen=True, slots=True)

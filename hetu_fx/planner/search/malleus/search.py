@@ -3,7 +3,7 @@
 Minimise T = max_i m_i max_j y_ij l_ij, the steady seconds of the slowest pipeline, over how devices form
 groups, groups pipelines, layers stages, and micro-batches pipelines (Malleus, SIGMOD 2025, DOI
 10.1145/3725322, and its released planner; each module says where it leaves that). The upper level is here and
-in `groups` and `placement`; the lower level, exact, in `layers` and `allocate`.
+in `groups`; the lower level, exact, in `layers` and `allocate`.
 
 Groupings of all nodes are tried in order of their capacity sum 1 / y. A grouping of capacity C takes at least
 
@@ -11,131 +11,57 @@ Groupings of all nodes are tried in order of their capacity sum 1 / y. A groupin
 
 so the search ends when that is no less than the best T. The number of pipelines and the largest degree stay
 as they are given, as in the released planner. The result is a function of the arguments alone.
+
+Which groups form which pipeline (Malleus' pipeline orchestration) is found for groups of given kinds. For pipelines
+with bottlenecks o_i the step's steady seconds are T = min over sum_i m_i = M, m_i >= stages, of
+
+    max_i m_i o_i                                                                                (2)
+
+A descent by moves and swaps between pairs of pipelines comes first; a listing then lowers T until no
+placement is faster. Where that is too much to list or to go through, it is done for a few pipelines at a time,
+the others left as they are, and nothing is proved. Left behind: the released planner allows stage counts near
+the mean only, and gives every placement to a solver.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.allocate import spread_evenly
 from hetu_fx.planner.search.malleus.groups import (
     Grouping,
-    ignoring_stragglers,
-    leaving_out_stragglers,
-    node_groupings,
+    GroupKind,
+    groupings,
 )
-from hetu_fx.planner.search.malleus.layers import Filled
-from hetu_fx.planner.search.malleus.mapping import Holdings, Mapped, WantedGroup, holdings, map_groups, regrouped
-from hetu_fx.planner.search.malleus.placement import Placement, Placer
+from hetu_fx.planner.search.malleus.layers import MOST_STEPS, Budget, Filled, Kinds, LayerFiller, Listing, most_below
+from hetu_fx.planner.search.malleus.mapping import (
+    Holdings,
+    MalleusPipeline,
+    MalleusResult,
+    MalleusStage,
+    Mapped,
+    WantedGroup,
+    holdings,
+    map_groups,
+    regrouped,
+)
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.prediction import Prediction
+from hetu_fx.plans.plan import Plan
 
-MOST_GROUPINGS = 48
-"""So many groupings of all nodes, besides the two that ignore and that leave out stragglers, are placed."""
+MOST_SWAPS = 30_000
+"""Exchanges that the descent tries, over a whole search."""
 
+MOST_PARTS = 400
+"""Parts of placements that are searched exactly, over a whole search."""
 
-@dataclass(frozen=True, slots=True)
-class MalleusStage:
-    """A tensor parallel group with its layers; `layer_seconds` is y, for one layer and one micro-batch."""
+PART = 4
+"""So many pipelines are a part."""
 
-    devices: tuple[int, ...]
-    layers: int
-    layer_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """Return y l, for one micro-batch."""
-        return self.layers * self.layer_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class MalleusPipeline:
-    """Stages one after another, and how many micro-batches go through them."""
-
-    stages: tuple[MalleusStage, ...]
-    micro_batches: int
-
-    @property
-    def bottleneck_seconds(self) -> float:
-        """Return o = max y l, for one micro-batch."""
-        return max(stage.seconds for stage in self.stages)
-
-    @property
-    def steady_seconds(self) -> float:
-        """Return m o, what the pipeline takes when filling and draining it are left out."""
-        return self.micro_batches * self.bottleneck_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        """Return (m - 1) o + sum y l, with filling and draining."""
-        return (self.micro_batches - 1) * self.bottleneck_seconds + math.fsum(s.seconds for s in self.stages)
-
-    @property
-    def capacity(self) -> float:
-        """Return sum 1 / y."""
-        return math.fsum(1 / stage.layer_seconds for stage in self.stages)
-
-
-@dataclass(frozen=True, slots=True)
-class MalleusResult:
-    """The best assignment that was found.
-
-    Attributes:
-        pipelines: stages of devices with layers, and micro-batches.
-        standby: ranks that hold nothing, in order; they may join again when they are faster.
-        least_seconds: a lower bound of `objective` for the grouping that has the largest capacity.
-        is_exact: whether no placement of the groupings that were tried is better (else: none was found).
-        crossings: node boundaries that gradient sync crosses, summed over layers.
-        moved_layers: layers' worth of parameters that devices receive, coming from the plan before.
-        num_pipelines_tried: different pipelines that were filled with layers.
-    """
-
-    pipelines: tuple[MalleusPipeline, ...]
-    standby: tuple[int, ...]
-    least_seconds: float
-    is_exact: bool
-    crossings: int
-    moved_layers: float
-    num_pipelines_tried: int
-
-    @property
-    def objective(self) -> float:
-        """Return T = max_i m_i max_j y_ij l_ij in seconds, what the search lowers."""
-        return max(pipeline.steady_seconds for pipeline in self.pipelines)
-
-    @property
-    def step_seconds(self) -> float:
-        """Return the seconds of a step, with filling and draining of the pipelines."""
-        return max(pipeline.step_seconds for pipeline in self.pipelines)
-
-    @property
-    def why(self) -> str:
-        """Return what bounds the step, in a sentence."""
-        i, pipeline = max(enumerate(self.pipelines), key=lambda pair: (pair[1].steady_seconds, -pair[0]))
-        stage = max(pipeline.stages, key=lambda stage: stage.seconds)
-        above = 100 * (self.objective / self.least_seconds - 1)
-        return (
-            f"bound by pipeline {i}: {pipeline.micro_batches} micro-batches x {stage.layers} layers x "
-            f"{stage.layer_seconds:.4g} s on devices {list(stage.devices)}; {above:.1f} % above what work split "
-            f"at will would take"
-        )
-
-    def to_plan(self, name: str | None = None) -> Plan:
-        """Return the plan that runs this: 1F1B, a row share per micro-batch."""
-        pipelines = tuple(
-            Pipeline(
-                tuple(Stage(stage.devices, blocks=stage.layers) for stage in pipeline.stages),
-                share=pipeline.micro_batches,
-                micro_batches=pipeline.micro_batches,
-            )
-            for pipeline in self.pipelines
-        )
-        return Plan(pipelines, name=name, predicted=Prediction(self.step_seconds, why=self.why))
+_PART_STEPS = 50_000
 
 
 def search(situation: MalleusSituation, before: Plan | None = None, below: float = math.inf) -> MalleusResult:
@@ -153,7 +79,7 @@ def search(situation: MalleusSituation, before: Plan | None = None, below: float
     placer = Placer(situation)
     best: tuple[Placement, Grouping] | None = None
     least = math.inf
-    for grouping in _groupings(situation, nodes):
+    for grouping in groupings(situation, nodes):
         bound = situation.num_micro_batches * situation.num_layers / grouping.capacity if grouping.groups else math.inf
         least = min(least, bound)
         limit = best[0].seconds if best else below
@@ -162,40 +88,6 @@ def search(situation: MalleusSituation, before: Plan | None = None, below: float
     if best is None:
         raise PlanError(_nothing_fits(situation) if below == math.inf else f"no assignment takes less than {below} s")
     return _result(situation, *best, held, least, placer)
-
-
-def _groupings(situation: MalleusSituation, nodes: Sequence[Sequence[int]]) -> Iterator[Grouping]:
-    """Yield groupings of the cluster, largest capacity first, then those that ignore or leave out stragglers."""
-    choices = [node_groupings(situation, ranks) for ranks in nodes]
-    yield from islice(_by_capacity(choices), MOST_GROUPINGS)
-    yield _joined(ignoring_stragglers(situation, ranks) for ranks in nodes)
-    yield _joined(leaving_out_stragglers(situation, ranks) for ranks in nodes)
-
-
-def _by_capacity(choices: Sequence[Sequence[Grouping]]) -> Iterator[Grouping]:
-    """Yield one choice per node, joined, by falling capacity; what differs only in which node is left out."""
-    first = (0,) * len(choices)
-    heap = [(-math.fsum(options[0].capacity for options in choices), first)]
-    queued, seen = {first}, set()
-    while heap:
-        _, picks = heapq.heappop(heap)
-        grouping = _joined(options[pick] for options, pick in zip(choices, picks, strict=True))
-        if grouping.kinds in seen:
-            continue  # so are the ones after it, up to which node
-        seen.add(grouping.kinds)
-        yield grouping
-        for node, options in enumerate(choices):
-            following = (*picks[:node], picks[node] + 1, *picks[node + 1 :])
-            if following[node] < len(options) and following not in queued:
-                queued.add(following)
-                capacities = (c[pick].capacity for c, pick in zip(choices, following, strict=True))
-                heapq.heappush(heap, (-math.fsum(capacities), following))
-
-
-def _joined(parts: Iterable[Grouping]) -> Grouping:
-    together = tuple(parts)
-    groups = tuple(group for part in together for group in part.groups)
-    return Grouping(groups, tuple(sorted(rank for part in together for rank in part.standby)))
 
 
 def _result(
@@ -246,3 +138,179 @@ def _nothing_fits(situation: MalleusSituation) -> str:
         f"{situation.degrees[0]}: every pipeline needs a group, {need / 1e6:.4g} MB for its layers, and a "
         f"micro-batch per stage; use fewer pipelines, smaller groups, more micro-batches, or more devices"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Filled pipelines, the micro-batches of each, and their steady seconds T, (2)."""
+
+    pipelines: tuple[Filled, ...]
+    micro_batches: tuple[int, ...]
+    seconds: float
+
+
+class Placer:
+    """Finds placements; remembers filled pipelines between calls and says if every search was complete."""
+
+    def __init__(self, situation: MalleusSituation) -> None:
+        self._situation = situation
+        self.filler = LayerFiller(situation)
+        self._steps = Budget(MOST_STEPS)
+        self._swaps = Budget(MOST_SWAPS)
+        self._parts = Budget(MOST_PARTS)
+        self.is_exact = True
+
+    def place(self, kinds: Kinds, limit: float = math.inf) -> Placement | None:
+        """Return the best placement of the groups that takes less than `limit` seconds, or None."""
+        best = self._descend(_deal(kinds, self._situation.num_pipelines))
+        below = limit if best is None else min(limit, best.seconds)
+        listing = Listing(self._situation, kinds, self.filler, self._steps)
+        while listing.is_complete and (found := listing.find(below)) is not None:
+            placed = self._micro_batches(found)
+            if placed is None:  # the stages of all pipelines together are more than the micro-batches
+                listing.is_complete = False
+            else:
+                best, below = placed, placed.seconds
+        if not listing.is_complete:
+            self.is_exact = False
+            best = self._recombined(best) if self._situation.num_pipelines > PART else best
+        return self._slimmed(best) if best is not None and best.seconds < limit else None
+
+    def _recombined(self, best: Placement | None) -> Placement | None:
+        """Search parts of the placement as long as that helps."""
+        better = best
+        while better is not None:
+            best, better = better, next(self._with_better_parts(better), None)
+        return best
+
+    def _with_better_parts(self, best: Placement) -> Iterator[Placement]:
+        """Yield faster placements that differ in a part."""
+        for part in _parts(best):
+            if not self._parts.take(1):
+                return
+            rest = [one for i, one in enumerate(best.pipelines) if i not in part]
+            done = [most_below(one, best.seconds) for one in rest]
+            missing = self._situation.num_micro_batches - sum(done)
+            if missing < len(part) or 0 in done:
+                continue
+            kinds = sorted((kind for i in part for kind in best.pipelines[i].kinds), reverse=True)
+            situation = replace(self._situation, num_pipelines=len(part), num_micro_batches=missing)
+            listing = Listing(situation, tuple(kinds), self.filler, Budget(_PART_STEPS))
+            found = listing.find(best.seconds) if listing.is_complete else None
+            placed = None if found is None else self._micro_batches([*found, *rest])
+            if placed is not None and placed.seconds < best.seconds:
+                yield placed
+
+    def _slimmed(self, placement: Placement) -> Placement:
+        """Leave out groups that T does not need: they would only make pipelines longer to fill."""
+        slim = []
+        for filled, count in zip(placement.pipelines, placement.micro_batches, strict=True):
+            for kind in sorted(filled.kinds, reverse=True):
+                less = self.filler.fill(_replaced(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
+                is_enough = less is not None and less.bottleneck * count <= placement.seconds
+                if less is not None and is_enough and less.fill_seconds < filled.fill_seconds:
+                    filled = less
+            slim.append(filled)
+        return replace(placement, pipelines=tuple(slim))
+
+    def _micro_batches(self, pipelines: Sequence[Filled | None]) -> Placement | None:
+        """Return the placement with (2) solved."""
+        filled = [one for one in pipelines if one is not None]
+        if len(filled) < len(pipelines):
+            return None
+        costs, low = [one.bottleneck for one in filled], [len(one.kinds) for one in filled]
+        counts = spread_evenly(self._situation.num_micro_batches, costs, low)
+        if counts is None:
+            return None
+        seconds = max(cost * count for cost, count in zip(costs, counts, strict=True))
+        return Placement(tuple(filled), counts, seconds)
+
+    def _descend(self, bins: list[Kinds]) -> Placement | None:
+        """Move and swap groups between pipelines as long as that helps."""
+        best = self._micro_batches([self.filler.fill(kinds) for kinds in bins])
+        improved = True
+        while improved:
+            improved = False
+            for i, j in _different_pairs(bins):
+                better = self._exchange(bins, i, j, best)
+                if better is not None:
+                    best, improved = better, True
+        return best
+
+    def _exchange(self, bins: list[Kinds], i: int, j: int, best: Placement | None) -> Placement | None:
+        """Make the best exchange between two pipelines, if one is better than `best`."""
+        better, chosen = None, None
+        for one, other in _exchanges(bins[i], bins[j]):
+            if not self._swaps.take(1):
+                break
+            tried = [*bins]
+            tried[i], tried[j] = one, other
+            placed = self._micro_batches([self.filler.fill(kinds) for kinds in tried])
+            if placed is not None and _merit(placed) < min(_merit(best), _merit(better)):
+                better, chosen = placed, (one, other)
+        if chosen is not None:
+            bins[i], bins[j] = chosen
+        return better
+
+
+def _merit(placement: Placement | None) -> tuple[float, float]:
+    """Return what the descent lowers: T, then the T that micro-batches in parts would give."""
+    if placement is None:
+        return math.inf, math.inf
+    return placement.seconds, -math.fsum(1 / one.bottleneck for one in placement.pipelines)
+
+
+def _deal(kinds: Kinds, num_pipelines: int) -> list[Kinds]:
+    """Deal groups out, fastest first, each to the pipeline of least capacity."""
+    hands: list[list[GroupKind]] = [[] for _ in range(num_pipelines)]
+    capacities = [0.0] * num_pipelines
+    for kind in sorted(kinds):
+        least = min(range(num_pipelines), key=lambda i: (round(capacities[i], 9), i))
+        hands[least].append(kind)
+        capacities[least] += 1 / kind.seconds
+    return [tuple(sorted(hand, reverse=True)) for hand in hands]
+
+
+def _parts(placement: Placement) -> Iterator[tuple[int, ...]]:
+    """Yield indices of a few pipelines, one choice for each that differs, those that waste most first."""
+
+    def waste(i: int) -> float:
+        filled = placement.pipelines[i]
+        capacity = math.fsum(1 / kind.seconds for kind in filled.kinds)
+        return filled.bottleneck * capacity
+
+    order = sorted(range(len(placement.pipelines)), key=lambda i: (-waste(i), i))
+    copies = [sum(placement.pipelines[j] == placement.pipelines[i] for j in order[:n]) for n, i in enumerate(order)]
+    few = [i for i, before in zip(order, copies, strict=True) if before < PART]
+    seen = set()
+    for part in combinations(few, PART):
+        key = tuple(sorted(placement.pipelines[i].kinds for i in part))
+        if key not in seen:
+            seen.add(key)
+            yield part
+
+
+def _different_pairs(bins: Sequence[Kinds]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of positions, one for each pair of different pipelines, slower ones first."""
+    seen = set()
+    for i in range(len(bins)):
+        for j in range(i + 1, len(bins)):
+            pair = (bins[i], bins[j]) if bins[i] >= bins[j] else (bins[j], bins[i])
+            if pair not in seen:
+                seen.add(pair)
+                yield i, j
+
+
+def _exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
+    """Yield both pipelines after a group of one was moved to the other, or two groups swapped."""
+    for mine in (None, *dict.fromkeys(one)):
+        for theirs in (None, *dict.fromkeys(other)):
+            if mine != theirs:
+                yield _replaced(one, mine, theirs), _replaced(other, theirs, mine)
+
+
+def _replaced(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
+    left = list(kinds)
+    if gone is not None:
+        left.remove(gone)
+    return tuple(sorted([*left, *([] if new is None else [new])], reverse=True))

@@ -137,11 +137,6 @@ class MalleusSituation:
         least = min(self.cluster.device(rank).memory_bytes for rank in devices)
         return len(devices) * (least - self.memory.reserve_bytes)
 
-    @property
-    def ideal_slowdown(self) -> float:
-        """Return N / sum_i 1 / x_i: the step over one without stragglers if work could be split at will."""
-        return len(self.rates) / math.fsum(1 / rate for rate in self.rates.values())
-
 
 def _check_degrees(seconds: Mapping[int, float]) -> None:
     if not seconds or any(degree < 1 or degree & (degree - 1) for degree in seconds):

@@ -1,5 +1,5 @@
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.malleus.adapted import Adapter
+from hetu_fx.planner.search.malleus.adapter import Adapter
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus import placement
+from hetu_fx.planner.search.malleus import search as placement
 from hetu_fx.planner.search.malleus.groups import GroupKind
 from hetu_fx.planner.search.malleus.layers import LayerFiller
-from hetu_fx.planner.search.malleus.placement import Placer
+from hetu_fx.planner.search.malleus.search import Placer
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from tests.planner.search.malleus.models import ample, kinds
 
@@ -70,7 +70,7 @@ def test_it_equals_brute_force_where_memory_is_short(
 def test_the_descent_alone_is_never_better(seconds: list[float], layers: int, pipelines: int, batch: int) -> None:
     situation, groups = ample(layers, batch, pipelines), kinds(*seconds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetu_fx.planner.search.malleus.listing.MOST_PIPELINES", 0)
+        patch.setattr("hetu_fx.planner.search.malleus.layers.MOST_PIPELINES", 0)
         placer = Placer(situation)
         alone = placer.place(groups)
     assert not placer.is_exact
@@ -101,7 +101,7 @@ def test_every_pipeline_has_a_micro_batch_per_stage() -> None:
 
 def test_the_descent_stops_when_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "MOST_SWAPS", 0)
-    monkeypatch.setattr("hetu_fx.planner.search.malleus.listing.MOST_PIPELINES", 0)
+    monkeypatch.setattr("hetu_fx.planner.search.malleus.layers.MOST_PIPELINES", 0)
     placer = Placer(ample(12, 12, 2))
     dealt = placer.place(kinds(1.0, 1.1, 1.7, 2.0, 3.1))
     assert dealt is not None

@@ -27,8 +27,10 @@ def relaxed_seconds(result: MalleusResult) -> tuple[float, float]:
     """Return T of the same stages if layers could be split at will, and if micro-batches could be too."""
     layers = sum(stage.layers for stage in result.pipelines[0].stages)
     micro_batches = sum(pipeline.micro_batches for pipeline in result.pipelines)
-    by_layers = max(pipeline.micro_batches * layers / pipeline.capacity for pipeline in result.pipelines)
-    return by_layers, micro_batches * layers / math.fsum(pipeline.capacity for pipeline in result.pipelines)
+    capacities = [math.fsum(1 / stage.layer_seconds for stage in pipeline.stages) for pipeline in result.pipelines]
+    pairs = zip(result.pipelines, capacities, strict=True)
+    by_layers = max(pipeline.micro_batches * layers / capacity for pipeline, capacity in pairs)
+    return by_layers, micro_batches * layers / math.fsum(capacities)
 
 
 @pytest.mark.parametrize("rate", [12.53, 2.57])

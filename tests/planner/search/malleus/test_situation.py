@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.cases.published_malleus import LLAMA_70B, nodes_of
+from benchmarks.cases.published_malleus import LLAMA_70B, ideal_slowdown, nodes_of
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
@@ -71,4 +71,4 @@ def test_the_least_memory_of_a_group_is_its_room() -> None:
     ("rates", "slowdown"), [({0: 12.53}, 1.0146), (dict.fromkeys(range(8), 2.57), 1.0827), ({}, 1.0)]
 )
 def test_work_split_at_will_slows_by_the_harmonic_share(rates: dict[int, float], slowdown: float) -> None:
-    assert round(LLAMA_70B.situation(rates).ideal_slowdown, 4) == slowdown
+    assert round(ideal_slowdown(LLAMA_70B.situation(rates)), 4) == slowdown

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor, fx
 
+from hetu_fx.base.once import once
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError
 from hetu_fx.graph import meta
@@ -35,7 +36,6 @@ class Program:
     """
 
     analysed: AnalysedGraph
-    _work_shares: dict[Split, WorkShares] = field(default_factory=dict, repr=False)
 
     @property
     def graph(self) -> Graph:
@@ -130,14 +130,13 @@ class Program:
         except DeductionError:
             return None
 
+    @once
     def work_shares(self, split: Split = ()) -> WorkShares:
         """Return what a tensor parallel group shares of this program if it cuts these dims first.
 
         Raises `PlanError` where a parameter has no such dim.
         """
-        if split not in self._work_shares:
-            self._work_shares[split] = work_shares(self.analysed, split)
-        return self._work_shares[split]
+        return work_shares(self.analysed, split)
 
 
 def make_program(graph: Graph, frozen: frozenset[str]) -> Program:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hetu_fx.base.once import once_beside
 from hetu_fx.planner.values.device_memory import HeldShard, Terms, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tied import Tied
@@ -39,6 +40,11 @@ class Homes:
     def even(cls, zero: int, num_copies: int, group: int) -> Homes:
         """Return states that are spread evenly over all that read them, tied ones as if no other stage did."""
         return cls(zero, num_copies, 1 / num_copies, 1 / num_copies / group, 1 / num_copies / group)
+
+
+def _place(piece: BlockRange) -> tuple[ProgramCosts, tuple[int, int, float, int]]:
+    """Return what keeps answers about a piece, and what tells it from other pieces of the program."""
+    return piece.costs, (piece.start, piece.stop, piece.share, piece.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +83,25 @@ class BlockRange:
             handed=self.costs.boundary(self.start) + self.costs.boundary(self.stop),
         )
 
+    @once_beside(_place)
     def most_rows(self, limit: int, num_in_flight: int, micro_batches: int, zero: int, num_replicas: int) -> int:
         """Return the most rows of a micro-batch that a device can hold, if states are spread evenly over readers."""
-        key = limit, num_in_flight, micro_batches, zero, num_replicas, self._place
-        known = self.costs.known_limits
-        if key not in known:
-            shard = self._even_shard(zero, num_replicas)
-            known[key] = most_rows(limit, shard, num_in_flight, micro_batches)
-        return known[key]
+        return most_rows(limit, self._even_shard(zero, num_replicas), num_in_flight, micro_batches)
 
+    @once_beside(_place)
     def _even_shard(self, zero: int, num_replicas: int) -> HeldShard:
         """Return what its device holds if states are spread evenly; it is the same for all schedules."""
-        key, known = (zero, num_replicas, self._place), self.costs.known_shards
-        if key not in known:
-            known[key] = self.shard(Homes.even(zero, num_replicas, self.group))
-        return known[key]
+        return self.shard(Homes.even(zero, num_replicas, self.group))
 
     def recomputing(self, blocks: int) -> BlockRange:
         """Return the same with so many blocks, its first ones, recomputed."""
         stage = Stage(tuple(range(self.group)), recompute=blocks)
         return replace(self, costs=self.costs.kept_by(stage, self.start))
 
+    @once_beside(_place)
     def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:
         """Return what its device holds at its peak, by term."""
-        key = rows, num_in_flight, micro_batches, homes, self._place
-        known = self.costs.known_peaks
-        if key not in known:
-            known[key] = peak(instants(self.shard(homes), num_in_flight, micro_batches), rows)
-        return known[key]
-
-    @property
-    def _place(self) -> tuple[int, int, float, int]:
-        return self.start, self.stop, self.share, self.group
+        return peak(instants(self.shard(homes), num_in_flight, micro_batches), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +187,7 @@ def _readers(plan: Plan, stops: Sequence[Sequence[int]], speeds: Mapping[int, fl
     """
     found: dict[int, _Holders] = {}
     for block in {start for own in stops for start in own[:-1]}:
-        pairs = zip(plan.pipelines, stops, strict=True)
-        stages = [p.stages[min(bisect_right(own, block), len(p.stages)) - 1] for p, own in pairs]
-        found[block] = _Holders.of(stages, speeds)
+        found[block] = _Holders.of(holders_of(block, plan, stops), speeds)
     return found
 
 
@@ -208,6 +199,15 @@ def _tied_speed(plan: Plan, costs: ProgramCosts, stops: Sequence[Sequence[int]],
 
 def _speed(stages: Sequence[Stage], speeds: Mapping[int, float]) -> float:
     return sum(speeds[rank] for stage in stages for rank in stage.devices)
+
+
+def holders_of(block: int, plan: Plan, stops: Sequence[Sequence[int]]) -> list[Stage]:
+    """Return the stage of each pipeline that holds a block; the last one for what stands after all.
+
+    `stops` are those of `stops_of` of each pipeline.
+    """
+    pairs = zip(plan.pipelines, stops, strict=True)
+    return [p.stages[min(bisect_right(own, block), len(p.stages)) - 1] for p, own in pairs]
 
 
 def stops_of(pipeline: Pipeline, num_blocks: int) -> tuple[int, ...]:

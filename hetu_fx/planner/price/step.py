@@ -9,13 +9,13 @@ Nothing is overlapped. Communication is priced by the same functions as the comm
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import device_bytes, stops_of, tied_holders
+from hetu_fx.planner.price.placement import device_bytes, holders_of, stops_of, tied_holders
 from hetu_fx.planner.price.stage import (
     StageCosts,
     pipeline_seconds,
@@ -174,8 +174,6 @@ class Columns:
         known = {pipeline.blocks(num_blocks): pipeline for pipeline in plan.pipelines}
         stops = {blocks: stops_of(pipeline, num_blocks) for blocks, pipeline in known.items()}
         self._stops = [stops[pipeline.blocks(num_blocks)] for pipeline in plan.pipelines]
-        self._groups: dict[int, list[tuple[int, ...]]] = {}
-        self._known: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def stops(self, pipeline: int) -> tuple[int, ...]:
         """Return where the blocks of each stage of a pipeline begin, and where the last one's end."""
@@ -190,20 +188,14 @@ class Columns:
         found = self._column(self._stops[pipeline][stage], position, len(devices))
         return found if found[pipeline] == devices[position] else _with(found, pipeline, devices[position])
 
+    @once
     def _column(self, block: int, position: int, size: int) -> tuple[int, ...]:
-        key = block, position, size
-        if key not in self._known:
-            groups = self._holders(block)
-            self._known[key] = tuple([devices[position * len(devices) // size] for devices in groups])
-        return self._known[key]
+        return tuple([devices[position * len(devices) // size] for devices in self._holders(block)])
 
+    @once
     def _holders(self, block: int) -> list[tuple[int, ...]]:
-        """Return the group of each pipeline that holds a block; the last one for what stands after all."""
-        if block not in self._groups:
-            pairs = zip(self._plan.pipelines, self._stops, strict=True)
-            found = [p.stages[min(bisect_right(own, block), len(p.stages)) - 1].devices for p, own in pairs]
-            self._groups[block] = found
-        return self._groups[block]
+        """Return the group of each pipeline that holds a block."""
+        return [stage.devices for stage in holders_of(block, self._plan, self._stops)]
 
 
 def _with(column: Sequence[int], pipeline: int, rank: int) -> tuple[int, ...]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 
+from hetu_fx.base.once import once
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.affine import Amount
-from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -92,19 +92,12 @@ class ProgramCosts:
         whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
         return whole._with_parts([part.by_sequence for part in self.parts], memory)
 
+    @once
     def narrowed(self, share: float) -> ProgramCosts:
         """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
-        if share not in self._narrowed:
-            memory = None if self.memory is None else self.memory.narrowed(share)
-            tied = tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied)
-            parts = [part.narrowed(share) for part in self.parts]
-            self._narrowed[share] = replace(self, tied=tied)._with_parts(parts, memory)
-        return self._narrowed[share]
-
-    @cached_property
-    def _narrowed(self) -> dict[float, ProgramCosts]:
-        """What narrowed() worked out."""
-        return {}
+        memory = None if self.memory is None else self.memory.narrowed(share)
+        tied = tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied)
+        return replace(self, tied=tied)._with_parts([part.narrowed(share) for part in self.parts], memory)
 
     def _with_parts(self, parts: Sequence[PartCosts], memory: ProgramMemory | None) -> ProgramCosts:
         before, *blocks, after = parts
@@ -125,8 +118,8 @@ class ProgramCosts:
         shared = self.on(stage, position)
         if not stage.recompute:
             return shared
-        summed = [block.reduced_bytes for block in self.blocks] if stage.is_grid else []
-        return shared._recomputing(start, start + stage.recompute, stage, summed)
+        summed = tuple(block.reduced_bytes for block in self.blocks) if stage.is_grid else ()
+        return shared._recomputing(start, start + stage.recompute, self._way(stage), summed)
 
     @staticmethod
     def _way(stage: Stage) -> str:
@@ -139,47 +132,38 @@ class ProgramCosts:
         """Return the costs of the blocks whose forward a stage with the blocks from `start` does once more."""
         return reduce(add, self.on(stage, position).blocks[start : start + stage.recompute], PartCosts())
 
-    def _recomputing(self, start: int, stop: int, stage: Stage, summed: Sequence[float]) -> ProgramCosts:
+    @once
+    def _recomputing(self, start: int, stop: int, way: str, summed: tuple[float, ...]) -> ProgramCosts:
         """Return the program with blocks that keep what they hand on, and what a group has sent.
 
         `summed` are the bytes per row that each block of a grid sums over tensor parallel groups beside what the
         devices gather.
         """
-        way = self._way(stage)
-        key = start, stop, way
-        if key not in self._recomputed:
-            memory = self.memory or _assumed(self.parts)
-            parts = list(memory.parts)
-            for block in range(start, stop):
-                handed = self.boundary(block + 1) or self.boundary(block)
-                sent = self.blocks[block].reduced_bytes * (len(stage.devices) > 1)
-                beside = summed[block] if summed else 0.0
-                kept = Amount(0.0, handed + sent + beside, 0.0, handed * stage.shares_sequence + beside)
-                parts[block + 1] = parts[block + 1].recomputed(way, kept)
-            self._recomputed[key] = replace(self, memory=replace(memory, parts=tuple(parts)))
-        return self._recomputed[key]
-
-    @cached_property
-    def _recomputed(self) -> dict[tuple[int, int, str], ProgramCosts]:
-        """What _recomputing() worked out."""
-        return {}
+        memory = self.memory or _assumed(self.parts)
+        parts = list(memory.parts)
+        for block in range(start, stop):
+            handed = self.boundary(block + 1) or self.boundary(block)
+            sent = self.blocks[block].reduced_bytes * (way != "alone")
+            beside = summed[block] if summed else 0.0
+            kept = Amount(0.0, handed + sent + beside, 0.0, handed * (way in ("context", "grid")) + beside)
+            parts[block + 1] = parts[block + 1].recomputed(way, kept)
+        return replace(self, memory=replace(memory, parts=tuple(parts)))
 
     @property
     def whole(self) -> PartCosts:
         """Return the costs of the whole program."""
         return self.stage(0, self.num_blocks)
 
+    @once
     def stage(self, start: int, stop: int) -> PartCosts:
         """Return the costs of the blocks [start, stop), with what stands before and after them all."""
-        if (start, stop) not in self._stages:
-            first, last = self.numbers(start, stop)
-            extra = [
-                PartCosts(parameter_bytes=one.bytes, split_parameter_bytes=one.split_bytes)
-                for one in self.tied
-                if one.is_extra(first, last)
-            ]
-            self._stages[start, stop] = reduce(add, extra, self.between(start, stop))
-        return self._stages[start, stop]
+        first, last = self.numbers(start, stop)
+        extra = [
+            PartCosts(parameter_bytes=one.bytes, split_parameter_bytes=one.split_bytes)
+            for one in self.tied
+            if one.is_extra(first, last)
+        ]
+        return reduce(add, extra, self.between(start, stop))
 
     def between(self, start: int, stop: int) -> PartCosts:
         """Return the same with a parameter that several parts read counted for the first of all only."""
@@ -195,51 +179,24 @@ class ProgramCosts:
         first, last = self.numbers(start, stop)
         return tuple(one for one in self.tied if one.is_shared(first, last))
 
-    @cached_property
-    def _stages(self) -> dict[tuple[int, int], PartCosts]:
-        """What stage() worked out: searches ask for the same few ranges over and over."""
-        return {}
-
     def boundary(self, block: int) -> float:
         """Return the bytes per row handed over to block `block`; none at the ends."""
         return self.boundary_bytes[block - 1] if 0 < block < self.num_blocks else 0.0
 
+    @once
     def footprint(self, start: int, stop: int, share: float) -> StageFootprint:
         """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches."""
-        if (start, stop, share) not in self._footprints:
-            first, last = self.numbers(start, stop)
-            memory = self.memory or _assumed(self.parts)
-            before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
-            counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
-            gradients = gradients_of(counted, self.tied, first, share)
-            waiting = pending_of(self.tied, first, last - first, share)
-            found = StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
-            self._footprints[start, stop, share] = found
-        return self._footprints[start, stop, share]
-
-    @cached_property
-    def known_limits(self) -> dict[object, int]:
-        """What has been worked out of memory: searches ask the same over and over (`planner.shards`)."""
-        return {}
-
-    @cached_property
-    def known_shards(self) -> dict[object, HeldShard]:
-        """What has been worked out of what devices hold."""
-        return {}
+        first, last = self.numbers(start, stop)
+        memory = self.memory or _assumed(self.parts)
+        before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
+        counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
+        gradients = gradients_of(counted, self.tied, first, share)
+        waiting = pending_of(self.tied, first, last - first, share)
+        return StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
 
     @cached_property
     def known_recompute(self) -> dict[object, int | None]:
         """What has been worked out of blocks to recompute."""
-        return {}
-
-    @cached_property
-    def known_peaks(self) -> dict[object, tuple[tuple[str, int], ...]]:
-        """What has been worked out of peaks."""
-        return {}
-
-    @cached_property
-    def _footprints(self) -> dict[tuple[int, int, float], StageFootprint]:
-        """What footprint() worked out."""
         return {}
 
 

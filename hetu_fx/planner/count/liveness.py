@@ -22,9 +22,8 @@ from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, Result, Run, Sharing
 from hetu_fx.planner.count.recompute_segments import RecomputeSegments, all_pieces
 from hetu_fx.planner.count.storages import Storages
-from hetu_fx.planner.values.affine import Amount
-from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
-from hetu_fx.planner.values.recompute_memory import Again, Segment
+from hetu_fx.planner.values.footprint import Again, PartMemory, ProgramMemory, Segment
+from hetu_fx.planner.values.line import Amount
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 

@@ -67,7 +67,7 @@ class Held:
 
 
 class PartPeaks(NamedTuple):
-    """What a part keeps, and the most in its forward, in a first backward and in a later one (`planner.footprint`)."""
+    """What a part keeps, and the most in its forward, in a first backward and in a later one (`values.footprint`)."""
 
     kept: Held
     forward: Held

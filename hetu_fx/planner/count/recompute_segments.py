@@ -118,7 +118,7 @@ class _Backward:
 
 
 def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[str, RecomputeSegments]:
-    """Return the pieces by how the devices of a stage share work, under the names of `again.Again`."""
+    """Return the pieces by how the devices of a stage share work, under the names of `footprint.Again`."""
     ops = [node for node in graph.graph.nodes if node.op == "call_function" and part_of[node] >= 0]
     weights = frozenset(leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER))
     spans: dict[int, list[fx.Node]] = {}

@@ -34,8 +34,7 @@ from hetu_fx.planner.measure.fit import (
     lengths_of,
     slowdown,
 )
-from hetu_fx.planner.values.block_times import BlockTime
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.program.sizes import Bindings, evaluate

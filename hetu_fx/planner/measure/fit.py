@@ -12,10 +12,9 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.dispatch.strategy import Fitted, fit_times
 from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
-from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Stage
 

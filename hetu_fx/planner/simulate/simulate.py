@@ -1,6 +1,6 @@
 """Run a plan on paper: when each device and link would do what, and what each device would hold.
 
-Discrete events over compute and links (`planner.events`) in the order that the runtime keeps: parameters are gathered,
+Discrete events over compute and links (`events`) in the order that the runtime keeps: parameters are gathered,
 pipelines run their schedules, gradients travel in buckets beside the last backward, each device updates what it owns.
 Times are those of the cost model; what it leaves out is found here: waiting, overlap, links that several messages
 share, and micro-batches and pipelines that differ.

@@ -5,7 +5,7 @@ spread; else its share, by speed, of what the readers of each part own together)
 
     parameters H,  optimizer k H,  copies C: what it reads but does not own, gathered once per step        (1)
 
-Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`planner.footprint`):
+Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`values.footprint`):
 
     gather            C again, and the messages that bring it                                              (2)
     forward           (f - 1) K + most in a forward; gradients P if a backward has been before             (3)

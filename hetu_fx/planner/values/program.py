@@ -12,11 +12,10 @@ from operator import add
 
 from hetu_fx.base.once import once
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
-from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums
+from hetu_fx.planner.values.rings import NO_ROW_SUMS, RowSums
 from hetu_fx.planner.values.tied import Tied, gradients_of, pending_of
 from hetu_fx.plans.plan import Plan, Stage
 
@@ -123,7 +122,7 @@ class ProgramCosts:
 
     @staticmethod
     def _way(stage: Stage) -> str:
-        """Return how a stage's devices share work, as `again.Again` names it."""
+        """Return how a stage's devices share work, as `footprint.Again` names it."""
         if stage.shares_sequence:
             return "grid" if stage.is_grid else "context"
         return "tensor" if len(stage.devices) > 1 else "alone"

@@ -17,8 +17,7 @@ from hetu_fx.planner.api import profile
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.measure.blocks import BlockShard, Measuring, joined, shard_of
 from hetu_fx.planner.measure.fit import degrees_of, distinct_blocks
-from hetu_fx.planner.values.block_times import BlockTime, Slowdown
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.specialize.device_graph import SlotKind

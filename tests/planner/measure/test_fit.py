@@ -19,9 +19,8 @@ from hetu_fx.planner.measure.fit import (
     slowdown,
 )
 from hetu_fx.planner.price.stage import compute_lines
-from hetu_fx.planner.values.block_times import BlockTime
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.plans.plan import Stage
 from tests.planner.examples import paper, transformer
 

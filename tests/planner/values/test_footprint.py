@@ -3,10 +3,8 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.values.affine import Amount
-from hetu_fx.planner.values.footprint import PartMemory, StageFootprint, highest_at
-from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.recompute_memory import Again, Segment
+from hetu_fx.planner.values.footprint import Again, PartMemory, Segment, StageFootprint, highest_at
+from hetu_fx.planner.values.line import Amount, Line
 
 PART = PartMemory(kept=Amount(per_row=10), forward=Amount(per_row=14), backward=Amount(per_row=3), later=Amount(2, 3))
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.values.affine import Amount
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.lengths import costs_at
+from hetu_fx.planner.values.line import Amount
 from hetu_fx.planner.values.program import ProgramCosts
 from tests.planner.examples import transformer
 

@@ -6,9 +6,8 @@ import pytest
 
 from hetu_fx.errors import ProfileError
 from hetu_fx.planner.count.count import program_costs
-from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.planner.values.program import ProgramCosts
 from tests.model_zoo import captured
 from tests.planner.examples import transformer

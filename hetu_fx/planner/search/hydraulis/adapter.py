@@ -27,9 +27,9 @@ from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.values.block_times import BlockTime
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
 from hetu_fx.planner.values.lengths import ENOUGH, costs_at
+from hetu_fx.planner.values.profile_file import BlockTime
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction

@@ -10,10 +10,9 @@ from hetu_fx.planner.search.device_classes import alike_in
 from hetu_fx.planner.search.heteroauto.adapter import hetero_problem, plans_of, search, shapes
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.regions import MOST_CLASSES
-from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.planner.values.program import ProgramCosts
 from tests.planner.examples import FAST_LINK, paper, transformer
 

@@ -7,9 +7,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.search.hydraulis.adapter import fitting_schemes, plan_of, typical_batch, variants
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.values.block_times import BlockTime
 from hetu_fx.planner.values.options import PlanOptions
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from tests.planner.examples import paper, transformer

@@ -11,10 +11,9 @@ from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.malleus.adapter import Shape, degrees, layer_seconds, situation
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.values.block_times import BlockTime, Slowdown
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
 from hetu_fx.planner.values.program import ProgramCosts
 from tests.planner.examples import paper, transformer
 

@@ -13,7 +13,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import PROGRAM
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.row_sums import NO_ROW_SUMS, RowSums
+from hetu_fx.planner.values.rings import NO_ROW_SUMS, RowSums
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from tests.model_zoo import SAMPLES

@@ -1,4 +1,4 @@
-"""Sums over the rows of all replicas in the middle of a step, such as those of BatchNorm."""
+"""Turns around rings of devices that compute, and the sums over rows in the middle of a step that take such turns."""
 
 from __future__ import annotations
 
@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from hetu_fx.base.checks import check_not_negative
 from hetu_fx.base.records import REQUIRED, Key, record
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
 from hetu_fx.errors import ProfileError
-from hetu_fx.planner.values.ring import turn_seconds
+
+
+def turn_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
+    """Return the seconds of one turn of `num_bytes` in all: a gather or a reduce-scatter; an all-reduce is two.
+
+    Each turn is a meeting besides, as it waits anew for all. 0 for one device.
+    """
+    return cheapest_ring_cost(num_bytes, ranks, cluster) + cluster.meeting_seconds(ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """How many there are in a step, forward and backward, and their bytes in all."""
+    """Sums over the rows of all replicas, such as those of BatchNorm: how many in a step, and their bytes."""
 
     count: int = 0
     bytes: float = 0.0

@@ -13,7 +13,6 @@ each device has to compute for an assignment, so that its rate can be told.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,8 +137,8 @@ class Request:
 
 def pipeline_seconds(scheme: Scheme, micro_batches: Sequence[PackedMicroBatch]) -> float:
     """Return what a pipeline takes for its micro-batches."""
-    times = [len(micro.rows) * scheme.times.seconds(micro.width) + scheme.times.c for micro in micro_batches]
-    return math.fsum(times) + (scheme.stages - 1) * max(times, default=0.0)
+    times = scheme.times
+    return scheme.done([len(micro.rows) * times.seconds(micro.width) + times.c for micro in micro_batches])
 
 
 def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> EligibleVariant:

@@ -13,12 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.local_search import Assigning
 from hetu_fx.planner.dispatch.lower_bounds import dispatch_bound
-from hetu_fx.planner.dispatch.makespan import Effort, assign
+from hetu_fx.planner.dispatch.makespan import Assigning, Effort, assign
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, check_each_once, check_holds
 
 RESTARTS = 50
@@ -61,8 +58,7 @@ class Dispatch:
 
 def unpacked_seconds(scheme: Scheme, lengths: Sequence[int]) -> float:
     """Return (4) of the cost model: what a pipeline needs for these sequences however they are packed."""
-    seconds = [scheme.times.seconds(length) for length in lengths]
-    return math.fsum(seconds) + (scheme.stages - 1) * max(seconds, default=0.0)
+    return scheme.done([scheme.times.seconds(length) for length in lengths])
 
 
 def dispatch(strategy: Strategy, batch: SequenceBatch, *, restarts: int = RESTARTS, seed: int = 0) -> Dispatch:
@@ -79,7 +75,9 @@ def dispatch(strategy: Strategy, batch: SequenceBatch, *, restarts: int = RESTAR
         return bound
 
     falling = sorted(batch.lengths, reverse=True)
-    receivers = assign(_problem(strategy, falling), Effort(restarts, seed, bound_below, _RENEWED_ITEMS))
+    seconds = {scheme: scheme.times.all_seconds(falling) for scheme in set(strategy.pipelines)}
+    problem = Assigning.of(strategy.pipelines, [seconds[scheme] for scheme in strategy.pipelines], falling)
+    receivers = assign(problem, Effort(restarts, seed, bound_below, _RENEWED_ITEMS))
     assert receivers is not None  # the first pipeline holds everything
     groups: list[list[int]] = [[] for _ in strategy.pipelines]
     for length, receiver in zip(falling, receivers.tolist(), strict=True):
@@ -97,20 +95,6 @@ def of_lengths(
     pipelines = tuple(tuple(positions[length].pop() for length in group) for group in groups)
     found = Dispatch(strategy, batch, pipelines)
     return replace(found, bound_seconds=min(bound_seconds, found.seconds))
-
-
-def _problem(strategy: Strategy, lengths: list[int]) -> Assigning:
-    schemes = strategy.pipelines
-    seconds = {scheme: scheme.times.all_seconds(lengths) for scheme in set(schemes)}
-    tokens = np.array(lengths, dtype=np.float64)
-    longest = np.array([scheme.max_length for scheme in schemes])
-    return Assigning(
-        seconds=np.stack([seconds[scheme] for scheme in schemes]),
-        may=tokens <= longest[:, None],
-        fill=np.array([scheme.stages - 1.0 for scheme in schemes]),
-        room=np.full(len(schemes), np.inf),
-        tokens=tokens,
-    )
 
 
 def _check_lengths(scheme: Scheme, lengths: dict[int, int]) -> None:

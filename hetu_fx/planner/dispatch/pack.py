@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.local_search import EPSILON, Assigning
 from hetu_fx.planner.dispatch.lower_bounds import row_bound
-from hetu_fx.planner.dispatch.makespan import Effort, assign
-from hetu_fx.planner.dispatch.quick import NO_ROWS, RowAssignment, quick_rows, sweep_counts
+from hetu_fx.planner.dispatch.makespan import EPSILON, Assigning, Effort, assign
+from hetu_fx.planner.dispatch.rows import NO_ROWS, RowAssignment, grouped, quick_rows, sweep_counts
 from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
 
 EXACT_SEQUENCES = 10
@@ -113,11 +112,9 @@ def _falling(scheme: Scheme, lengths: Sequence[int]) -> list[int]:
 def _packing(scheme: Scheme, lengths: Sequence[int], found: RowAssignment, bound: float) -> Packing:
     """Return the packing of rows of falling lengths, the rows of most tokens first."""
     order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    rows: dict[int, list[int]] = {}
-    for position, row in zip(order, found.row_of, strict=True):
-        rows.setdefault(row, []).append(position)
-    by_tokens = sorted(rows.values(), key=lambda row: (-sum(lengths[i] for i in row), [-lengths[i] for i in row], row))
-    made = Packing(scheme, tuple(lengths), tuple(map(tuple, by_tokens)))
+    rows = filter(None, grouped(order, found.row_of))
+    by_tokens = sorted(rows, key=lambda row: (-sum(lengths[i] for i in row), [-lengths[i] for i in row], row))
+    made = Packing(scheme, tuple(lengths), tuple(by_tokens))
     return replace(made, bound_seconds=min(bound, made.seconds))  # sums in another order may round otherwise
 
 
@@ -162,15 +159,13 @@ class _Sweep:
 
     def _exact(self, count: int) -> list[int] | None:
         below = self.best.seconds / (self._scheme.stages - 1 + count) - self._scheme.times.c
-        return ExactRows(self._scheme, self._lengths, count, below).search()
+        return _ExactRows(self._scheme, self._lengths, count, below).search()
 
     def _take(self, count: int, row_of: list[int] | None) -> None:
         if row_of is None:
             return
-        rows = [0.0] * count
-        for seconds, row in zip(self._seconds, row_of, strict=True):
-            rows[row] += seconds
-        seconds = self._scheme.seconds(max(rows), count)
+        slowest = float(np.bincount(row_of, self._seconds, count).max())
+        seconds = self._scheme.seconds(slowest, count)
         if seconds < self.best.seconds:
             self.best = RowAssignment(seconds, tuple(row_of))
 
@@ -178,47 +173,36 @@ class _Sweep:
 _State = tuple[int, int]  # tokens and squared tokens of a row: whole numbers, so that equal is equal
 
 
-@dataclass(slots=True)
-class ExactRows:
+class _ExactRows:
     """The search of one pipeline's rows that all take less than `below` seconds; `lengths` fall.
 
-    `row_of` is the best found so far, None before any, and `below` its slowest row.
+    `_row_of` is the best found so far, None before any, and `_below` its slowest row.
     """
 
-    scheme: Scheme
-    lengths: Sequence[int]
-    num_rows: int
-    below: float
-    row_of: list[int] | None = None
-    _seconds: list[float] = field(init=False)
-    _tokens_left: list[int] = field(init=False)
-    _seconds_left: list[float] = field(init=False)
-    _chosen: list[int] = field(init=False)
-    _rows: list[_State] = field(init=False)
-    _seen: set[tuple[int, tuple[_State, ...]]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._seconds = [self.scheme.times.seconds(length) for length in self.lengths]
-        self._tokens_left = list(accumulate(reversed(self.lengths), initial=0))[::-1]
-        self._seconds_left = list(accumulate(reversed(self._seconds), initial=0.0))[::-1]
-        self._chosen = [0] * len(self.lengths)
-        self._rows = [(0, 0)] * self.num_rows
+    def __init__(self, scheme: Scheme, lengths: Sequence[int], num_rows: int, below: float) -> None:
+        self._scheme, self._lengths, self._below = scheme, lengths, below
+        seconds = [scheme.times.seconds(length) for length in lengths]
+        self._tokens_left = list(accumulate(reversed(lengths), initial=0))[::-1]
+        self._seconds_left = list(accumulate(reversed(seconds), initial=0.0))[::-1]
+        self._chosen, self._rows = [0] * len(lengths), [(0, 0)] * num_rows
+        self._row_of: list[int] | None = None
+        self._seen: set[tuple[int, tuple[_State, ...]]] = set()
 
     def search(self) -> list[int] | None:
         """Return the row of each sequence in the best rows, None when none takes less than `below`."""
         self._place(0)
-        return self.row_of
+        return self._row_of
 
     def _place(self, item: int) -> None:
         if not self._is_new_and_possible(item):
             return
-        if item == len(self.lengths):
-            self.below, self.row_of = max(map(self._row_seconds, self._rows)), list(self._chosen)
+        if item == len(self._lengths):
+            self._below, self._row_of = max(map(self._row_seconds, self._rows)), list(self._chosen)
             return
         for row in self._choices():
             before = self._rows[row]
-            after = before[0] + self.lengths[item], before[1] + self.lengths[item] ** 2
-            if after[0] <= self.scheme.max_length and self._row_seconds(after) < self._limit:
+            after = before[0] + self._lengths[item], before[1] + self._lengths[item] ** 2
+            if after[0] <= self._scheme.max_length and self._row_seconds(after) < self._limit:
                 self._rows[row], self._chosen[item] = after, row
                 self._place(item + 1)
                 self._rows[row] = before
@@ -229,7 +213,7 @@ class ExactRows:
             return False
         self._seen.add(state)
         seconds = sum(max(0.0, self._limit - self._row_seconds(row)) for row in self._rows)
-        tokens = sum(self.scheme.max_length - row[0] for row in self._rows)
+        tokens = sum(self._scheme.max_length - row[0] for row in self._rows)
         return seconds >= self._seconds_left[item] * (1 - EPSILON) and tokens >= self._tokens_left[item]
 
     def _choices(self) -> list[int]:
@@ -239,7 +223,7 @@ class ExactRows:
 
     @property
     def _limit(self) -> float:
-        return self.below * (1 - EPSILON)
+        return self._below * (1 - EPSILON)
 
     def _row_seconds(self, row: _State) -> float:
-        return self.scheme.times.a * row[1] + self.scheme.times.b * row[0]
+        return self._scheme.times.a * row[1] + self._scheme.times.b * row[0]

@@ -121,6 +121,10 @@ class Scheme:
         """Return (3), `slowest` being the largest sum of (1) over a micro-batch."""
         return (slowest + self.times.c) * (self.stages - 1 + micro_batches)
 
+    def done(self, times: Sequence[float]) -> float:
+        """Return the seconds of a pipeline whose micro-batches take so many on each stage, one not like the other."""
+        return math.fsum(times) + (self.stages - 1) * max(times, default=0.0)
+
     def __str__(self) -> str:
         return f"<tp {self.tensor_parallel}, pp {self.stages}>"
 

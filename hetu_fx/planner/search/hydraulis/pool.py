@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.local_search import Indices
+from hetu_fx.planner.dispatch.makespan import Indices
 from hetu_fx.planner.dispatch.strategy import Numbers, Scheme, Strategy
 
 ALIGNMENT = 128

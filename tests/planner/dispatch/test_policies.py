@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import BatchError, PlanError
 from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, Batching, EligibleVariant, Request
-from hetu_fx.planner.dispatch.batching import assign
-from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, Soonest
+from hetu_fx.planner.dispatch.policies import HotSPa, Hydraulis, Soonest, assign
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 

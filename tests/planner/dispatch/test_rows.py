@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetu_fx.planner.dispatch.rows import dispatched, least_done, least_seconds, rows_of
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit
-from hetu_fx.planner.dispatch.whole_rows import dispatched, least_done, least_seconds, rows_of
 
 HELD = 64
 times = st.builds(TimeFit, a=st.sampled_from([0.0, 0.01, 0.1]), b=st.just(1.0), c=st.sampled_from([0.0, 1.0, 30.0]))

@@ -31,7 +31,7 @@ FLOORS = (
     "switching.runtime",
     "switching.graph_execution",
     "switching.sequences switching.eager",
-    "planner.api planner.cache",
+    "planner.api",
     "planner.measure planner.simulate",
     "planner.make_plan planner.captured_program planner.module_program",
     "planner.searches",

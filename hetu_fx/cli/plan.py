@@ -101,8 +101,7 @@ def _problem(options: argparse.Namespace) -> Problem:
 
 def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
     """Search, or price the plan that was named."""
-    from hetu_fx.planner.cache import default_folder, make_or_find_plans
-    from hetu_fx.planner.make_plan import make_plans, predicted
+    from hetu_fx.planner.make_plan import default_folder, make_or_find_plans, make_plans, predicted
     from hetu_fx.planner.searches import DEFAULT
 
     search = options.search or DEFAULT

@@ -1,19 +1,33 @@
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from benchmarks.cases.exhaustive_plans import all_plans
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.make_plan import NEGLIGIBLE, PlanOptions, make_plan
+from hetu_fx.planner import make_plan as planning
+from hetu_fx.planner.make_plan import (
+    NEGLIGIBLE,
+    PlanOptions,
+    default_folder,
+    make_or_find_plans,
+    make_plan,
+    question_key,
+)
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.contiguous import best_segments
 from hetu_fx.planner.search.estimates import Builder
+from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import ReplicaRules
+from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from tests.planner.examples import FAST_LINK, paper, transformer
+from tests.planner.search.nets import problem
 
 BIG = transformer(rows=16, length=128, width=256)
 
@@ -189,3 +203,59 @@ def test_the_sequence_is_shared_where_that_is_faster_and_not_where_it_is_as_fast
     programs = [ProgramCosts(1, PartCosts(), (part,), PartCosts(), units=2) for part in (much, little)]
     plans = [make_plan(program, cluster, options=SHARING) for program in programs]
     assert [plan.sequence_parallel for plan in plans] == [True, False]
+
+
+PROBLEM = Problem(Profile(transformer()), paper(4, 2))
+
+
+def explained(plans: tuple[Plan, ...]) -> list[str]:
+    return [plan.explain() for plan in plans]
+
+
+def test_the_same_question_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make_or_find_plans(PROBLEM, DEFAULT, tmp_path / "new")
+    monkeypatch.setattr(planning, "make_plans", lambda *question: pytest.fail("searched again"))
+    again = replace(PROBLEM, cluster=Cluster.from_json(PROBLEM.cluster.to_json()), tell=print)
+    assert explained(make_or_find_plans(again, DEFAULT, tmp_path / "new")) == explained(first)
+
+
+def test_the_key_depends_on_all_that_the_answer_depends_on() -> None:
+    others = [
+        replace(PROBLEM, profile=PROBLEM.profile.with_rows(17)),
+        replace(PROBLEM, cluster=paper(4, 3)),
+        replace(PROBLEM, options=PlanOptions(zero=0)),
+        replace(PROBLEM, before=Plan.single()),
+        replace(PROBLEM, captured=problem(PROBLEM.cluster).captured),
+    ]
+    keys = {question_key(problem, DEFAULT) for problem in (PROBLEM, *others)} | {question_key(PROBLEM, "malleus")}
+    assert len(keys) == len(others) + 2
+    assert question_key(replace(PROBLEM, tell=print), DEFAULT) in keys
+
+
+@pytest.mark.parametrize("spoil", ["", "{}", "other key", "no plans"])
+def test_a_file_that_is_not_the_answer_is_made_anew(tmp_path: Path, spoil: str) -> None:
+    first = make_or_find_plans(PROBLEM, DEFAULT, tmp_path)
+    path = tmp_path / f"{question_key(PROBLEM, DEFAULT)}.json"
+    good = json.loads(path.read_text())
+    bad = {"other key": good | {"key": "0"}, "no plans": good | {"plans": []}}
+    path.write_text(json.dumps(bad[spoil]) if spoil in bad else spoil)
+    told: list[str] = []
+    assert explained(make_or_find_plans(replace(PROBLEM, tell=told.append), DEFAULT, tmp_path)) == explained(first)
+    assert told[0].startswith("planning anew: ")
+    assert json.loads(path.read_text()) == good
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told: list[str] = []
+    plans = make_or_find_plans(replace(PROBLEM, tell=told.append), DEFAULT, tmp_path / "file" / "inside")
+    assert len(plans) == 1
+    assert told[-1].startswith("the plan is not kept for the next time: ")
+
+
+def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert default_folder() == Path("/somewhere/hetu_fx/plans")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_folder() == Path("/home/me/.cache/hetu_fx/plans")

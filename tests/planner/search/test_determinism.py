@@ -16,7 +16,7 @@ import json
 from tests.planner.search.hydraulis.test_adapter import PROBLEM as equal
 from tests.planner.search.nets import UNEQUAL, problem as net
 from tests.planner.search.malleus.test_adapter import MODEL, eight
-from hetu_fx.planner.cache import question_key
+from hetu_fx.planner.make_plan import question_key
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import SEARCHES

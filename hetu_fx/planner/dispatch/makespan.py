@@ -65,7 +65,7 @@ class Assigning:
         return Assigning(self.seconds[both], self.may[both], *few)
 
 
-def done_seconds(problem: Assigning, receivers: Indices) -> Numbers:
+def _done_seconds(problem: Assigning, receivers: Indices) -> Numbers:
     """Return (1) for each receiver."""
     held = _held(problem, receivers)
     longest = held.max(axis=1, initial=0.0)
@@ -183,14 +183,14 @@ def assign(problem: Assigning, effort: Effort) -> Indices | None:
 
 
 def _last_done(problem: Assigning, receivers: Indices) -> float:
-    return float(done_seconds(problem, receivers).max())
+    return float(_done_seconds(problem, receivers).max())
 
 
 def _better(problem: Assigning, receivers: Indices, items: Indices, anew: Indices) -> Indices:
     """Return the receivers with those of some items anew, improved, or as they were when that is no better."""
     result = receivers.copy()
     result[items] = anew
-    before, after = (np.sort(done_seconds(problem, each))[::-1] for each in (receivers, result))
+    before, after = (np.sort(_done_seconds(problem, each))[::-1] for each in (receivers, result))
     differs = np.flatnonzero(np.abs(after - before) > EPSILON * before[0])
     return improved(problem, result) if len(differs) and after[differs[0]] < before[differs[0]] else receivers
 
@@ -208,7 +208,7 @@ def _best_placed(problem: Assigning, restarts: int, random: np.random.Generator)
 
 def _last_and_others(problem: Assigning, receivers: Indices, random: np.random.Generator) -> Indices:
     """Return the last receiver, and one or more others at random."""
-    done = done_seconds(problem, receivers)
+    done = _done_seconds(problem, receivers)
     others = random.permutation(np.delete(np.arange(len(done)), done.argmax()))
     few: Indices = np.append(done.argmax(), others[: random.integers(1, _MOST_OTHERS + 1)])
     return few

@@ -19,7 +19,7 @@ from hetu_fx.comm_ops.plans.choose_algorithm import always_flat
 from hetu_fx.comm_ops.plans.cost import ring_cost, there_and_back_cost
 from hetu_fx.comm_ops.wire.collectives import fresh, to_wire
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
-from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for
+from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.errors import CommError
 
 Message = tuple[int, int, Tensor]
@@ -169,11 +169,11 @@ def _start_between(ranks: Sequence[int], table: GroupTable) -> Start:
             return _nothing
         arriving = [(ranks[peer], wire, Tag.RING + tag) for peer, tag, _, wire in filled]
         with guarded("ring attention", ranks, table):
-            works = post(arriving, leaving, table, table.group(ranks))
+            posted = post(arriving, leaving, table, table.group(ranks))
 
         def wait() -> None:
             with guarded("ring attention", ranks, table):
-                wait_for(works)
+                posted.wait()
             for _, _, x, wire in filled:
                 if wire is not x:
                     x.copy_(wire)

@@ -7,13 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire import p2p
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-
-_WHAT = {p2p.Tag.SLICES: "batched send-receive", p2p.Tag.STAGES: "hand-over between stages"}
 
 
 class Room:
@@ -67,35 +64,34 @@ class Sending:
     """Messages under way."""
 
     messages: Messages
-    works: list[dist.Work]
+    posted: p2p.Posted
     table: GroupTable
-    what: str
 
     def wait(self) -> dict[int, Tensor]:
         """Wait until all have left and arrived; gives all that is for this rank, by sender. Raises CommError as `post`.
 
         They stand in the room that was made for them.
         """
-        if self.works:
-            with self.guarded():
-                for work in self.works:
-                    work.wait()
+        if self.messages.peers:
+            with _guarded(self.messages, self.table):
+                self.posted.wait()
         arrived = {**self.messages.arriving, **self.messages.here}
         return {sender: message.to(self.messages.device) for sender, message in arrived.items()}
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Count as waiting for the peers, and name them where they fail."""
-        return guarded(self.what, [self.table.rank, *self.messages.peers], self.table)
 
-
-def post(messages: Messages, table: GroupTable, tag: p2p.Tag = p2p.Tag.SLICES) -> Sending:
+def post(messages: Messages, table: GroupTable) -> Sending:
     """Start to send messages and to receive those that arrive. Raises CommError where a peer is dead."""
-    sending = Sending(messages, [], table, _WHAT[tag])
+    posted = p2p.Posted(())
     if messages.peers:
-        with sending.guarded():
-            receives, sends = (
-                [(peer, message, tag) for peer, message in sorted(by_peer.items())]
-                for by_peer in (messages.arriving, messages.leaving)
-            )
-            sending.works.extend(p2p.post(receives, sends, table))
-    return sending
+        receives, sends = (
+            [(peer, message, p2p.Tag.SLICES) for peer, message in sorted(by_peer.items())]
+            for by_peer in (messages.arriving, messages.leaving)
+        )
+        with _guarded(messages, table):
+            posted = p2p.post(receives, sends, table)
+    return Sending(messages, posted, table)
+
+
+def _guarded(messages: Messages, table: GroupTable) -> AbstractContextManager[None]:
+    """Count as waiting for the peers, and name them where they fail."""
+    return guarded("batched send-receive", [table.rank, *messages.peers], table)

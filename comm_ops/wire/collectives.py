@@ -109,8 +109,8 @@ def _start_sum(
     # Every rank starts with the one after it, so that no rank is sent to by all at once.
     turned = [*ranks[here + 1 :], *ranks[:here]]
     sends = [(rank, outgoing[rank], tag) for rank in turned if outgoing[rank].numel()]
-    works = post(receives, sends, table, table.group(ranks))
-    return Exchange(tuple(ranks), works, lambda: _sum_into(result, list(summands.values())))
+    posted = post(receives, sends, table, table.group(ranks))
+    return Exchange(tuple(ranks), [posted], lambda: _sum_into(result, list(summands.values())))
 
 
 def _sum_into(result: Tensor, summands: Sequence[Tensor]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch.distributed as dist
@@ -28,24 +29,40 @@ class Tag(IntEnum):
     RING = 0x5247_0000  # keys, values and their gradients
 
 
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Messages under way; where one group call carries all of them, they arrive and leave together."""
+
+    arriving: Sequence[dist.Work]
+    leaving: Sequence[dist.Work] = ()
+
+    def arrive(self) -> None:
+        """Wait until those to this rank are there. With gloo, a receiver that is busy does not hold this rank up."""
+        for work in self.arriving:
+            work.wait()
+
+    def wait(self) -> None:
+        """Wait until all are there, or gone."""
+        self.arrive()
+        for work in self.leaving:
+            work.wait()
+
+
 def post(
     receives: Sequence[Message], sends: Sequence[Message], table: GroupTable, group: dist.ProcessGroup | None = None
-) -> list[dist.Work]:
+) -> Posted:
     """Start messages in `group` (None: that of all ranks); all receives before any send, each kind in the given order.
 
     So gloo needs it, whose send ends only once its receive is posted. NCCL needs one group call, or the sends and
-    receives of a pair wait for each other.
+    receives of a pair wait for each other; what a rank sends and what it waits for next belong in one call.
     """
     group = group or table.base
-    calls = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
-    if any(x.device.type != "cpu" for _, _, x, _ in calls):
+    if any(x.device.type != "cpu" for _, x, _ in (*receives, *sends)):
+        calls = [(dist.irecv, *message) for message in receives] + [(dist.isend, *message) for message in sends]
         batch = [dist.P2POp(op, x, table.to_global(peer), group, tag) for op, peer, x, tag in calls]
-        return list(dist.batch_isend_irecv(batch))
-    works = [op(x, table.to_global(peer), group=group, tag=tag) for op, peer, x, tag in calls]
-    return [work for work in works if work is not None]
-
-
-def wait_for(works: Iterable[dist.Work]) -> None:
-    """Wait until messages are gone, or there."""
-    for work in works:
-        work.wait()
+        return Posted(dist.batch_isend_irecv(batch))
+    arriving, leaving = (
+        [op(x, table.to_global(peer), group=group, tag=tag) for peer, x, tag in messages]
+        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+    )
+    return Posted(*([work for work in works if work is not None] for works in (arriving, leaving)))

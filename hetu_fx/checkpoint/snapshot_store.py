@@ -36,7 +36,7 @@ from hetu_fx.checkpoint.snapshot_plan import (
 from hetu_fx.cluster.host import node_name
 from hetu_fx.comm_ops.wire.consensus import from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
-from hetu_fx.comm_ops.wire.p2p import Tag, post, wait_for
+from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.process_group import create_group
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 from hetu_fx.errors import CheckpointError, EnvironmentProblem
@@ -114,7 +114,7 @@ class SnapshotWriter:
             sent = post((), [(holder, mine, Tag.SNAPSHOTS)], self._table, self._group)
             kept = [owner for owner, holder in enumerate(self.holders) if holder == self.rank]
             failures = [_failure_of(partial(self._keep, own.moment, owner, int(sizes[owner]))) for owner in kept]
-            wait_for(sent)
+            sent.wait()
         for failure in filter(None, failures):
             raise failure
 
@@ -224,7 +224,7 @@ def _carry_out(
         with guarded("bringing a snapshot", (transfer.sender, transfer.receiver), table):
             if table.rank == transfer.sender:
                 part = _local(memory, moment)[owner]
-                wait_for(post((), [(transfer.receiver, memory.bytes_of(part), Tag.SNAPSHOTS)], table))
+                post((), [(transfer.receiver, memory.bytes_of(part), Tag.SNAPSHOTS)], table).wait()
             elif table.rank == transfer.receiver:
                 _receive(memory, SnapshotPart(moment, owner, owner), sizes[owner], transfer.sender, table)
 
@@ -235,6 +235,6 @@ def _receive(
     """Receive a part of so many bytes from another rank."""
 
     def fill(target: Tensor) -> None:
-        wait_for(post([(sender, target, Tag.SNAPSHOTS)], (), table, group))
+        post([(sender, target, Tag.SNAPSHOTS)], (), table, group).wait()
 
     memory.receive(part, size, fill)

@@ -5,9 +5,11 @@ Pure data: each pipeline has its own number of stages and micro-batches; pipelin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import chain
 
 from hetu_fx.plans.plan import Schedule
@@ -31,7 +33,11 @@ class Action:
     chunk: int = 0
 
 
-def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
+Order = tuple[Action, ...]
+"""The actions of one stage, as it runs them."""
+
+
+def actions(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> Order:
     """Return the actions of a stage in order.
 
     1F1B: min(n, S - s - 1) warm-up forwards, then forward-backward pairs, then the remaining backwards.
@@ -48,6 +54,50 @@ def one_each(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: i
     return (*forwards[:warm_up], *chain.from_iterable(pairs), *backwards[len(forwards) - warm_up :])
 
 
-def forwards(num_micro_batches: int) -> tuple[Action, ...]:
+def forwards(num_micro_batches: int) -> Order:
     """Return the actions of an evaluation: forwards only."""
     return tuple(Action(Phase.FORWARD, m) for m in range(num_micro_batches))
+
+
+@lru_cache(maxsize=512)
+def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
+    """Return for each action of a stage, and each stage that it may make something for, when that leaves.
+
+    It leaves in one call with what an action of its own stage waits for: the number of that action, or how many there
+    are for a call after the last. On a clock on which every action takes one tick, that is the last call that is made
+    no later than the receiver's, or else the first one. So nobody waits for ever where a rank's calls are carried out
+    one after another, each only when all its messages have been called for at their other ends (NCCL, with messages
+    larger than its buffers), whichever stages hand something to which: were a call the first on the clock that is never
+    reached, the one before it would wait for another that is earlier on the clock and was never reached.
+    """
+    ticks = _ticks(stages)
+    called = [_called(order, started) for order, started in zip(stages, ticks, strict=True)]
+    found = {}
+    for number, action in enumerate(stages[stage]):
+        later = range(stage + 1, len(stages)) if action.phase is Phase.FORWARD else range(stage)
+        for other in later:
+            wanted = called[other][stages[other].index(action)]
+            found[action, other] = max(number + 1, bisect_right(called[stage], wanted) - 1)
+    return found
+
+
+def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
+    """Return when the call before each action is made, and that after the last."""
+    return [0, *(started[action] + 1 for action in order)]
+
+
+def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
+    """Return when each action of each stage starts, if each takes one tick and waits for that of the stage before."""
+    ticks: list[dict[Action, int]] = [{} for _ in stages]
+    left = sum(map(len, stages))
+    while left:
+        for stage, (order, own) in enumerate(zip(stages, ticks, strict=True)):
+            for action in order[len(own) :]:
+                before = stage - 1 if action.phase is Phase.FORWARD else stage + 1
+                others = ticks[before] if 0 <= before < len(stages) else {action: -1}
+                if action not in others:
+                    break
+                own[action] = 1 + max(others[action], max(own.values(), default=-1))
+        before_sweep, left = left, sum(map(len, stages)) - sum(map(len, ticks))
+        assert left < before_sweep, "an order in which stages wait for each other"
+    return ticks

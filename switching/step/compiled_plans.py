@@ -21,7 +21,7 @@ from hetu_fx.program.program import Program, deduce_program, sizes_of
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
 from hetu_fx.switching.step.engine import Engine
-from hetu_fx.switching.step.stage_p2p import channels
+from hetu_fx.switching.step.stage_p2p import StageP2P
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
@@ -194,9 +194,8 @@ class GraphCompute(Compute):
         return self.bridge_between(_bridge_entries(deduced, self.homes))
 
     def _engine(self, device: DeviceGraph) -> Engine:
-        inward = channels(device.handovers_in, self.table, self.device)
-        outward = channels(device.handovers_out, self.table, self.device)
-        return Engine(device, lower(run_pass(Checkpoint(), device), self.backend), inward, outward)
+        p2p = StageP2P(device.layout.index, device.handovers_in, device.handovers_out, self.table, self.device)
+        return Engine(device, lower(run_pass(Checkpoint(), device), self.backend), p2p)
 
     def _constants(self, deduced: DeducedGraph, layout: StageLayout) -> dict[str, Tensor]:
         annotations = _leaf_annotations(deduced, layout, LeafKind.CONSTANT)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetu_fx.plans.schedule import Action, Phase
+from hetu_fx.plans.schedule import Order, Phase
 from hetu_fx.program.sizes import Bindings
-from hetu_fx.switching.step.stage_p2p import Channel
+from hetu_fx.switching.step.stage_p2p import StageP2P
 from hetu_fx.switching.step.timer import ComputeTimer
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, ResultKind, SlotKind
 
@@ -60,15 +60,12 @@ class _Flight:
 class Engine:
     """Runs the stage graph of one rank."""
 
-    def __init__(
-        self, device: DeviceGraph, module: Callable[..., Any], inward: Sequence[Channel], outward: Sequence[Channel]
-    ) -> None:
-        self.device, self.module = device, module
-        self.inward, self.outward = tuple(inward), tuple(outward)
+    def __init__(self, device: DeviceGraph, module: Callable[..., Any], p2p: StageP2P) -> None:
+        self.device, self.module, self.p2p = device, module, p2p
 
     def run(
         self,
-        order: Sequence[Action],
+        orders: Sequence[Order],
         micro_batches: Sequence[MicroBatchFeeds],
         shared: Feeds,
         *,
@@ -77,10 +74,10 @@ class Engine:
         skips_empty: bool = True,
         before_last_backward: Callable[[], None] | None = None,
     ) -> StageOutcome:
-        """Run the actions in order; gradients accumulate in the leaves among `shared`.
+        """Run this stage's actions in order; gradients accumulate in the leaves among `shared`.
 
         Args:
-            order: forwards, and backwards if `train`.
+            orders: of every stage: forwards, and backwards if `train`.
             micro_batches: by number.
             shared: parameters, buffers, constants and counts, the same for all micro-batches.
             train: keep what backwards need.
@@ -90,7 +87,12 @@ class Engine:
             before_last_backward: called once, before the backward that completes the gradients.
         """
         outcome, flights = StageOutcome(timer=timer), {}
-        todo = [action for action in order if micro_batches[action.micro_batch].rows or not skips_empty]
+        todos = tuple(
+            tuple(action for action in order if micro_batches[action.micro_batch].rows or not skips_empty)
+            for order in orders
+        )
+        self.p2p.start(todos)
+        todo = todos[self.device.layout.index]
         last = max((i for i, action in enumerate(todo) if action.phase is Phase.BACKWARD), default=None)
         for number, action in enumerate(todo):
             micro = micro_batches[action.micro_batch]
@@ -100,8 +102,7 @@ class Engine:
                 flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
             else:
                 self._backward(micro, flights.pop(action.micro_batch), outcome)
-        for channel in (*self.inward, *self.outward):
-            channel.finish()
+        self.p2p.finish()
         return outcome
 
     def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> tuple[Any, ...]:
@@ -124,35 +125,25 @@ class Engine:
                     outcome.values.setdefault(result.name, []).append(value.detach())
                 case ResultKind.BUFFER_UPDATE:
                     outcome.updates[result.name] = value.detach()
-        for channel in self.outward:
-            channel.send([flight.sent[name].detach() for name in channel.names], micro.bindings)
+        self.p2p.send(flight.sent, micro.bindings)
         return flight
 
     def _receive(self, micro: MicroBatchFeeds, train: bool) -> dict[str, Tensor]:
-        received: dict[str, Tensor] = {}
-        for channel in self.inward:
-            for handover, tensor in zip(channel.handovers, channel.receive(micro.bindings), strict=True):
-                received[handover.value.name] = tensor.requires_grad_(train and handover.value.differentiable)
+        received = self.p2p.receive(micro.bindings)
+        for handover in self.device.handovers_in:
+            received[handover.value.name].requires_grad_(train and handover.value.differentiable)
         return received
 
     def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome) -> None:
-        cotangents = self._cotangents(micro)
+        cotangents = self.p2p.receive_back(micro.bindings)
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
             roots.append((flight.loss, torch.ones_like(flight.loss)))
         with outcome.timer:
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-        for channel in self.inward:
-            channel.send_back([_gradient(flight.received[name]) for name in channel.returned], micro.bindings)
-
-    def _cotangents(self, micro: MicroBatchFeeds) -> dict[str, Tensor]:
-        """Collect the cotangents of sent values; one read by several stages gets their sum."""
-        total: dict[str, Tensor] = {}
-        for channel in self.outward:
-            for name, grad in zip(channel.returned, channel.receive_back(micro.bindings), strict=True):
-                total[name] = total[name] + grad if name in total else grad
-        return total
+        gradients = {name: _gradient(x) for name, x in flight.received.items() if x.requires_grad}
+        self.p2p.send_back(gradients, micro.bindings)
 
     def _arguments(self, micro: MicroBatchFeeds, shared: Feeds, received: Mapping[str, Tensor]) -> list[Any]:
         return [self._feed(slot, micro, shared, received) for slot in self.device.slots]

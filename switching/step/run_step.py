@@ -97,10 +97,10 @@ class _GraphStep(StepFrame):
 
     def _evaluate(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         engine = self.stage.engine
-        if engine is not None:
-            order, skips = forwards(len(micro_batches)), not self.stage.talks_in_step
+        if engine is not None and self.device is not None:
+            orders, skips = [forwards(len(micro_batches))] * self.device.num_stages, not self.stage.talks_in_step
             feeds, timer = self._shared_feeds(compute), self.outcome.timer
-            self.outcome = engine.run(order, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
+            self.outcome = engine.run(orders, micro_batches, feeds, train=False, timer=timer, skips_empty=skips)
         return self._joined()
 
     def _joined(self) -> dict[str, Tensor]:
@@ -136,11 +136,11 @@ class _GraphStep(StepFrame):
             )
         collector = self._collector(compute)
         if self.stage.engine is not None and self.device is not None:
-            layout = self.device.layout
-            order = actions(self.variant.plan.schedule, layout.index, self.device.num_stages, len(micro_batches))
+            schedule, stages = self.variant.plan.schedule, self.device.num_stages
+            orders = [actions(schedule, stage, stages, len(micro_batches)) for stage in range(stages)]
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
             run, listen = self.stage.engine.run, collector.listen
-            self.outcome = run(order, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
+            self.outcome = run(orders, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
         collector.ran()
         return self._joined()
 

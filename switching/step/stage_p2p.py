@@ -1,15 +1,18 @@
 """Values between the stages of a pipeline: forward to later stages, cotangents back.
 
+What an action has made leaves in one call with what a later action needs (`plans.schedule.departures`): NCCL carries
+out a rank's calls one after another, and in 1F1B neighbours have something for each other at the same time, so that
+each would wait in a call that only sends. Only what arrives is waited for: gloo's send ends when its receive is posted,
+which a busy neighbour does late.
+
 Where the later stage stands on another node and several of its ranks want the same, each gets a share over the link
 between the nodes and passes it on inside its own (H2's slice-send then gather), if that is cheaper on the links.
-
-Sends do not wait (gloo's send ends only when its receive is posted, and neighbours that both send first would wait
-for each other); receives do. `finish` waits for the sends of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 
 import torch
@@ -17,101 +20,153 @@ from torch import Tensor
 
 from hetu_fx.annotations.annotation import cotangent
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_on_links
-from hetu_fx.comm_ops.wire.bsr_messages import Sending, post
 from hetu_fx.comm_ops.wire.bsr_run import exchange, prepare, unpack
-from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.comm_ops.wire.p2p import Tag
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
+from hetu_fx.plans.schedule import Order, departures
 from hetu_fx.program.sizes import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class Channel:
-    """All that goes from one stage to another; both ends have one, and call its two halves alike.
+class StageP2P:
+    """All that one rank's stage sends and receives, as it runs its actions one after another.
 
-    `device` is where this rank computes; the other end may do so on one of another kind.
+    `device` is where this rank computes; the other ends may do so on one of another kind.
     """
 
-    def __init__(self, handovers: Sequence[Handover], table: GroupTable, device: torch.device) -> None:
-        self.handovers, self._device = tuple(handovers), device
-        self.names = tuple(handover.value.name for handover in handovers)
-        self.returning = tuple(handover for handover in handovers if handover.value.differentiable)
-        self.returned = tuple(handover.value.name for handover in self.returning)
-        self._table = table
-        self._forward_plan = lru_cache(maxsize=512)(self._plan_forward)
-        self._backward_plan = lru_cache(maxsize=512)(self._plan_backward)
-        self._in_flight: list[Sending] = []
+    def __init__(
+        self,
+        stage: int,
+        handovers_in: Sequence[Handover],
+        handovers_out: Sequence[Handover],
+        table: GroupTable,
+        device: torch.device,
+    ) -> None:
+        self._stage, self._table = stage, table
+        self._values_in = _channels(handovers_in, table, device, back=False)
+        self._values_out = _channels(handovers_out, table, device, back=False)
+        self._cotangents_in = _channels(handovers_out, table, device, back=True)
+        self._cotangents_out = _channels(handovers_in, table, device, back=True)
+        self.start(((),) * (stage + 1))
 
-    def send(self, values: Sequence[Tensor], bindings: Bindings) -> None:
-        """Start sending this rank's pieces of the values forward."""
-        self._post(self._forward(bindings), values)
+    def start(self, orders: tuple[Order, ...]) -> None:
+        """Begin a step in which the stages of the pipeline run these actions, each in its order."""
+        self._order, self._departures = orders[self._stage], departures(orders, self._stage)
+        self._calls = 0
+        self._ready: list[tuple[int, Mapping[int, Tensor]]] = []
+        self._in_flight: list[tuple[list[int], Posted]] = []
 
-    def receive(self, bindings: Bindings) -> list[Tensor]:
-        """Return this rank's pieces of the values, from the earlier stage."""
-        return self._fetch(self._forward(bindings), self.handovers)
+    def receive(self, bindings: Bindings) -> dict[str, Tensor]:
+        """Begin a forward: return this rank's pieces of the values from earlier stages, by name."""
+        return {handover.value.name: piece for handover, piece in self._swap(self._values_in, bindings)}
 
-    def send_back(self, cotangents: Sequence[Tensor], bindings: Bindings) -> None:
-        """Start sending this rank's pieces of the cotangents back."""
-        self._post(self._backward(bindings), cotangents)
+    def receive_back(self, bindings: Bindings) -> dict[str, Tensor]:
+        """Begin a backward: return the cotangents of what it has sent by name, the sum where several stages read it."""
+        total: dict[str, Tensor] = {}
+        for handover, piece in self._swap(self._cotangents_in, bindings):
+            name = handover.value.name
+            total[name] = total[name] + piece if name in total else piece
+        return total
 
-    def receive_back(self, bindings: Bindings) -> list[Tensor]:
-        """Return this rank's pieces of the cotangents, from the later stage."""
-        return self._fetch(self._backward(bindings), self.returning)
+    def send(self, values: Mapping[str, Tensor], bindings: Bindings) -> None:
+        """End a forward: this rank's pieces of what later stages read."""
+        self._pack(self._values_out, values, bindings)
+
+    def send_back(self, cotangents: Mapping[str, Tensor], bindings: Bindings) -> None:
+        """End a backward: this rank's pieces of the cotangents of what it has received."""
+        self._pack(self._cotangents_out, cotangents, bindings)
 
     def finish(self) -> None:
-        """Wait until everything that was sent has been taken."""
-        in_flight, self._in_flight = self._in_flight, []
-        for sending in in_flight:
-            sending.wait()
+        """End a step: send what is left, and wait until everything has been taken."""
+        self._post(())
+        for peers, posted in self._in_flight:
+            with self._guarded(peers):
+                posted.wait()
 
-    def _forward(self, bindings: Bindings) -> BsrPlan:
-        return self._forward_plan(_shapes(self.handovers, bindings))
+    def _pack(self, channels: Sequence[Channel], values: Mapping[str, Tensor], bindings: Bindings) -> None:
+        action = self._order[self._calls - 1]
+        for channel in channels:
+            self._ready.append((self._departures[action, channel.receiver], channel.pack(values, bindings)))
 
-    def _backward(self, bindings: Bindings) -> BsrPlan:
-        return self._backward_plan(_shapes(self.returning, bindings))
+    def _swap(self, channels: Sequence[Channel], bindings: Bindings) -> Iterator[tuple[Handover, Tensor]]:
+        rooms = [channel.room(bindings) for channel in channels]
+        self._post(rooms)
+        for channel, room in zip(channels, rooms, strict=True):
+            yield from zip(channel.handovers, channel.unpack(room, bindings), strict=True)
 
-    def _plan_forward(self, shapes: Shapes) -> BsrPlan:
-        return plan_on_links(_forward_moves(self.handovers, shapes), self._table.topology)
+    def _post(self, rooms: Sequence[Mapping[int, Tensor]]) -> None:
+        """Make the next call, and wait until all is there that arrives with it."""
+        leaving = [messages for call, messages in self._ready if call <= self._calls]
+        self._ready = [(call, messages) for call, messages in self._ready if call > self._calls]
+        self._calls += 1
+        receives, sends = _messages(rooms), _messages(leaving)
+        if receives or sends:
+            peers = sorted({peer for peer, _, _ in (*receives, *sends)})
+            with self._guarded(peers):
+                posted = post(receives, sends, self._table)
+                self._in_flight.append((peers, posted))
+                posted.arrive()
 
-    def _plan_backward(self, shapes: Shapes) -> BsrPlan:
-        return plan_on_links(_backward_moves(self.returning, shapes), self._table.topology)
+    def _guarded(self, peers: Sequence[int]) -> AbstractContextManager[None]:
+        return guarded("hand-over between stages", [self._table.rank, *peers], self._table)
 
-    def _post(self, plan: BsrPlan, tensors: Sequence[Tensor]) -> None:
-        pieces = [tensor.detach() for tensor in tensors]
-        self._in_flight.append(post(prepare(plan, self._table, pieces, pieces), self._table, Tag.STAGES))
 
-    def _fetch(self, plan: BsrPlan, handovers: Sequence[Handover]) -> list[Tensor]:
-        rank, table = self._table.rank, self._table
-        like = [torch.empty(0, dtype=handover.value.dtype, device=self._device) for handover in handovers]
-        nothing = [None] * len(handovers)
-        messages = post(prepare(plan, table, like, nothing), table, Tag.STAGES).wait()
-        pieces = unpack(plan, rank, nothing, like, messages)
+class Channel:
+    """What goes from one stage to another: values forward, or their cotangents `back`; both ends have one."""
+
+    def __init__(self, handovers: Sequence[Handover], table: GroupTable, device: torch.device, *, back: bool) -> None:
+        self.handovers = tuple(h for h in handovers if h.value.differentiable) if back else tuple(handovers)
+        self.receiver = (handovers[0].source if back else handovers[0].target)[1]
+        self._table, self._device, self._back = table, device, back
+        self._like = [torch.empty(0, dtype=handover.value.dtype, device=device) for handover in self.handovers]
+        self._nothing = [None] * len(self.handovers)
+        self._plan_of = lru_cache(maxsize=512)(self._make_plan)
+
+    def pack(self, values: Mapping[str, Tensor], bindings: Bindings) -> Mapping[int, Tensor]:
+        """Return the messages with this rank's pieces of the values, by receiver."""
+        pieces = [values[handover.value.name].detach() for handover in self.handovers]
+        return prepare(self._plan(bindings), self._table, pieces, pieces).leaving
+
+    def room(self, bindings: Bindings) -> Mapping[int, Tensor]:
+        """Return room for the messages to this rank, by sender."""
+        return prepare(self._plan(bindings), self._table, self._like, self._nothing).arriving
+
+    def unpack(self, messages: Mapping[int, Tensor], bindings: Bindings) -> list[Tensor]:
+        """Return this rank's pieces of the values, from the messages by sender."""
+        plan, rank = self._plan(bindings), self._table.rank
+        here = {sender: message.to(self._device) for sender, message in messages.items()}
+        pieces = unpack(plan, rank, self._nothing, self._like, here)
         if plan.relay is not None:
             # Only ranks of this stage meet here, and all of them do.
-            pieces = unpack(plan.relay, rank, pieces, like, exchange(plan.relay, table, like, pieces))
+            relayed = exchange(plan.relay, self._table, self._like, pieces)
+            pieces = unpack(plan.relay, rank, pieces, self._like, relayed)
         return [piece for piece in pieces if piece is not None]
 
+    def _plan(self, bindings: Bindings) -> BsrPlan:
+        return self._plan_of(tuple(evaluate(handover.value.shape, bindings) for handover in self.handovers))
 
-def channels(handovers: Sequence[Handover], table: GroupTable, device: torch.device) -> tuple[Channel, ...]:
+    def _make_plan(self, shapes: Shapes) -> BsrPlan:
+        moves = [_move(handover, shape, self._back) for handover, shape in zip(self.handovers, shapes, strict=True)]
+        return plan_on_links(moves, self._table.topology)
+
+
+def _channels(
+    handovers: Sequence[Handover], table: GroupTable, device: torch.device, *, back: bool
+) -> tuple[Channel, ...]:
     """Return one channel for each pair of stages."""
     pairs = sorted({(handover.source, handover.target) for handover in handovers})
-    return tuple(Channel([h for h in handovers if (h.source, h.target) == pair], table, device) for pair in pairs)
+    return tuple(
+        Channel([h for h in handovers if (h.source, h.target) == pair], table, device, back=back) for pair in pairs
+    )
 
 
-def _shapes(handovers: Sequence[Handover], bindings: Bindings) -> Shapes:
-    return tuple(evaluate(handover.value.shape, bindings) for handover in handovers)
+def _move(handover: Handover, shape: tuple[int, ...], back: bool) -> TensorMove:
+    value, target = handover.value, handover.target_annotation
+    source, to = (target, cotangent(value.annotation)) if back else (value.annotation, target)
+    return TensorMove(source, to, shape, value.dtype.itemsize)
 
 
-def _forward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[TensorMove]:
-    return [
-        TensorMove(h.value.annotation, h.target_annotation, shape, h.value.dtype.itemsize)
-        for h, shape in zip(handovers, shapes, strict=True)
-    ]
-
-
-def _backward_moves(handovers: Sequence[Handover], shapes: Shapes) -> list[TensorMove]:
-    return [
-        TensorMove(h.target_annotation, cotangent(h.value.annotation), shape, h.value.dtype.itemsize)
-        for h, shape in zip(handovers, shapes, strict=True)
-    ]
+def _messages(by_peers: Sequence[Mapping[int, Tensor]]) -> list[Message]:
+    return [(peer, message, Tag.STAGES) for by_peer in by_peers for peer, message in by_peer.items()]

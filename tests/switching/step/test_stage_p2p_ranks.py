@@ -6,7 +6,8 @@ import torch
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.switching.step.stage_p2p import Channel
+from hetu_fx.plans.schedule import actions
+from hetu_fx.switching.step.stage_p2p import StageP2P
 from hetu_fx.transforms.specialize.device_graph import Handover, Value
 
 LAYOUTS = [("[0,1] D(2)", "[2,3] D(2)"), ("[0,1] S(1, 2)", "[2,3] D(2)"), ("[0,1] D(2)", "[2,3] S(0, 1:3)")]
@@ -27,19 +28,23 @@ def hand_over(handover, value, rank, topology):
     """Hand `value` forward and its double back, and compare what arrives."""
     table = GroupTable(name=f"handover {topology is None}")
     table.topology = topology
-    channel = Channel([handover], table, torch.device("cpu"))
     source, target = handover.value.annotation, handover.target_annotation
+    sends, device = source.holds(rank), torch.device("cpu")
+    p2p = StageP2P(int(not sends), [] if sends else [handover], [handover] if sends else [], table, device)
+    p2p.start(tuple(actions("1f1b", stage, 2, 1) for stage in range(2)))
     with using(table):
-        if source.holds(rank):
-            channel.send([part(source, value, rank)], {})
-            channel.finish()
-            (found,) = channel.receive_back({})
+        if sends:
+            p2p.receive({})
+            p2p.send({"x": part(source, value, rank)}, {})
+            found = p2p.receive_back({})["x"]
             assert torch.equal(found, 2 * part(source, value, rank))
         else:
-            (found,) = channel.receive({})
+            found = p2p.receive({})["x"]
             assert torch.equal(found, part(target, value, rank))
-            channel.send_back([2 * found], {})
-            channel.finish()
+            p2p.send({}, {})
+            p2p.receive_back({})
+            p2p.send_back({"x": 2 * found}, {})
+        p2p.finish()
 
 
 def check_hand_over(rank, world, folder):

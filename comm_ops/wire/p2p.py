@@ -31,7 +31,10 @@ class Tag(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """Messages under way; where one group call carries all of them, they arrive and leave together."""
+    """Messages under way; where one group call carries all of them, they arrive and leave together.
+
+    Each is waited for once: a second wait for a message of gloo would wait for another one.
+    """
 
     arriving: Sequence[dist.Work]
     leaving: Sequence[dist.Work] = ()
@@ -41,11 +44,15 @@ class Posted:
         for work in self.arriving:
             work.wait()
 
+    def leave(self) -> None:
+        """Wait until those of this rank are gone."""
+        for work in self.leaving:
+            work.wait()
+
     def wait(self) -> None:
         """Wait until all are there, or gone."""
         self.arrive()
-        for work in self.leaving:
-            work.wait()
+        self.leave()
 
 
 def post(

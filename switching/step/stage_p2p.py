@@ -83,7 +83,7 @@ class StageP2P:
         self._post(())
         for peers, posted in self._in_flight:
             with self._guarded(peers):
-                posted.wait()
+                posted.leave()
 
     def _pack(self, channels: Sequence[Channel], values: Mapping[str, Tensor], bindings: Bindings) -> None:
         action = self._order[self._calls - 1]

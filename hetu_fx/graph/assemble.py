@@ -17,12 +17,11 @@ from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import find_blocks
 from hetu_fx.graph.capture_failure import WAY_OUT
-from hetu_fx.graph.clean import clean
+from hetu_fx.graph.clean import clean, name_masks
 from hetu_fx.graph.containers import Opaque, TensorSlot, Tree, walk, without_opaque
 from hetu_fx.graph.example import Example
 from hetu_fx.graph.functional import functionalize
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
-from hetu_fx.graph.masks import name_masks
 from hetu_fx.graph.regions import detach_at_exits, inline_regions
 
 LOSS = "loss"

@@ -7,6 +7,7 @@ inserted takes its example value from a call like it where there is one: the blo
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import fx
 
 from hetu_fx.base.torch_private import tree_leaves, tree_map
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf
+from hetu_fx.graph.calls import Size
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind, OutputLeaf, drop_dead_nodes
 
 aten = torch.ops.aten
 
@@ -31,6 +33,19 @@ def insert(here: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any)
         meta.infer(node)
     else:
         meta.set_value(node, meta.value(alike))
+    return node
+
+
+def cast(here: fx.Node, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a cast before `here` of a value that has another dtype."""
+    return value if meta.dtype(value) == dtype else insert(here, aten.to.dtype, value, dtype)
+
+
+def computed(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Node:
+    """Add a number that is computed from a size at the end of a graph, with its value in the example batch."""
+    args = (first, second)
+    node = first.graph.call_function(target, args)
+    meta.set_value(node, target(*fx.node.map_arg(args, meta.value)))
     return node
 
 
@@ -113,6 +128,34 @@ class Sizes:
 
 
 SIZE_OPS: dict[Any, Callable[..., Any]] = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+
+
+class Rewrite(ABC):
+    """Rewrites a clone of a graph, op by op.
+
+    Attributes:
+        graph: the clone so far.
+        sizes: its sizes.
+        notes: what could not be rewritten, for the user.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph.clone()
+        self.sizes = Sizes(self.graph)
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def visit(self, node: fx.Node) -> None:
+        """Rewrite an op, if there is something to rewrite."""
+
+    def run(self) -> Graph:
+        """Return the graph rewritten."""
+        for node in list(self.graph.graph.nodes):
+            if node.op == "call_function":
+                self.visit(node)
+        result = self.graph.with_note(*self.notes)
+        drop_dead_nodes(result.graph)
+        return result
 
 
 def _sizes_of_inputs(graph: Graph) -> Mapping[Any, tuple[fx.Node, int]]:

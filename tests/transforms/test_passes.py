@@ -25,9 +25,8 @@ from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
-from hetu_fx.transforms.rewrites.batch_norm import BatchStatistics
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
-from hetu_fx.transforms.rewrites.global_mean import GlobalMean
+from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.show import show_stage
 from hetu_fx.transforms.specialize.specialize import Specialize
 

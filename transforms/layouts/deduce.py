@@ -39,9 +39,8 @@ from hetu_fx.transforms.layouts.annotated_graph import (
     stage_nodes,
 )
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
-from hetu_fx.transforms.layouts.context_parallel import check_shared, computable_on_part, context_cut, leading
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.flow import linear_source
+from hetu_fx.transforms.layouts.flow import linear_source, reached_from
 from hetu_fx.transforms.layouts.reshard_cost import (
     FLOPS_PER_SECOND,
     TYPICAL_LINKS,
@@ -49,7 +48,15 @@ from hetu_fx.transforms.layouts.reshard_cost import (
     bytes_of,
     travelling_work,
 )
-from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut, sequence_cut
+from hetu_fx.transforms.layouts.sequence_parallel import (
+    UNCUT,
+    SequenceCut,
+    computable_on_part,
+    context_cut,
+    is_product,
+    leading,
+    sequence_cut,
+)
 from hetu_fx.transforms.layouts.states import WHOLE, SplitOn, Summed
 
 BACKWARD_PRODUCTS = 2.5
@@ -102,7 +109,7 @@ class Deduce:
         if annotated.context_layouts:
             rings = self._rings(annotated, on_context, excluded)
             context = inside(nothing, context_cut(annotated, excluded, outside, rings), on_context)
-        check_shared(annotated, context)
+        _check_shared(annotated, context)
         return DeducedGraph(
             annotated,
             batch=batch,
@@ -137,6 +144,25 @@ def prices_of(
 def _largest_share(node: fx.Node, annotated: AnnotatedGraph, axes: Sequence[StageAxis]) -> float:
     classes = flat(annotated.factors.dims(node))
     return max((axis.largest_share(classes) for axis in axes), default=1.0)
+
+
+def _check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
+    """Refuse to share a sequence where a product on activations would be computed whole on every device.
+
+    Raises:
+        PlanError: naming the op and the user's line.
+    """
+    parameters = reached_from(annotated.graph, [leaf.node for leaf in annotated.graph.leaves_of(LeafKind.PARAMETER)])
+    for layout in annotated.context_layouts:
+        needed = stage_nodes(annotated, layout).needed & parameters & context.decisions.keys()
+        for node in filter(needed.__contains__, annotated.graph.graph.nodes):  # all ranks name the same op
+            op = annotated.factors.op(node)
+            if context.decisions[node].factor is None and op.classes & annotated.sequence and is_product(op):
+                raise PlanError(
+                    f"devices {list(layout.devices)} cannot share the sequence (context {layout.context.ways}): "
+                    f"{node.target} ('{node.name}', {meta.source_line(node)}) needs all of it, so that each device "
+                    f"would compute the same; leave 'context' out for a tensor parallel stage, or use pipelines"
+                )
 
 
 def _check_sums(annotated: AnnotatedGraph, batch: AxisDeduction) -> None:

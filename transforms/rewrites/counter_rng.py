@@ -15,8 +15,8 @@ from torch import fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, is_random, operand
-from hetu_fx.graph.edit import Sizes, add_leaf, insert, replace
-from hetu_fx.graph.graph import Graph, LeafKind, drop_dead_nodes
+from hetu_fx.graph.edit import Rewrite, add_leaf, cast, insert, replace
+from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.graph.meta import HALVES, sum_dtype
 from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::dropout and hetu::uniform
 from hetu_fx.transforms.rewrites.counts import linear_factor
@@ -43,22 +43,15 @@ class Randomness:
     name: ClassVar[str] = "randomness"
 
     def __call__(self, graph: Graph) -> Graph:
-        rewrite = _RandomnessRewrite(graph.clone())
-        for node in list(rewrite.graph.graph.nodes):
-            rewrite.visit(node)
-        result = rewrite.graph.with_note(*rewrite.notes)
-        drop_dead_nodes(result.graph)
-        return result
+        return _RandomnessRewrite(graph).run()
 
 
-class _RandomnessRewrite:
-    """Rewrites one clone, node by node."""
+class _RandomnessRewrite(Rewrite):
+    """Rewrites ops that draw."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.sizes = Sizes(graph)
+        super().__init__(graph)
         self.sites = 0
-        self.notes: list[str] = []
         self.rules: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
             aten.dropout.default: self._dropout,
             aten.native_dropout.default: self._native_dropout,
@@ -119,8 +112,7 @@ class _RandomnessRewrite:
 
     def uniform(self, here: fx.Node, like: Any, dtype: torch.dtype) -> fx.Node:
         """Insert a draw from [0, 1) for every element of `like`."""
-        typed = like if meta.dtype(like) == dtype else insert(here, aten.to.dtype, like, dtype)
-        return insert(here, UNIFORM, typed, *self._place(like))
+        return insert(here, UNIFORM, cast(here, like, dtype), *self._place(like))
 
     def _dropout(self, node: fx.Node) -> fx.Node | None:
         p = _probability(node)
@@ -181,7 +173,7 @@ class _RandomnessRewrite:
         result = insert(node, aten.mul.Tensor, radius, angle)
         if (mean, deviation) != (0.0, 1.0):
             result = insert(node, aten.add.Tensor, insert(node, aten.mul.Tensor, result, deviation), mean)
-        return result if work == meta.dtype(node) else insert(node, aten.to.dtype, result, meta.dtype(node))
+        return cast(node, result, meta.dtype(node))
 
     def _normal_functional(self, node: fx.Node) -> fx.Node:
         like, mean, deviation = _filled(node.args)
@@ -240,11 +232,8 @@ def _softmax(node: fx.Node, scores: fx.Node, blocked: fx.Node | None, dtype: tor
     if blocked is not None:
         least = torch.finfo(meta.dtype(scores)).min
         scores = insert(node, aten.masked_fill.Scalar, scores, blocked, least)
-    if dtype in HALVES:
-        upper = insert(node, aten.softmax.int, scores, -1, torch.float32)
-        weights = insert(node, aten.to.dtype, upper, dtype)
-    else:
-        weights = insert(node, aten.softmax.int, scores, -1)
+    upper = (torch.float32,) if dtype in HALVES else ()
+    weights = cast(node, insert(node, aten.softmax.int, scores, -1, *upper), dtype)
     return weights if blocked is None else insert(node, aten.masked_fill.Scalar, weights, blocked, 0.0)
 
 

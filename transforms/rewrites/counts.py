@@ -7,7 +7,8 @@ step, as a prologue, sums them over micro-batches and replicas, and feeds the su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import is_random
-from hetu_fx.graph.edit import Sizes, add_leaf, add_output, insert
+from hetu_fx.graph.calls import argument, is_random
+from hetu_fx.graph.edit import Rewrite, add_leaf, add_output, insert
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 
 aten = torch.ops.aten
@@ -25,14 +26,13 @@ aten = torch.ops.aten
 ROWS = "count_rows"
 
 
-class Counts:
-    """Hoists counts of one graph, each once. Work on a clone; `graph` is the result."""
+class CountingRewrite(Rewrite):
+    """A rewrite that hoists counts, each once."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.sizes = Sizes(graph)
+        super().__init__(graph)
         self.leaves: dict[fx.Node, fx.Node] = {}
-        self.input_only = _input_only_nodes(graph)
+        self.input_only = _input_only_nodes(self.graph)
 
     def hoist(self, local: fx.Node) -> fx.Node:
         """Return the leaf of the global sum of `local`, a 0-d value computed from inputs alone."""
@@ -70,6 +70,46 @@ class Counts:
             return None
         rows = self.rows()
         return rows if factor == 1 else insert(here, aten.mul.Tensor, rows, factor)
+
+    def of_sizes(self, here: fx.Node, sizes: Iterable[meta.Size]) -> fx.Node | None:
+        """Return the global value of a product of sizes, as `of_size` does."""
+        return self.of_size(here, math.prod(map(meta.expression, sizes)))
+
+    def of_labels(self, loss: fx.Node, labels: fx.Node, weight: fx.Node | None) -> fx.Node:
+        """Return the global number of labels that a loss does not ignore, or the sum of their classes' weights."""
+        valid = self._valid_labels(loss, labels) if weight is None else self._weight_of_labels(loss, labels, weight)
+        return self.hoist(valid)
+
+    def _valid_labels(self, node: fx.Node, labels: fx.Node) -> fx.Node:
+        valid = insert(node, aten.ne.Scalar, labels, argument(node, "ignore_index"))
+        return self._known(insert(node, aten.sum.default, valid))
+
+    def _weight_of_labels(self, node: fx.Node, labels: fx.Node, weight: fx.Node) -> fx.Node:
+        ignored = insert(node, aten.eq.Scalar, labels, argument(node, "ignore_index"))
+        known = insert(node, aten.masked_fill.Scalar, labels, ignored, 0)
+        flat = insert(node, aten.reshape.default, known, [-1])
+        weights = insert(node, aten.index_select.default, weight, 0, flat)
+        dropped = insert(node, aten.reshape.default, ignored, [-1])
+        kept = insert(node, aten.masked_fill.Scalar, weights, dropped, 0.0)
+        return insert(node, aten.sum.default, kept)
+
+    def _known(self, local: fx.Node) -> fx.Node:
+        """Return an equal count that is hoisted already, so that two losses over the same labels share it."""
+        for other in self.leaves:
+            if _same_call(other, local):
+                return other
+        return local
+
+
+def _same_call(first: fx.Node, second: fx.Node) -> bool:
+    """Tell whether two nodes compute the same from the same leaves."""
+    if first is second:
+        return True
+    alike = first.op == second.op == "call_function" and first.target is second.target
+    if not alike or first.kwargs != second.kwargs or len(first.args) != len(second.args):
+        return False
+    pairs = zip(first.args, second.args, strict=True)
+    return all(_same_call(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b for a, b in pairs)
 
 
 def linear_factor(expression: Any, symbol: sympy.Symbol | None) -> Any:

@@ -1,4 +1,4 @@
-"""Make means over the batch sums over global counts, so that the loss is exact under unequal shares."""
+"""Make means and variances over the batch sums over global counts, so that the loss is exact under unequal shares."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import fx
 from hetu_fx.base.torch_private import schema
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, arguments, operand, overload
-from hetu_fx.graph.edit import insert, replace
-from hetu_fx.graph.graph import Graph, drop_dead_nodes
+from hetu_fx.graph.edit import cast, insert, replace
+from hetu_fx.graph.graph import Graph
 from hetu_fx.graph.meta import sum_dtype
-from hetu_fx.transforms.rewrites.counts import Counts
+from hetu_fx.transforms.rewrites.counts import CountingRewrite
 
 aten = torch.ops.aten
 
@@ -47,6 +47,10 @@ ON_NUMBERS: dict[Any, Any] = {
     operator.truediv: aten.div.Tensor,
 }  # fmt: skip
 
+FUNCTIONAL = aten._native_batch_norm_legit_functional.default
+PLAIN = aten.batch_norm.default
+NEW_MEAN, NEW_VARIANCE = 3, 4  # results of FUNCTIONAL
+
 
 @dataclass(frozen=True)
 class GlobalMean:
@@ -67,21 +71,11 @@ class GlobalMean:
     def __call__(self, graph: Graph) -> Graph:
         if graph.batch_symbol is None:
             return graph
-        rewrite = _MeanRewrite(graph.clone())
-        for node in list(rewrite.counts.graph.graph.nodes):
-            if node.op == "call_function":
-                rewrite.visit(node)
-        result = rewrite.counts.graph.with_note(*rewrite.notes)
-        drop_dead_nodes(result.graph)
-        return result
+        return _MeanRewrite(graph).run()
 
 
-class _MeanRewrite:
-    """Rewrites one clone, node by node."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.counts = Counts(graph)
-        self.notes: list[str] = []
+class _MeanRewrite(CountingRewrite):
+    """Rewrites means and what reads a number of rows."""
 
     def visit(self, node: fx.Node) -> None:
         """Rewrite a node if it takes a mean over rows or reads a number of rows."""
@@ -96,23 +90,23 @@ class _MeanRewrite:
             self._number(node)
 
     def _has_rows(self, value: Any) -> bool:
-        return isinstance(value, fx.Node) and meta.depends_on_batch(value, self.counts.graph)
+        return isinstance(value, fx.Node) and meta.depends_on_batch(value, self.graph)
 
     def _mean(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
         dims = _reduced_dims(node)
         sizes = meta.shape(source)
-        if not any(meta.depends_on_batch(sizes[dim], self.counts.graph) for dim in dims):
+        if not any(meta.depends_on_batch(sizes[dim], self.graph) for dim in dims):
             return
-        count = self.counts.of_size(node, _product(sizes[dim] for dim in dims))
+        count = self.of_sizes(node, (sizes[dim] for dim in dims))
         if count is None:
             self._note(node, "its count is not proportional to the rows")
             return
         keep = bool(argument(node, "keepdim")) if node.target is aten.mean.dim else False
         summed = insert(node, aten.sum.dim_IntList, source, dims, keep, dtype=sum_dtype(meta.dtype(node)))
-        if source in self.counts.input_only and meta.shape(summed) == ():
-            summed = self.counts.hoist(summed)
+        if source in self.input_only and meta.shape(summed) == ():
+            summed = self.hoist(summed)
         self._divide(node, summed, count)
 
     def _loss(self, node: fx.Node) -> None:
@@ -134,47 +128,25 @@ class _MeanRewrite:
         target = node.args[1]
         assert isinstance(target, fx.Node)
         if node.target in ELEMENTWISE or meta.dtype(target).is_floating_point:
-            count = self.counts.of_size(node, _product(meta.shape(each)))
+            count = self.of_sizes(node, meta.shape(each))
             if count is None:
                 self._note(node, "its count is not proportional to the rows")
             return count
-        if target not in self.counts.input_only:
+        if target not in self.input_only:
             self._note(node, "its labels are not computed from inputs alone")
             return None
         weight = argument(node, "weight")
-        if weight is None:
-            return self.counts.hoist(self._valid_labels(node, target))
-        if weight not in self.counts.input_only:
+        if weight is not None and weight not in self.input_only:
             self._note(node, "its class weights are no constant")
             return None
-        return self.counts.hoist(self._weight_of_labels(node, target, weight))
-
-    def _valid_labels(self, node: fx.Node, target: fx.Node) -> fx.Node:
-        valid = insert(node, aten.ne.Scalar, target, argument(node, "ignore_index"))
-        return self._known(insert(node, aten.sum.default, valid))
-
-    def _weight_of_labels(self, node: fx.Node, target: fx.Node, weight: fx.Node) -> fx.Node:
-        ignored = insert(node, aten.eq.Scalar, target, argument(node, "ignore_index"))
-        labels = insert(node, aten.masked_fill.Scalar, target, ignored, 0)
-        flat = insert(node, aten.reshape.default, labels, [-1])
-        weights = insert(node, aten.index_select.default, weight, 0, flat)
-        dropped = insert(node, aten.reshape.default, ignored, [-1])
-        kept = insert(node, aten.masked_fill.Scalar, weights, dropped, 0.0)
-        return insert(node, aten.sum.default, kept)
-
-    def _known(self, local: fx.Node) -> fx.Node:
-        """Return an equal count that is hoisted already, so that two losses over the same labels share it."""
-        for other in self.counts.leaves:
-            if _same_call(other, local):
-                return other
-        return local
+        return self.of_labels(node, target, weight)
 
     def _sum(self, node: fx.Node) -> None:
         """Hoist a number that the user counts in the inputs, such as mask.sum()."""
-        if node not in self.counts.input_only or meta.shape(node) != () or not self._has_rows(node.args[0]):
+        if node not in self.input_only or meta.shape(node) != () or not self._has_rows(node.args[0]):
             return
         users = list(node.users)
-        leaf = self.counts.hoist(node)
+        leaf = self.hoist(node)
         for user in users:
             user.replace_input_with(node, leaf)
 
@@ -195,7 +167,7 @@ class _MeanRewrite:
         """Return a number's global value: itself if rows do not matter, or a 0-d tensor; None if unknown."""
         if not isinstance(number, fx.Node) or not self._has_rows(number):
             return number
-        count = self.counts.of_size(here, meta.expression(meta.value(number)))
+        count = self.of_size(here, meta.expression(meta.value(number)))
         if count is not None:
             return count
         target = ON_NUMBERS.get(number.target)
@@ -209,15 +181,122 @@ class _MeanRewrite:
 
     def _divide(self, node: fx.Node, total: fx.Node, count: fx.Node) -> None:
         mean = insert(node, aten.div.Tensor, total, count)
-        if meta.dtype(mean) != meta.dtype(node):
-            mean = insert(node, aten.to.dtype, mean, meta.dtype(node))
-        replace(node, mean)
+        replace(node, cast(node, mean, meta.dtype(node)))
 
     def _note(self, node: fx.Node, why: str) -> None:
         self.notes.append(
             f"{node.target} at {meta.source_line(node)} takes a mean over rows that stays local, as {why}; "
             "it is exact with one pipeline and one micro-batch only"
         )
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Make batch norm in training sums over rows and positions, divided by their global count.
+
+    Requires: a captured graph. A static batch is left as it is.
+    Ensures: no op takes statistics over rows on its own: they are plain sums, in two passes (the mean, then the
+        mean of squared deviations from it), so that deduction sees what must be summed over replicas. Running
+        statistics take the unbiased variance, as torch's do. A batch norm that cannot be rewritten is noted.
+
+        %y, ... = batch_norm(%x, ...)     ->     %mean = div(sum(%x, [0, 2, 3], True), %count)
+                                                 %deviation = sub(%x, %mean)
+                                                 %variance = div(sum(mul(%deviation, %deviation), ...), %count)
+                                                 %y = mul(%deviation, rsqrt(add(%variance, eps))) * w + b
+    """
+
+    name: ClassVar[str] = "batch_statistics"
+
+    def __call__(self, graph: Graph) -> Graph:
+        if graph.batch_symbol is None:
+            return graph
+        return _StatisticsRewrite(graph).run()
+
+
+class _StatisticsRewrite(CountingRewrite):
+    """Rewrites batch norms that take statistics."""
+
+    def visit(self, node: fx.Node) -> None:
+        """Write a batch norm in training out."""
+        if node.target not in (FUNCTIONAL, PLAIN) or not node.args[5]:
+            return
+        source = operand(node)
+        sizes = meta.shape(source)
+        count = self.of_sizes(node, (sizes[0], *sizes[2:]))
+        if count is None:
+            where = meta.source_line(node)
+            note = f"batch norm at {where} takes its statistics locally: its count is not proportional to the rows"
+            self.notes.append(note)
+            return
+        _BatchNorm(node, source, count).rewrite()
+
+
+class _BatchNorm:
+    """One batch norm, written out."""
+
+    def __init__(self, node: fx.Node, source: fx.Node, count: fx.Node) -> None:
+        self.node = node
+        rank = len(meta.shape(source))
+        self.dims = [0, *range(2, rank)]
+        self.per_channel = [-1, *[1] * (rank - 2)]
+        self.dtype = meta.dtype(source)
+        self.working_dtype = sum_dtype(self.dtype)
+        self.source, self.count = (self._cast(value, self.working_dtype) for value in (source, count))
+
+    def rewrite(self) -> None:
+        """Replace the node and what is taken out of it."""
+        mean = self._mean(self.source)
+        deviation = self._op(aten.sub.Tensor, self.source, mean)
+        variance = self._mean(self._op(aten.mul.Tensor, deviation, deviation))
+        output = self._normalized(deviation, variance)
+        if self.node.target is PLAIN:
+            replace(self.node, output)
+            return
+        results = {0: output, NEW_MEAN: self._new_mean(mean), NEW_VARIANCE: self._new_variance(variance)}
+        for item in list(self.node.users):
+            assert item.target is operator.getitem
+            replace(item, results[item.args[1]])  # type: ignore[index]
+        self.node.graph.erase_node(self.node)
+
+    def _normalized(self, deviation: fx.Node, variance: fx.Node) -> fx.Node:
+        _, weight, bias, *_ = self.node.args
+        rate = self._op(aten.rsqrt.default, self._op(aten.add.Tensor, variance, self.node.args[7]))
+        result = self._op(aten.mul.Tensor, deviation, rate)
+        if weight is not None:
+            result = self._op(aten.mul.Tensor, result, self._spread(weight))
+        if bias is not None:
+            result = self._op(aten.add.Tensor, result, self._spread(bias))
+        return self._cast(result, self.dtype)
+
+    def _spread(self, channels: Any) -> fx.Node:
+        typed = self._cast(channels, self.working_dtype)
+        return self._op(aten.reshape.default, typed, self.per_channel)
+
+    def _mean(self, values: fx.Node) -> fx.Node:
+        return self._op(aten.div.Tensor, self._op(aten.sum.dim_IntList, values, self.dims, True), self.count)
+
+    def _new_mean(self, mean: fx.Node) -> fx.Node:
+        return self._moved(self.node.args[3], mean)
+
+    def _new_variance(self, variance: fx.Node) -> fx.Node:
+        """Move the running variance towards variance * count / (count - 1)."""
+        fewer = self._op(aten.sub.Tensor, self.count, 1)
+        unbiased = self._op(aten.mul.Tensor, variance, self._op(aten.div.Tensor, self.count, fewer))
+        return self._moved(self.node.args[4], unbiased)
+
+    def _moved(self, running: Any, statistic: fx.Node) -> fx.Node:
+        """Return running * (1 - momentum) + statistic * momentum, without gradient."""
+        momentum: Any = self.node.args[6]
+        flat = self._op(aten.reshape.default, self._op(aten.detach.default, statistic), [-1])
+        typed = self._cast(flat, meta.dtype(running))
+        kept = self._op(aten.mul.Tensor, running, 1 - momentum)
+        return self._op(aten.add.Tensor, kept, self._op(aten.mul.Tensor, typed, momentum))
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return cast(self.node, value, dtype)
+
+    def _op(self, target: Any, *args: Any) -> fx.Node:
+        return insert(self.node, target, *args)
 
 
 def _with_reduction(node: fx.Node, reduction: int) -> fx.Node:
@@ -232,13 +311,6 @@ def _reduced_dims(node: fx.Node) -> list[int]:
     return [dim % rank for dim in given] if given else list(range(rank))
 
 
-def _product(sizes: Any) -> Any:
-    result: Any = 1
-    for size in sizes:
-        result = result * meta.expression(size)
-    return result
-
-
 def _reads_number(node: fx.Node) -> bool:
     if node.target not in WITH_NUMBER or len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return False
@@ -247,14 +319,3 @@ def _reads_number(node: fx.Node) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and meta.is_tensor(value)
-
-
-def _same_call(first: fx.Node, second: fx.Node) -> bool:
-    """Tell whether two nodes compute the same from the same leaves."""
-    if first is second:
-        return True
-    alike = first.op == second.op == "call_function" and first.target is second.target
-    if not alike or first.kwargs != second.kwargs or len(first.args) != len(second.args):
-        return False
-    pairs = zip(first.args, second.args, strict=True)
-    return all(_same_call(a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else a == b for a, b in pairs)

@@ -18,9 +18,10 @@ from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
+from hetu_fx.graph.edit import computed
 from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState
-from hetu_fx.transforms.specialize.localize import SizeOf, computed
+from hetu_fx.transforms.specialize.localize import SizeOf
 
 
 @dataclass(eq=False)

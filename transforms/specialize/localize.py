@@ -11,8 +11,8 @@ from torch import fx
 
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors, SizeArg
 from hetu_fx.deduction.rules.call import Path, entry_at, holder_of
-from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
+from hetu_fx.graph.edit import computed
 
 SizeOf = Callable[[FactorClass], Size]
 
@@ -82,14 +82,6 @@ def product(sizes: Sequence[Size]) -> Size:
         if isinstance(size, fx.Node):
             whole = computed(operator.mul, size, whole)
     return whole
-
-
-def computed(target: Callable[..., int], first: fx.Node, second: Size) -> fx.Node:
-    """Emit a number, with its value in the example batch."""
-    args = (first, second)
-    node = first.graph.call_function(target, args)
-    meta.set_value(node, target(*fx.node.map_arg(args, meta.value)))
-    return node
 
 
 def _scaled(size: fx.Node, cut: Iterable[FactorClass], size_of: SizeOf) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from torch import fx
 from hetu_fx.annotations.annotation import Split
 from hetu_fx.comm_ops.ops.table import FUSED_OPS
 from hetu_fx.deduction.factors.factors import FactorClass, OpFactors
-from hetu_fx.deduction.rules.forms import PlacedCall, RingCall, ShardedCall
+from hetu_fx.deduction.rules.forms import PartCall
 from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, argument, bound, callee, operand, overload
@@ -33,7 +33,7 @@ from hetu_fx.transforms.specialize.device_graph import (
     Value,
 )
 from hetu_fx.transforms.specialize.local_sizes import LocalSizes
-from hetu_fx.transforms.specialize.localize import computed, localized_call, product
+from hetu_fx.transforms.specialize.localize import localized_call, product
 from hetu_fx.transforms.specialize.reshard import Reshards
 
 
@@ -142,15 +142,33 @@ class _Builder:
         for axis, factor in enumerate(self._cut(node)):
             if factor is None:
                 continue
-            if op.traits.ring and self.inside[axis].decisions[node].travels:
-                return op.traits.ring(self._ring_call(node, args, kwargs, axis, factor))
-            if op.traits.sharded and factor in op.sharded:
-                return op.traits.sharded.write(self._sharded_call(node, args, kwargs, axis, factor))
-            if op.traits.placed and factor in op.cut_at(factor).placed:
-                return op.traits.placed(self._placed_call(node, args, kwargs, axis, factor))
+            form = _form(op, factor, travels=self.inside[axis].decisions[node].travels)
+            if form is not None:
+                return form(self._part_call(node, args, kwargs, axis, factor))
             if factor in op.averaged:
                 return self._weighed(node, self._emit(node, callee(node), *args, **kwargs), axis, factor)
         return None
+
+    def _part_call(
+        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
+    ) -> PartCall:
+        """Return what a form of an op is told where a factor is cut along an axis."""
+        travels = self.inside[axis].decisions[node].travels
+        classes = self.annotated.factors.op(node).travelling if travels else {}
+        travelling = {position: self.sizes.parts(cls).sizes for position, cls in classes.items()}
+        place, own = self.places[axis], self.sizes.parts(factor)
+        return PartCall(
+            node,
+            given=bound(overload(node), args, kwargs),
+            devices=self.peers[axis],
+            position=place,
+            sizes=own.sizes,
+            start=own.starts[place],
+            travelling=travelling,
+            emit=partial(self._emit, node),
+            communicate=partial(self.reshards.resolved, node),
+            fused=partial(self._fused, node),
+        )
 
     def _length(self, node: fx.Node) -> fx.Node | None:
         """Return the whole length for a size that is read of a dim in parts; None for any other node."""
@@ -164,14 +182,6 @@ class _Builder:
             return None
         length = product([self.sizes.whole(cls) for cls in classes])
         return self._emit(node, int, length) if isinstance(length, int) else length
-
-    def _sharded_call(
-        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
-    ) -> ShardedCall:
-        given = bound(overload(node), args, kwargs)
-        sizes, devices = self.layout.axes[axis].sizes[factor], self.peers[axis]
-        emit, communicate = (partial(write, node) for write in (self._emit, self.reshards.resolved))
-        return ShardedCall(node, given, devices, self.places[axis], sizes, emit, communicate)
 
     def _with_cuts(self, node: fx.Node, args: tuple[Any, ...], at: int, cut: Sequence[FactorClass]) -> tuple[Any, ...]:
         """Tell an op that draws which part of the whole tensor it draws for."""
@@ -205,23 +215,6 @@ class _Builder:
     @property
     def _replicas(self) -> tuple[StageLayout, ...]:
         return tuple(stages[0] for stages in self.annotated.stages)
-
-    def _placed_call(
-        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
-    ) -> PlacedCall:
-        given = bound(overload(node), args, kwargs)
-        start, size = self.sizes.start(factor), self.sizes.part(factor)
-        stop = computed(operator.add, size, start) if isinstance(size, fx.Node) else _end(start, size)
-        return PlacedCall(node, given, self.places[axis] == 0, start, stop, partial(self._emit, node))
-
-    def _ring_call(
-        self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, factor: FactorClass
-    ) -> RingCall:
-        travelling = self.annotated.factors.op(node).travelling
-        parts = {position: self.sizes.parts(cls).sizes for position, cls in travelling.items()}
-        own = self.sizes.parts(factor).sizes
-        given = bound(overload(node), args, kwargs)
-        return RingCall(given, self.peers[axis], own, parts, partial(self._fused, node))
 
     def _in_output_states(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
@@ -291,9 +284,13 @@ class _Builder:
         return Handover(value, source.key, target.key, self.deduced.value_annotation(node, target))
 
 
-def _end(start: Size, size: int) -> int:
-    assert isinstance(start, int), "a part of known size begins at a known place"
-    return start + size
+def _form(op: OpFactors, factor: FactorClass, *, travels: bool) -> Callable[[PartCall], fx.Node] | None:
+    """Return the form that an op has for parts of a factor that is cut in it, if it needs one."""
+    if op.traits.ring and travels:
+        return op.traits.ring
+    if op.traits.sharded and factor in op.sharded:
+        return op.traits.sharded.write
+    return op.traits.placed if factor in op.cut_at(factor).placed else None
 
 
 def _check_sendable(node: fx.Node) -> None:

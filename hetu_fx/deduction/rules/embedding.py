@@ -23,7 +23,7 @@ from hetu_fx.deduction.rules.build import (
     replaced,
 )
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, ShardedCall, ShardedForm, Traits
+from hetu_fx.deduction.rules.forms import KEEPS_ZEROS, Lacking, PartCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import NOTHING, Dim, Dims, Factoring, Rule, names_in
 from hetu_fx.deduction.rules.size import Size, integer
 
@@ -178,17 +178,17 @@ def one_hot(call: Call) -> Factoring:
     return Factoring((dims,), ((*dims, new),), whole=frozenset(new))
 
 
-def _look_up_own(shard: ShardedCall) -> fx.Node:
+def _look_up_own(shard: PartCall) -> fx.Node:
     """Look up the rows that lie in the part; zero elsewhere. The padding row gets no gradient, as without parts."""
     given = shard.given
     place, elsewhere = shard.places(given["indices"])
     padding = given["padding_idx"] - shard.first
-    own_padding = padding if 0 <= padding < shard.sizes[shard.position] else -1
+    own_padding = padding if 0 <= padding < shard.size else -1
     found = shard.emit(aten.embedding.default, given["weight"], place, own_padding)
     return shard.emit(aten.masked_fill.Scalar, found, shard.emit(aten.unsqueeze.default, elsewhere, -1), 0.0)
 
 
-def _pick_own(shard: ShardedCall) -> fx.Node:
+def _pick_own(shard: PartCall) -> fx.Node:
     """Pick what lies in the part; zero elsewhere."""
     return shard.picked(shard.given["self"], shard.dim, shard.given["index"])
 

@@ -7,6 +7,7 @@ on a part; a form of it is right. Forms stand beside the rules of their family. 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ from hetu_fx.comm_ops.resolve.resolution import Resolution
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size, operand
+from hetu_fx.graph.edit import computed
 from hetu_fx.graph.meta import HALVES, sum_dtype
 
 aten = torch.ops.aten
@@ -42,35 +44,51 @@ class ShardedForm:
         lacking: what the result is where it lacks the factor.
     """
 
-    write: Callable[[ShardedCall], fx.Node]
+    write: Callable[[PartCall], fx.Node]
     lacking: Lacking = Lacking.WHOLE
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedCall:
-    """A call of an op on a part of a factor that it looks across, and how to write ops and communication for it.
+class PartCall:
+    """A call of an op on a part of a factor in which it cannot simply be cut, and how to write what it is instead.
 
     Attributes:
         node: the op in the logical graph.
         given: all its arguments on this device by name, tensors as local nodes.
         devices, position: the devices that share the factor, and which of them this one is.
         sizes: the part of the factor that each device has.
+        start: where this device's part begins in the whole factor.
+        travelling: by operand that travels, the part of it that each device has.
         emit: adds a call of an op to the device graph.
         communicate: adds the calls of a resolution.
+        fused: adds a call of a communication op by name, and gives its first result.
     """
 
     node: fx.Node
     given: Mapping[str, Any]
     devices: tuple[int, ...]
     position: int
-    sizes: tuple[int, ...]
+    sizes: Sequence[Size]
+    start: Size
+    travelling: Mapping[int, Sequence[Size]]
     emit: Callable[..., fx.Node]
     communicate: Callable[[fx.Node, Resolution], fx.Node]
+    fused: Callable[..., fx.Node]
 
     @property
     def first(self) -> int:
-        """Return the first index of this device's part."""
-        return sum(self.sizes[: self.position])
+        """Return the first index of this device's part of a factor of known size."""
+        return known(self.start)
+
+    @property
+    def size(self) -> int:
+        """Return how much this device has of a factor of known size."""
+        return known(self.sizes[self.position])
+
+    def stop(self) -> Size:
+        """Return where this device's part ends, computed in the graph where only the run tells."""
+        size = self.sizes[self.position]
+        return computed(operator.add, size, self.start) if isinstance(size, fx.Node) else self.first + size
 
     @property
     def rank(self) -> int:
@@ -119,7 +137,7 @@ class ShardedCall:
         """Return indices counted from the start of the part (0 where they lie elsewhere), and where they do."""
         place = self.emit(aten.sub.Tensor, indices, self.first)
         before = self.emit(aten.lt.Scalar, place, 0)
-        after = self.emit(aten.ge.Scalar, place, self.sizes[self.position])
+        after = self.emit(aten.ge.Scalar, place, self.size)
         elsewhere = self.emit(aten.logical_or.default, before, after)
         return self.emit(aten.masked_fill.Scalar, place, elsewhere, 0), elsewhere
 
@@ -129,43 +147,10 @@ class ShardedCall:
         return self.emit(aten.masked_fill.Scalar, self.emit(aten.gather.default, values, dim, place), elsewhere, 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedCall:
-    """A call of an op on a part of a factor along which it goes by position.
-
-    Attributes:
-        node: the op in the logical graph.
-        given: all its arguments on this device by name, tensors as local nodes.
-        is_first: whether no part comes before this device's.
-        start, stop: where the part begins in the whole factor, and where it ends.
-        emit: adds a call of an op to the device graph.
-    """
-
-    node: fx.Node
-    given: Mapping[str, Any]
-    is_first: bool
-    start: Size
-    stop: Size
-    emit: Callable[..., fx.Node]
-
-
-@dataclass(frozen=True, eq=False)
-class RingCall:
-    """A call of an op on a part of a factor, with parts of travelling operands.
-
-    Attributes:
-        given: all its arguments on this device by name, tensors as local nodes.
-        devices: those that the parts go round.
-        own: the part of the factor that each of them computes.
-        parts: by travelling operand, the part of it that each of them has.
-        fused: adds a call of a communication op by name, and gives its first result.
-    """
-
-    given: Mapping[str, Any]
-    devices: tuple[int, ...]
-    own: Sequence[Size]
-    parts: Mapping[int, Sequence[Size]]
-    fused: Callable[..., fx.Node]
+def known(size: Size) -> int:
+    """Return a size that is known before the run."""
+    assert isinstance(size, int), "only the run tells it"
+    return size
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +170,8 @@ class Traits:
     vanishing: frozenset[int] = frozenset()
     counter_at: int | None = None
     sharded: ShardedForm | None = None
-    placed: Callable[[PlacedCall], fx.Node] | None = None
-    ring: Callable[[RingCall], fx.Node] | None = None
+    placed: Callable[[PartCall], fx.Node] | None = None
+    ring: Callable[[PartCall], fx.Node] | None = None
 
 
 NO_TRAITS = Traits()

@@ -11,7 +11,7 @@ from torch import fx
 
 from hetu_fx.deduction.rules.build import EACH, broadcast, built, dims_of, lines, named
 from hetu_fx.deduction.rules.call import Call, Shape
-from hetu_fx.deduction.rules.forms import PlacedCall, RingCall, Traits
+from hetu_fx.deduction.rules.forms import PartCall, Traits
 from hetu_fx.deduction.rules.rule import Dim, Dims, Factoring, Rule
 from hetu_fx.deduction.rules.size import ONE, Size
 from hetu_fx.errors import RuleError
@@ -106,12 +106,12 @@ def _group_heads(call: Call, leading: list[Dim], sizes: dict[str, Size]) -> list
     return shared
 
 
-def _causal_attention(part: PlacedCall) -> fx.Node:
+def _causal_attention(part: PartCall) -> fx.Node:
     """Attend with a part of the queries: keys after its last are left out, the mask has its rows alone."""
-    given, stop = dict(part.given), part.stop
+    given, stop = dict(part.given), part.stop()
     for name in ("key", "value"):
         given[name] = part.emit(aten.slice.Tensor, given[name], -2, 0, stop)
-    if not part.is_first:
+    if part.position > 0:
         keys = part.emit(aten.sym_size.int, given["key"], len(meta.shape(operand(part.node))) - 2)
         meta.set_value(keys, meta.hint(meta.shape(operand(part.node, 1))[-2]))
         given["attn_mask"], given["is_causal"] = _rows_of_triangle(part, keys, stop), False
@@ -119,7 +119,7 @@ def _causal_attention(part: PlacedCall) -> fx.Node:
     return part.emit(callee(part.node), *tensors, **given)
 
 
-def _rows_of_triangle(part: PlacedCall, keys: fx.Node, stop: calls.Size) -> fx.Node:
+def _rows_of_triangle(part: PartCall, keys: fx.Node, stop: calls.Size) -> fx.Node:
     """Write which keys come no later than each query of the part."""
     device = meta.value(operand(part.node)).device
     rows = part.emit(aten.arange.start, part.start, stop, device=device)
@@ -127,11 +127,11 @@ def _rows_of_triangle(part: PlacedCall, keys: fx.Node, stop: calls.Size) -> fx.N
     return part.emit(aten.le.Tensor, columns, part.emit(aten.unsqueeze.default, rows, 1))
 
 
-def _ring_attention(ring: RingCall) -> fx.Node:
+def _ring_attention(ring: PartCall) -> fx.Node:
     """Attend with a part of the queries to keys and values as they come by; the mask has the rows of the part."""
     given = ring.given
     tensors = (given[name] for name in ("query", "key", "value", "attn_mask"))
-    layout = list(ring.devices), list(ring.own), list(ring.parts[1])
+    layout = list(ring.devices), list(ring.sizes), list(ring.travelling[1])
     return ring.fused("ring_attention", *tensors, *layout, given["is_causal"], given["scale"])
 
 

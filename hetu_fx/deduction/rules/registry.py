@@ -11,9 +11,7 @@ import torch
 
 from hetu_fx.deduction.rules import (
     convolution,
-    creation,
     embedding,
-    loss,
     normalization,
     pointwise,
     products,
@@ -27,11 +25,9 @@ from hetu_fx.deduction.rules.pointwise import TAG_RULE
 from hetu_fx.deduction.rules.rule import Builder, Rule
 
 _PRODUCTS = (*products.RULES, *convolution.RULES, *routing.RULES)
-_ALONG_DIMS = (*reduction.RULES, *normalization.RULES, *loss.RULES)
+_ALONG_DIMS = (*reduction.RULES, *normalization.RULES)
 _MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES)
-RULES: Mapping[str, Rule] = {
-    rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES, *creation.RULES)
-}
+RULES: Mapping[str, Rule] = {rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES)}
 
 _registered: dict[str, Rule] = {}
 _found: dict[str, Rule | None] = {}

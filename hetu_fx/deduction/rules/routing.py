@@ -18,7 +18,7 @@ from torch import fx
 
 from hetu_fx.deduction.rules.build import EACH, built, changed, dims_of, full_name, kept, names, opaque
 from hetu_fx.deduction.rules.call import Call
-from hetu_fx.deduction.rules.forms import Lacking, ShardedCall, ShardedForm, Traits
+from hetu_fx.deduction.rules.forms import Lacking, PartCall, ShardedForm, Traits
 from hetu_fx.deduction.rules.rule import Factoring, Rule
 from hetu_fx.graph.calls import callee
 
@@ -66,7 +66,7 @@ def _batched(call: Call) -> Factoring:
     return Factoring(((b, m, k), (b, k, n)), ((b, m, n),), linear=EACH)
 
 
-def _product_of_own_groups(shard: ShardedCall) -> fx.Node:
+def _product_of_own_groups(shard: PartCall) -> fx.Node:
     """Multiply the rows of the groups that the part has; zero for all other rows.
 
     Rows are turned so that the part's first comes first, and turned back; whatever the op does with rows that belong
@@ -90,20 +90,20 @@ def _product_of_own_groups(shard: ShardedCall) -> fx.Node:
     return shard.emit(aten.masked_fill.Scalar, product, elsewhere, 0.0)
 
 
-def _groups(shard: ShardedCall, ends: fx.Node) -> tuple[fx.Node | None, fx.Node]:
+def _groups(shard: PartCall, ends: fx.Node) -> tuple[fx.Node | None, fx.Node]:
     """Return the first row of the part's groups (None for row 0), and where each of them ends."""
-    last = shard.first + shard.sizes[shard.position]
+    last = shard.first + shard.size
     start = shard.emit(aten.select.int, ends, 0, shard.first - 1) if shard.first else None
     return start, shard.emit(aten.slice.Tensor, ends, 0, shard.first, last)
 
 
-def _numbers(shard: ShardedCall, rows: fx.Node) -> fx.Node:
+def _numbers(shard: PartCall, rows: fx.Node) -> fx.Node:
     """Number the rows from 0, on whatever device they are."""
     ones = shard.emit(aten.ones_like.default, shard.emit(aten.select.int, rows, 1, 0), dtype=torch.int64)
     return shard.emit(aten.sub.Tensor, shard.emit(aten.cumsum.default, ones, 0), 1)
 
 
-def _outside(shard: ShardedCall, number: fx.Node, start: fx.Node | None, ends: fx.Node) -> fx.Node:
+def _outside(shard: PartCall, number: fx.Node, start: fx.Node | None, ends: fx.Node) -> fx.Node:
     after = shard.emit(aten.ge.Tensor, number, shard.emit(aten.select.int, ends, 0, -1))
     if start is None:
         return after

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from hetu_fx.deduction.rules.forms import PlacedCall
+from hetu_fx.deduction.rules.forms import PartCall
 from hetu_fx.deduction.rules.registry import RULES
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import arguments
@@ -23,8 +23,8 @@ def operands(heads: int, keys: int) -> list[Tensor]:
     return [x.double().requires_grad_() for x in made]
 
 
-def part_of(given: list[Tensor], is_first: bool, start: int, size: int, grouped: bool) -> fx.GraphModule:
-    """Write the form for queries [start, start + size)."""
+def part_of(given: list[Tensor], sizes: tuple[int, ...], position: int, grouped: bool) -> fx.GraphModule:
+    """Write the form for one part of the queries."""
     graph = fx.Graph()
     nodes = [graph.placeholder(name) for name in ("query", "key", "value")]
     for node, value in zip(nodes, given, strict=True):
@@ -36,7 +36,9 @@ def part_of(given: list[Tensor], is_first: bool, start: int, size: int, grouped:
 
     form = RULES[str(ATTENTION)].traits.placed
     assert form is not None
-    graph.output(form(PlacedCall(logical, arguments(logical), is_first, start, start + size, emit)))
+    devices, start = tuple(range(len(sizes))), sum(sizes[:position])
+    part = PartCall(logical, arguments(logical), devices, position, sizes, start, {}, emit, emit, emit)
+    graph.output(form(part))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -49,7 +51,7 @@ def test_causal_attention_of_parts_is_that_of_all_queries(sizes: tuple[int, ...]
     query, key, value = given
     found = torch.cat(
         [
-            part_of(given, i == 0, start, size, heads < 6)(query.narrow(2, start, size), key, value)
+            part_of(given, sizes, i, heads < 6)(query.narrow(2, start, size), key, value)
             for i, (start, size) in enumerate(zip(starts, sizes, strict=True))
         ],
         2,
@@ -63,7 +65,7 @@ def test_causal_attention_of_parts_is_that_of_all_queries(sizes: tuple[int, ...]
 
 def test_keys_after_the_last_query_of_the_part_are_not_read() -> None:
     given = operands(6, 8)
-    middle = part_of(given, False, 3, 2, False)
+    middle = part_of(given, (3, 2, 3), 1, False)
     with_other_keys = [x.detach().clone() for x in given]
     for x in with_other_keys[1:]:
         x[:, :, 5:] = float("nan")

@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hetu_fx.graph.calls import argument
 from hetu_fx.graph.capture import capture
+from hetu_fx.graph.clean import ATTENTION
 from hetu_fx.graph.graph import Graph
-from hetu_fx.graph.masks import ATTENTION
 from tests.graph.compare import assert_same_as_eager
 
 Mask = Callable[[Tensor], Tensor]

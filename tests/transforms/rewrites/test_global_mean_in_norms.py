@@ -8,9 +8,8 @@ from torch import nn
 
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.transforms.rewrites.batch_norm import BatchStatistics
 from hetu_fx.transforms.rewrites.counts import ROWS
-from hetu_fx.transforms.rewrites.global_mean import GlobalMean
+from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from tests.graph.compare import assert_same_as_eager, run_on_one_device
 from tests.model_zoo import SAMPLES, to_double
 

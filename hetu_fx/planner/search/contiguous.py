@@ -34,7 +34,7 @@ from hetu_fx.planner.price.recompute import fitted
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.search.device_orders import Space, alone, orders, replica_counts
+from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules
@@ -250,6 +250,17 @@ def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segm
             found = (builder.build(groups) for groups in space.replicas(order[start:stop]))
             result[start, stop] = list(itertools.chain.from_iterable(found))
     return result
+
+
+def replica_counts(most: int) -> Iterator[int]:
+    """Yield the numbers of replicas to try: all up to 8, then doubling, then the most."""
+    yield from range(1, min(most, 8) + 1)
+    count = 16
+    while count < most:
+        yield count
+        count *= 2
+    if most > 8:
+        yield most
 
 
 def _rows_of(best: Mapping[Segment, tuple[int, int]]) -> dict[Segment, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster, Device
@@ -26,6 +27,14 @@ class Alike:
     def memory_bytes(self) -> int:
         """Return what each of them has at least."""
         return min(device.memory_bytes for device in self.devices)
+
+
+def ranks_by_node(devices: Iterable[Device]) -> dict[str, list[int]]:
+    """Return the ranks of each node, both in the order of the devices."""
+    nodes: dict[str, list[int]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device.rank)
+    return nodes
 
 
 def alike_in(cluster: Cluster) -> tuple[Alike, ...]:

@@ -64,17 +64,6 @@ def equal_sizes(total: int, largest: int, most: int) -> tuple[tuple[int, ...], .
     return tuple((size,) * (total // size) for size in sizes if total // size <= most)
 
 
-def replica_counts(most: int) -> Iterator[int]:
-    """Yield the numbers of replicas to try: all up to 8, then doubling, then the most."""
-    yield from range(1, min(most, 8) + 1)
-    count = 16
-    while count < most:
-        yield count
-        count *= 2
-    if most > 8:
-        yield most
-
-
 def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Return the orders of devices to consider, without repeats.
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.search.device_orders import Groups, replica_counts
+from hetu_fx.planner.search.contiguous import replica_counts
+from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, ReplicaRun
@@ -69,11 +70,9 @@ class TimedArrangement:
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
-        options = problem.options
         groups = (self.arrangement.groups(i) for i in range(self.degrees.pipelines))
         pipelines = (Pipeline(tuple(map(Stage, found)), micro_batches=self.micro_batches) for found in groups)
-        plan = Plan(tuple(pipelines), options.schedule, self.zero, options.name, options.max_length)
-        return plan.with_blocks(problem.costs.num_blocks)
+        return replace(problem.plan(pipelines), zero=self.zero).with_blocks(problem.costs.num_blocks)
 
 
 def candidates(problem: Problem) -> Iterator[TimedArrangement]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import TensorProgram
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.transforms.layouts.work_shares import Split
 
@@ -73,6 +73,11 @@ class Problem:
         doubled = (counts[-1] << i for i in range(1, rows.bit_length()))
         more = tuple(count for count in doubled if counts[-1] > 1 and count <= rows)
         return replace(self, options=replace(self.options, micro_batches=counts + more))
+
+    def plan(self, pipelines: Iterable[Pipeline]) -> Plan:
+        """Return the plan of these pipelines, as the options have it."""
+        given = self.options
+        return Plan(tuple(pipelines), given.schedule, given.zero, given.name, given.max_length)
 
     def costs_of(self, plan: Plan) -> ProgramCosts:
         """Return the costs of a step for what the plan's groups split; without a graph, as if it did not say."""

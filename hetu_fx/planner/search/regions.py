@@ -45,9 +45,9 @@ class Estimated:
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
-        options, pairs = problem.options, zip(self.chosen, self.rows, strict=True)
-        pipelines = sorted((p for template, count in pairs for p in template.made(count)), key=lambda p: min(p.devices))
-        return Plan(tuple(pipelines), options.schedule, options.zero, options.name, options.max_length)
+        pairs = zip(self.chosen, self.rows, strict=True)
+        made = (pipeline for template, count in pairs for pipeline in template.made(count))
+        return problem.plan(sorted(made, key=lambda pipeline: min(pipeline.devices)))
 
 
 def estimated(problem: Problem) -> Iterator[Estimated]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Device
-from hetu_fx.planner.search.device_classes import alike_in
+from hetu_fx.planner.search.device_classes import alike_in, ranks_by_node
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import stage_counts
@@ -145,11 +145,9 @@ class Templates:
 
     def _groups(self, number: int, size: int) -> list[tuple[int, ...]]:
         """Return groups of a class, inside nodes as far as these are large enough."""
-        nodes: dict[str, list[int]] = {}
-        for device in self.classes[number]:
-            nodes.setdefault(device.node, []).append(device.rank)
-        fits = any(len(ranks) >= size for ranks in nodes.values())
-        runs = list(nodes.values()) if fits else [list(itertools.chain.from_iterable(nodes.values()))]
+        nodes = list(ranks_by_node(self.classes[number]).values())
+        fits = any(len(ranks) >= size for ranks in nodes)
+        runs = nodes if fits else [list(itertools.chain.from_iterable(nodes))]
         return [tuple(run[i : i + size]) for run in runs for i in range(0, len(run) - size + 1, size)]
 
     def _counts(self, groups: Sequence[Sequence[object]], rows: int) -> list[int]:

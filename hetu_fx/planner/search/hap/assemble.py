@@ -1,4 +1,4 @@
-"""What is decided in one go, and the program that the decisions make: its exchanges, and what its tensors take.
+"""What is decided in one go, the program that the decisions make, and what the search returns of it.
 
 An item is an op or a repeated block; each distinct block is searched once. Two blocks are equal when their ops do the
 same to tensors of the same description, taken in order of appearance. From each state in which a block is entered, all
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap.expand import Expansion
-from hetu_fx.planner.search.hap.prices import Vector
+from hetu_fx.planner.search.hap.prices import PricedCollective, Ratios, Vector
 from hetu_fx.planner.search.hap.program import HapProgram, HapStep, LayoutChange
 from hetu_fx.planner.search.hap.span import Span
-from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, held, held_after
-from hetu_fx.planner.search.hap.synthesis import Item, Layouts, OpChoice, State, Stretch, best_first
-from hetu_fx.planner.values.tensor_program import Op, TensorProgram
+from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, held
+from hetu_fx.planner.search.hap.synthesis import Item, Layouts, OpChoice, State, Stretch, best_first, block_description
+from hetu_fx.planner.values.tensor_program import TensorProgram
+from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +67,85 @@ def _step(expansion: Expansion, choice: OpChoice) -> HapStep:
     return HapStep(op, form, choice.homes, tuple(changes), expansion.gathered(op, form))
 
 
-def bytes_of(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> Bytes:
-    """Return what the tensors of a program take."""
-    entries = [entry for step in program.steps for entry in _held(step, problem, zero)]
-    spread = [0.0] * program.num_segments
-    for segment, one in entries:
-        spread[segment] += one.spread
-    return Bytes(math.fsum(one.copied for _, one in entries), tuple(spread))
+@dataclass(frozen=True)
+class HapResult:
+    """The best pair of program and ratios that was found.
 
+    Attributes:
+        program: how each op is done.
+        ratios: per segment, each device's share, in the order of `ranks`.
+        seconds: of a step.
+        ranks, speeds: the devices, and their FLOPs per second.
+        held: bytes that tensors take.
+        rounds: seconds of each pair that was tried, as (program found at, after the ratio programme).
+        num_states: states that were taken, over all searches.
+        is_exact: whether each search proved its program the fastest at its ratios.
+    """
 
-def _held(step: HapStep, problem: TensorProgram, zero: int) -> Iterator[tuple[int, HeldBytes]]:
-    pairs: list[tuple[str, Layout]] = [*step.homes, *zip(step.op.makes, step.form.makes, strict=True)]
-    for name, layout in pairs:
-        yield _segment(layout, step), held(problem.by_name[name], layout, zero=zero)
-    for change in step.changes:
-        if any(not transfer.is_backward for transfer in change.transfers):
-            yield _segment(change.target, step), held_after(problem.by_name[change.tensor], change.target)
+    program: HapProgram
+    ratios: Ratios
+    seconds: float
+    ranks: tuple[int, ...]
+    speeds: tuple[float, ...]
+    held: Bytes
+    rounds: tuple[tuple[float, float], ...]
+    num_states: int
+    is_exact: bool
 
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Return the layout in which each parameter is held and each value is made."""
+        pairs = [
+            pair
+            for step in self.program.steps
+            for pair in (*step.homes, *zip(step.op.makes, step.form.makes, strict=True))
+        ]
+        return dict(pairs)
 
-def _segment(layout: Layout, step: HapStep) -> int:
-    return layout.segment if layout.kind is LayoutKind.SPLIT else step.op.segment
+    @property
+    def transfers(self) -> tuple[PricedCollective, ...]:
+        """Return the exchanges, in the order of the ops that they stand before."""
+        return self.program.transfers
+
+    @property
+    def rounded_seconds(self) -> float:
+        """Return the seconds of a step when parts are whole indices of what is cut."""
+        return self.program.rounded_seconds(self.speeds, self.ratios)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Return the seconds of all exchanges."""
+        return math.fsum(transfer.seconds(self.ratios) for transfer in self.transfers)
+
+    @property
+    def why(self) -> str:
+        """Return what bounds the step, in a sentence."""
+        compute = self.seconds - self.exchange_seconds
+        ideal = math.fsum(sum(s.cut_flops) + s.whole_flops for s in self.program.stages) / sum(self.speeds)
+        longest = max(self.transfers, key=lambda t: t.seconds(self.ratios), default=None)
+        exchange = f"; longest exchange: {longest}" if longest else ""
+        count = f"{len(self.transfers)} exchanges in {len(self.program.stages)} stages"
+        return (
+            f"{compute:.4g} s of work ({ideal:.4g} s if all of it were shared by speed) and "
+            f"{self.exchange_seconds:.4g} s of {count}{exchange}"
+        )
+
+    @property
+    def prediction(self) -> Prediction:
+        """Return seconds and bytes of each device, by term."""
+        work = self.program.compute_seconds(self.speeds, self.ratios)
+        devices = tuple(
+            DeviceCost(
+                rank,
+                (("compute", work[i]), ("exchange", self.exchange_seconds), ("idle", self._idle(work[i]))),
+                (("held", math.ceil(self.held.on_device(i, self.ratios))),),
+            )
+            for i, rank in enumerate(self.ranks)
+        )
+        return Prediction(self.seconds, devices, why=self.why)
+
+    def _idle(self, work: float) -> float:
+        return max(0.0, self.seconds - self.exchange_seconds - work)
 
 
 def _nothing_found(expansion: Expansion, reached: int) -> str:
@@ -214,7 +274,7 @@ class BlockItem:
 def _repeated(expansion: Expansion, ops: Sequence[Item]) -> Iterator[tuple[int, int, Item]]:
     """Yield (start, stop, item) of the blocks that come more than once."""
     described = [
-        (start, stop, *_description(expansion.problem, start, stop)) for start, stop in expansion.problem.blocks
+        (start, stop, *block_description(expansion.problem, start, stop)) for start, stop in expansion.problem.blocks
     ]
     all_described = [description for *_, description in described]
     kinds: dict[Hashable, _EqualBlocks] = {}
@@ -223,41 +283,3 @@ def _repeated(expansion: Expansion, ops: Sequence[Item]) -> Iterator[tuple[int, 
             if description not in kinds:
                 kinds[description] = _EqualBlocks(expansion, ops[start:stop], names, start)
             yield start, stop, BlockItem(kinds[description], names, start)
-
-
-def _description(problem: TensorProgram, start: int, stop: int) -> tuple[tuple[str, ...], Hashable]:
-    """Return the tensors that ops touch, in order of appearance, and what makes equal blocks equal."""
-    ops = problem.ops[start:stop]
-    names = tuple(dict.fromkeys(name for op in ops for name in (*op.reads, *op.makes)))
-    numbers = {name: number for number, name in enumerate(names)}
-    made_here = {name for op in ops for name in op.makes}
-    tensors = tuple(
-        (
-            replace(problem.by_name[name], name=""),
-            name in made_here,
-            problem.last_use.get(name, -1) >= stop,
-            _is_known_before(problem, name, start),
-        )
-        for name in names
-    )
-    return names, (tensors, tuple(_op_description(op, numbers) for op in ops))
-
-
-def _is_known_before(problem: TensorProgram, name: str, start: int) -> bool:
-    return problem.first_use.get(name, start) < start
-
-
-def _op_description(op: Op, numbers: Mapping[str, int]) -> Hashable:
-    """Return an op with its tensors and factors by number."""
-    factors = {
-        name: str(i) for i, name in enumerate(dict.fromkeys(f for dims in (*op.operands, *op.results) for f in dims))
-    }
-    return replace(
-        op,
-        name="",
-        reads=tuple(str(numbers[name]) for name in op.reads),
-        makes=tuple(str(numbers[name]) for name in op.makes),
-        operands=tuple(tuple(factors[f] for f in dims) for dims in op.operands),
-        results=tuple(tuple(factors[f] for f in dims) for dims in op.results),
-        whole=frozenset(factors[f] for f in op.whole if f in factors),
-    )

@@ -10,107 +10,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.assemble import Synthesised, bytes_of, synthesise
+from hetu_fx.planner.search.hap.assemble import HapResult, Synthesised, synthesise
 from hetu_fx.planner.search.hap.expand import Expansion
 from hetu_fx.planner.search.hap.forms import SynthesisRules
-from hetu_fx.planner.search.hap.prices import Collectives, PricedCollective, RatioPrices, Ratios
-from hetu_fx.planner.search.hap.program import HapProgram, best_ratios
-from hetu_fx.planner.search.hap.states import Bytes, Layout, Limits
+from hetu_fx.planner.search.hap.prices import Collectives, RatioPrices, Ratios
+from hetu_fx.planner.search.hap.program import HapProgram, HapStep, best_ratios
+from hetu_fx.planner.search.hap.states import Bytes, HeldBytes, Layout, LayoutKind, Limits, held, held_after
 from hetu_fx.planner.values.tensor_program import TensorProgram
-from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 MOST_ROUNDS = 8
 """So often at most program and ratios are found anew from one start."""
 
 NEGLIGIBLE = 1e-6
 """A pair that is faster by a smaller part than this is no better."""
-
-
-@dataclass(frozen=True)
-class HapResult:
-    """The best pair of program and ratios that was found.
-
-    Attributes:
-        program: how each op is done.
-        ratios: per segment, each device's share, in the order of `ranks`.
-        seconds: of a step.
-        ranks, speeds: the devices, and their FLOPs per second.
-        held: bytes that tensors take.
-        rounds: seconds of each pair that was tried, as (program found at, after the ratio programme).
-        num_states: states that were taken, over all searches.
-        is_exact: whether each search proved its program the fastest at its ratios.
-    """
-
-    program: HapProgram
-    ratios: Ratios
-    seconds: float
-    ranks: tuple[int, ...]
-    speeds: tuple[float, ...]
-    held: Bytes
-    rounds: tuple[tuple[float, float], ...]
-    num_states: int
-    is_exact: bool
-
-    @cached_property
-    def layouts(self) -> Mapping[str, Layout]:
-        """Return the layout in which each parameter is held and each value is made."""
-        pairs = [
-            pair
-            for step in self.program.steps
-            for pair in (*step.homes, *zip(step.op.makes, step.form.makes, strict=True))
-        ]
-        return dict(pairs)
-
-    @property
-    def transfers(self) -> tuple[PricedCollective, ...]:
-        """Return the exchanges, in the order of the ops that they stand before."""
-        return self.program.transfers
-
-    @property
-    def rounded_seconds(self) -> float:
-        """Return the seconds of a step when parts are whole indices of what is cut."""
-        return self.program.rounded_seconds(self.speeds, self.ratios)
-
-    @property
-    def exchange_seconds(self) -> float:
-        """Return the seconds of all exchanges."""
-        return math.fsum(transfer.seconds(self.ratios) for transfer in self.transfers)
-
-    @property
-    def why(self) -> str:
-        """Return what bounds the step, in a sentence."""
-        compute = self.seconds - self.exchange_seconds
-        ideal = math.fsum(sum(s.cut_flops) + s.whole_flops for s in self.program.stages) / sum(self.speeds)
-        longest = max(self.transfers, key=lambda t: t.seconds(self.ratios), default=None)
-        exchange = f"; longest exchange: {longest}" if longest else ""
-        count = f"{len(self.transfers)} exchanges in {len(self.program.stages)} stages"
-        return (
-            f"{compute:.4g} s of work ({ideal:.4g} s if all of it were shared by speed) and "
-            f"{self.exchange_seconds:.4g} s of {count}{exchange}"
-        )
-
-    @property
-    def prediction(self) -> Prediction:
-        """Return seconds and bytes of each device, by term."""
-        work = self.program.compute_seconds(self.speeds, self.ratios)
-        devices = tuple(
-            DeviceCost(
-                rank,
-                (("compute", work[i]), ("exchange", self.exchange_seconds), ("idle", self._idle(work[i]))),
-                (("held", math.ceil(self.held.on_device(i, self.ratios))),),
-            )
-            for i, rank in enumerate(self.ranks)
-        )
-        return Prediction(self.seconds, devices, why=self.why)
-
-    def _idle(self, work: float) -> float:
-        return max(0.0, self.seconds - self.exchange_seconds - work)
 
 
 def search(
@@ -246,3 +163,25 @@ class _Alternation:
 def _are_near(one: Ratios, other: Ratios) -> bool:
     pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
     return all(abs(a - b) < NEGLIGIBLE for a, b in pairs)
+
+
+def bytes_of(program: HapProgram, problem: TensorProgram, *, zero: int = 1) -> Bytes:
+    """Return what the tensors of a program take."""
+    entries = [entry for step in program.steps for entry in _held(step, problem, zero)]
+    spread = [0.0] * program.num_segments
+    for segment, one in entries:
+        spread[segment] += one.spread
+    return Bytes(math.fsum(one.copied for _, one in entries), tuple(spread))
+
+
+def _held(step: HapStep, problem: TensorProgram, zero: int) -> Iterator[tuple[int, HeldBytes]]:
+    pairs: list[tuple[str, Layout]] = [*step.homes, *zip(step.op.makes, step.form.makes, strict=True)]
+    for name, layout in pairs:
+        yield _segment(layout, step), held(problem.by_name[name], layout, zero=zero)
+    for change in step.changes:
+        if any(not transfer.is_backward for transfer in change.transfers):
+            yield _segment(change.target, step), held_after(problem.by_name[change.tensor], change.target)
+
+
+def _segment(layout: Layout, step: HapStep) -> int:
+    return layout.segment if layout.kind is LayoutKind.SPLIT else step.op.segment

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -23,7 +23,7 @@ from hetu_fx.planner.search.hap.forms import SynthesisRules
 from hetu_fx.planner.search.hap.prices import RatioPrices, Vector
 from hetu_fx.planner.search.hap.span import Span
 from hetu_fx.planner.search.hap.states import HeldBytes, Layout, Limits, held_after
-from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
+from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 
 MOST_COMPARED = 24
 """A state is compared with so many others, those that came first."""
@@ -245,3 +245,41 @@ def _sums_to_come(items: Sequence[Item], width: int) -> list[Vector]:
     for item in reversed(items):
         sums.append(tuple(map(float.__add__, sums[-1], item.least_work)))
     return sums[::-1]
+
+
+def block_description(problem: TensorProgram, start: int, stop: int) -> tuple[tuple[str, ...], Hashable]:
+    """Return the tensors that ops touch, in order of appearance, and what makes equal blocks equal."""
+    ops = problem.ops[start:stop]
+    names = tuple(dict.fromkeys(name for op in ops for name in (*op.reads, *op.makes)))
+    numbers = {name: number for number, name in enumerate(names)}
+    made_here = {name for op in ops for name in op.makes}
+    tensors = tuple(
+        (
+            replace(problem.by_name[name], name=""),
+            name in made_here,
+            problem.last_use.get(name, -1) >= stop,
+            _is_known_before(problem, name, start),
+        )
+        for name in names
+    )
+    return names, (tensors, tuple(_op_description(op, numbers) for op in ops))
+
+
+def _is_known_before(problem: TensorProgram, name: str, start: int) -> bool:
+    return problem.first_use.get(name, start) < start
+
+
+def _op_description(op: Op, numbers: Mapping[str, int]) -> Hashable:
+    """Return an op with its tensors and factors by number."""
+    factors = {
+        name: str(i) for i, name in enumerate(dict.fromkeys(f for dims in (*op.operands, *op.results) for f in dims))
+    }
+    return replace(
+        op,
+        name="",
+        reads=tuple(str(numbers[name]) for name in op.reads),
+        makes=tuple(str(numbers[name]) for name in op.makes),
+        operands=tuple(tuple(factors[f] for f in dims) for dims in op.operands),
+        results=tuple(tuple(factors[f] for f in dims) for dims in op.results),
+        whole=frozenset(factors[f] for f in op.whole if f in factors),
+    )

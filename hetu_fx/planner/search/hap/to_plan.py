@@ -15,8 +15,9 @@ from functools import cached_property
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.hap.assemble import HapResult
 from hetu_fx.planner.search.hap.prices import Collectives, rounded
-from hetu_fx.planner.search.hap.search import HapResult, search
+from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.values.tensor_program import Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction

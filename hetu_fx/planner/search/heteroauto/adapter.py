@@ -21,8 +21,9 @@ from itertools import product
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.device_classes import Alike, alike_in
-from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, replica_counts
+from hetu_fx.planner.search.contiguous import replica_counts
+from hetu_fx.planner.search.device_classes import alike_in, ranks_by_node
+from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
 from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, HeteroStage, Tables
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, hetero_problem
 from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange
@@ -193,7 +194,6 @@ def _unlike(shape: tuple[int, int], other: tuple[int, int]) -> float:
 
 def plans_of(problem: Problem, result: HeteroResult, micro_batches: int) -> Iterator[Plan]:
     """Yield the plans that run a result: with replicas of a stage side by side, and with stages of a replica."""
-    options = problem.options
     for by_replica in (False, True):
         placed = _placed(problem.cluster, result, by_replica)
         pipelines = tuple(
@@ -203,7 +203,7 @@ def plans_of(problem: Problem, result: HeteroResult, micro_batches: int) -> Iter
             )
             for number in range(result.replicas)
         )
-        yield Plan(pipelines, options.schedule, options.zero, options.name, options.max_length)
+        yield problem.plan(pipelines)
 
 
 def _stage(devices: tuple[int, ...], stage: HeteroStage) -> Stage:
@@ -212,18 +212,11 @@ def _stage(devices: tuple[int, ...], stage: HeteroStage) -> Stage:
 
 def _placed(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the devices of each (stage, replica), larger groups first so that they leave no gaps in a node."""
-    free = {alike.name: _by_node(alike) for alike in alike_in(cluster)}
+    free = {alike.name: list(ranks_by_node(alike.devices).values()) for alike in alike_in(cluster)}
     places = list(product(range(len(result.stages)), range(result.replicas)))
     degree = {place: result.stages[place[0]].groups.degree for place in places}
     order = sorted(places, key=lambda place: (-degree[place], *(place[::-1] if by_replica else place)))
     return {place: _taken(free[result.stages[place[0]].groups.kind.name], degree[place]) for place in order}
-
-
-def _by_node(alike: Alike) -> list[list[int]]:
-    nodes: dict[str, list[int]] = {}
-    for device in alike.devices:
-        nodes.setdefault(device.node, []).append(device.rank)
-    return list(nodes.values())
 
 
 def _taken(nodes: list[list[int]], size: int) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ cost model, so that kinds are compared by figures of one source.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
@@ -22,7 +21,7 @@ from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.device_classes import Alike, alike_in
+from hetu_fx.planner.search.device_classes import Alike, alike_in, ranks_by_node
 from hetu_fx.planner.search.malleus.adapter import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.part_costs import PartCosts
@@ -223,7 +222,7 @@ def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> ChipKind:
     seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
     return ChipKind(
         name=alike.name,
-        nodes=tuple(Counter(device.node for device in alike.devices).values()),
+        nodes=tuple(map(len, ranks_by_node(alike.devices).values())),
         memory_bytes=margin * alike.memory_bytes * problem.options.memory_fraction,
         layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
         inside=problem.cluster.intra.between(*alike.devices),

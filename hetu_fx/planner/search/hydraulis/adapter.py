@@ -24,6 +24,7 @@ from hetu_fx.planner.dispatch.pack import Packing, pack, pack_quickly
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, TimeFit, fit_times
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.search.device_classes import ranks_by_node
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
@@ -100,8 +101,7 @@ def plan_of(variant: LengthVariant, problem: Problem) -> tuple[Plan, tuple[Packi
         )
         for scheme, stages in zip(schemes, _placed(variant.strategy, problem.cluster), strict=True)
     )
-    options = problem.options
-    written = Plan(pipelines, options.schedule, options.zero, options.name, variant.longest)
+    written = replace(problem.plan(pipelines), max_length=variant.longest)
     return written.with_blocks(problem.costs.num_blocks), done
 
 
@@ -115,18 +115,16 @@ def _shares(done: Sequence[Packing]) -> dict[Scheme, int]:
 
 def _placed(strategy: Strategy, cluster: Cluster) -> list[list[tuple[int, ...]]]:
     """Return the devices of each stage of each pipeline: a group in the fullest node that still has room for it."""
-    free: dict[str, list[int]] = {}
-    for device in cluster.devices:
-        free.setdefault(device.node, []).append(device.rank)
+    free = list(ranks_by_node(cluster.devices).values())
     return [[_taken(free, scheme.tensor_parallel) for _ in range(scheme.stages)] for scheme in strategy.pipelines]
 
 
-def _taken(free: dict[str, list[int]], size: int) -> tuple[int, ...]:
+def _taken(free: list[list[int]], size: int) -> tuple[int, ...]:
     """Take devices of one node; of several where none has enough left."""
-    roomy = [ranks for ranks in free.values() if len(ranks) >= size]
-    source = min(roomy, key=len) if roomy else list(itertools.chain.from_iterable(free.values()))
+    roomy = [ranks for ranks in free if len(ranks) >= size]
+    source = min(roomy, key=len) if roomy else list(itertools.chain.from_iterable(free))
     taken = tuple(source[:size])
-    for ranks in free.values():
+    for ranks in free:
         ranks[:] = [rank for rank in ranks if rank not in taken]
     return taken
 

@@ -24,7 +24,8 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.search.allocate import Seconds, spread
-from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, Groups, replica_counts
+from hetu_fx.planner.search.contiguous import replica_counts
+from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates, finalists
 from hetu_fx.planner.search.malleus.search import search
@@ -274,13 +275,13 @@ def _below(problem: Problem, shape: Shape, best: float) -> float:
 
 def _plan(problem: Problem, shape: Shape, below: float) -> Plan | None:
     """Return Malleus' plan of one shape, with recomputed blocks where it needs them; None where there is none."""
-    options, ways = problem.options, sorted({False, problem.options.recompute})
+    ways = sorted({False, problem.options.recompute})
     made = next(filter(None, (_found(problem, shape, again, below) for again in ways)), None)
     if made is None:
         return None  # another shape may fit
-    if not options.pipelines and any(len(pipeline.stages) > 1 for pipeline in made.pipelines):
+    if not problem.options.pipelines and any(len(pipeline.stages) > 1 for pipeline in made.pipelines):
         return None
-    return Plan(made.pipelines, options.schedule, options.zero, options.name, options.max_length)
+    return problem.plan(made.pipelines)
 
 
 def _found(problem: Problem, shape: Shape, recompute: bool, below: float) -> Plan | None:

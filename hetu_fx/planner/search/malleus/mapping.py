@@ -26,6 +26,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from hetu_fx.planner.search.malleus.groups import Group, GroupKind
+from hetu_fx.planner.search.malleus.layers import Filled
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 
@@ -99,6 +100,14 @@ class WantedGroup:
     start: int
     stop: int
     kind: GroupKind
+
+
+def places_of(pipeline: int, filled: Filled) -> Iterator[WantedGroup]:
+    """Yield the stages of a pipeline that want groups."""
+    start = 0
+    for kind, count in zip(filled.kinds, filled.layers, strict=True):
+        yield WantedGroup(pipeline, start, start + count, kind)
+        start += count
 
 
 def moved_layers(devices: Sequence[int], start: int, stop: int, held: Holdings) -> float:

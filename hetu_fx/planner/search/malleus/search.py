@@ -47,6 +47,7 @@ from hetu_fx.planner.search.malleus.mapping import (
     WantedGroup,
     holdings,
     map_groups,
+    places_of,
     regrouped,
 )
 from hetu_fx.planner.search.malleus.situation import MalleusSituation
@@ -98,7 +99,7 @@ def _result(
     least: float,
     placer: Placer,
 ) -> MalleusResult:
-    places = [place for index, filled in enumerate(placement.pipelines) for place in _places(index, filled)]
+    places = [place for index, filled in enumerate(placement.pipelines) for place in places_of(index, filled)]
     mapped = map_groups(places, grouping.groups, held)
     pipelines = [
         MalleusPipeline(_stages(index, places, mapped), count) for index, count in enumerate(placement.micro_batches)
@@ -113,13 +114,6 @@ def _result(
         moved_layers=mapped.moved_layers,
         num_pipelines_tried=placer.filler.num_filled,
     )
-
-
-def _places(pipeline: int, filled: Filled) -> Iterator[WantedGroup]:
-    start = 0
-    for kind, count in zip(filled.kinds, filled.layers, strict=True):
-        yield WantedGroup(pipeline, start, start + count, kind)
-        start += count
 
 
 def _stages(pipeline: int, places: Sequence[WantedGroup], mapped: Mapped) -> tuple[MalleusStage, ...]:

@@ -25,6 +25,7 @@ from functools import cached_property
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.search.device_classes import ranks_by_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,7 @@ class MalleusSituation:
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node."""
-        by_node: dict[str, list[int]] = {}
-        for device in self.cluster.devices:
-            by_node.setdefault(device.node, []).append(device.rank)
-        return tuple(map(tuple, by_node.values()))
+        return tuple(map(tuple, ranks_by_node(self.cluster.devices).values()))
 
     def room_bytes(self, devices: tuple[int, ...]) -> float:
         """Return what (2) leaves a group for layers, over all its devices."""

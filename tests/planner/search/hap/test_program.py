@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.hap.assemble import bytes_of, synthesise
+from hetu_fx.planner.search.hap.assemble import synthesise
 from hetu_fx.planner.search.hap.program import HapProgram, best_ratios
+from hetu_fx.planner.search.hap.search import bytes_of
 from hetu_fx.planner.search.hap.states import Bytes
 from tests.planner.search.hap.small import drawn, expansion, feed_forward
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.hap import synthesis
-from hetu_fx.planner.search.hap.assemble import bytes_of, synthesise
+from hetu_fx.planner.search.hap.assemble import synthesise
 from hetu_fx.planner.search.hap.forms import SynthesisRules
+from hetu_fx.planner.search.hap.search import bytes_of
 from hetu_fx.planner.search.hap.states import Limits
 from tests.planner.search.hap.exhaustive import fastest, programs
 from tests.planner.search.hap.small import chain, drawn, expansion, feed_forward

@@ -20,7 +20,7 @@ from torch import Tensor
 from hetu_fx.annotations.local import index
 from hetu_fx.annotations.region import Box, Interval
 from hetu_fx.errors import CheckpointError
-from hetu_fx.switching.home.layout import Chunk
+from hetu_fx.switching.home.layout import Chunk, meeting
 from hetu_fx.switching.home.ops import HomeTensor
 from hetu_fx.switching.home.tensor import mark_written
 
@@ -148,12 +148,6 @@ def boxes_in(file: Any) -> dict[str, tuple[Key, Bounds]]:
         entry: ((name, key), tuple((start, stop) for start, stop in bounds))
         for entry, (name, key, bounds) in header.items()
     }
-
-
-def meeting(one: Bounds, other: Bounds) -> Bounds | None:
-    """Return the common part of two boxes of one tensor, or None."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
 
 
 def _within(common: Bounds, bounds: Bounds, place: Bounds | None) -> tuple[slice, ...]:

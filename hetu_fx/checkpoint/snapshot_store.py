@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.torch_private import device_types
-from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, Key, RankShards, meeting
+from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, Key, RankShards
 from hetu_fx.checkpoint.snapshot_files import Header, Memory
 from hetu_fx.checkpoint.snapshot_plan import (
     Moment,
@@ -40,6 +40,7 @@ from hetu_fx.comm_ops.wire.p2p import Tag, post
 from hetu_fx.comm_ops.wire.process_group import create_group
 from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 from hetu_fx.errors import CheckpointError, EnvironmentProblem
+from hetu_fx.switching.home.layout import meeting
 from hetu_fx.switching.home.ops import HomeTensor
 
 _log = logging.getLogger("hetu_fx.snapshots")

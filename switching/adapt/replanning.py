@@ -50,13 +50,7 @@ class Asked:
     least_gain: float | None = None
 
 
-@dataclass(frozen=True)
-class Question:
-    """What the process in the background is asked: a plan for a cluster, and what is known before."""
-
-    asked: Asked
-    cluster: Cluster
-    layouts: Collection[Plan]
+_Wanted = tuple[Asked, Cluster, Collection[Plan]]  # a plan, for a cluster; the compute layouts that are known before
 
 
 class Replanning:
@@ -71,7 +65,7 @@ class Replanning:
     def __init__(self, table: GroupTable, planner: Planner, variants: Variants) -> None:
         self.table, self.planner, self.variants = table, planner, variants
         self.asked: Asked | None = None
-        self._background: Background[Question, Made] | None = None
+        self._background: Background[_Wanted, Made] | None = None
 
     def begin(self) -> None:
         """Start the process in which plans will be made."""
@@ -97,7 +91,7 @@ class Replanning:
         self.asked = asked
         self.begin()
         if self._background is not None:
-            self._background.ask(Question(asked, cluster, self.variants.layouts()))
+            self._background.ask((asked, cluster, self.variants.layouts()))
 
     def drop(self) -> None:
         """Leave the plan that is being made, and the process that makes it."""
@@ -115,14 +109,14 @@ class Replanning:
     def make_now(self, asked: Asked, cluster: Cluster) -> Made:
         """Make a plan while all ranks wait; collective. Raises on every rank what went wrong."""
         self.drop()
-        return by_first(self.table, lambda: self._made(Question(asked, cluster, self.variants.layouts())))
+        return by_first(self.table, lambda: self._made((asked, cluster, self.variants.layouts())))
 
-    def _made(self, question: Question) -> Made:
-        start, conditions = perf_counter(), question.asked.conditions
-        devices = question.cluster.without(tuple(conditions.drained)).with_rates(dict(conditions.rates))
-        plan = self.planner(devices, question.asked.name)
+    def _made(self, wanted: _Wanted) -> Made:
+        start, (asked, cluster, layouts) = perf_counter(), wanted
+        devices = cluster.without(tuple(asked.conditions.drained)).with_rates(dict(asked.conditions.rates))
+        plan = self.planner(devices, asked.name)
         seconds = perf_counter() - start
-        return Made(plan, seconds, self.variants.deduced(plan, question.layouts))
+        return Made(plan, seconds, self.variants.deduced(plan, layouts))
 
     def _outcome(self) -> Made | HetuFxError:
         if self._background is None:

@@ -49,7 +49,7 @@ class BridgeEntry:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class BridgeLane:
     """Who talks how; parts of equal lanes share a message. `givers` of `ranks` hold summands that count."""
 
@@ -163,13 +163,9 @@ def _buckets(
     groups: dict[object, list[BridgeEntry]] = {}
     for entry in entries:
         routes = routes_of(entry)
-        lanes = None if routes is None else tuple(sorted({lane for lane, _, _ in routes}, key=_lane_key))
+        lanes = None if routes is None else tuple(sorted({lane for lane, _, _ in routes}))
         groups.setdefault((entry.dtype, lanes), []).append(entry)
     return tuple(_bucket(part, routes_of) for group in groups.values() for part in _cut_by_size(group, bucket_bytes))
-
-
-def _lane_key(lane: BridgeLane) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    return lane.kind.value, lane.ranks, lane.givers
 
 
 def _cut_by_size(entries: Sequence[BridgeEntry], bucket_bytes: int) -> Iterator[list[BridgeEntry]]:
@@ -196,7 +192,7 @@ def _bucket(entries: Sequence[BridgeEntry], routes_of: Callable[[BridgeEntry], R
             continue
         for lane, piece, owner in routes:
             parts.setdefault(lane, []).extend(ParameterBox(entry.name, box, owner) for box in boxes_of(piece))
-    messages = tuple(_message(lane, parts[lane]) for lane in sorted(parts, key=_lane_key))
+    messages = tuple(_message(lane, parts[lane]) for lane in sorted(parts))
     names = tuple(entry.name for entry in entries)
     return BridgeBucket(names, entries[0].dtype, messages, tuple(moved))
 

@@ -38,7 +38,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Forward, batch_of, form_of
 from hetu_fx.switching.step.batches import longest_side, sizes_besides_rows
 from hetu_fx.switching.step.outputs import ValueRoute
-from hetu_fx.switching.step.row_exchange import value_source, value_target
+from hetu_fx.switching.step.row_exchange import at_pipelines, at_ranks
 from hetu_fx.switching.step.rows import RowPlan
 
 OUTPUT, LOSS = "output", "loss"
@@ -324,6 +324,6 @@ def _route(name: str, specs: Mapping[int, Spec], plan: Plan, rows: RowPlan, shar
         )
     rows_dim = 0 if per_row else None
     groups = [pipeline.devices for pipeline in plan.pipelines]
-    source = value_source(groups, [Sharding(()) for _ in groups], rows_dim, rows)
+    source = at_pipelines(groups, [Sharding(()) for _ in groups], rows_dim, rows)
     shape = (rows.total, *first.shape[1:]) if per_row else first.shape
-    return ValueRoute(name, source, value_target(rows, rows_dim, shared=shared), shape, first.dtype, rows_dim)
+    return ValueRoute(name, source, at_ranks(rows, rows_dim, shared=shared), shape, first.dtype, rows_dim)

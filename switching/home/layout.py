@@ -12,7 +12,7 @@ import torch
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.local import index, read
-from hetu_fx.annotations.region import Box, Interval, Region, select
+from hetu_fx.annotations.region import Box, Intervals, Region, select
 from hetu_fx.comm_ops.plans.slices import locate
 from hetu_fx.errors import AnnotationError
 
@@ -167,8 +167,8 @@ def _minus(boxes: Sequence[Box], taken: Sequence[Box]) -> tuple[Box, ...]:
 
 def _box_minus(box: Box, other: Box) -> list[Box]:
     """Cut `other` out of `box`: at most two parts per dim."""
-    overlap = [_overlap(a, b) for a, b in zip(box.bounds, other.bounds, strict=True)]
-    if any(start >= stop for start, stop in overlap):
+    overlap = meeting(box.bounds, other.bounds)
+    if overlap is None:
         return [box]
     parts: list[Box] = []
     bounds = list(box.bounds)
@@ -190,8 +190,10 @@ def _chunks(region: Region, wanted: Sequence[Box]) -> tuple[Chunk, ...]:
     return tuple((box, to_local(box, region)) for part in parts for box in part.boxes)
 
 
-def _overlap(first: Interval, second: Interval) -> Interval:
-    return max(first[0], second[0]), min(first[1], second[1])
+def meeting(one: Intervals, other: Intervals) -> Intervals | None:
+    """Return the bounds of what two boxes of one tensor have in common, or None."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
 
 
 def to_local(box: Box, region: Region) -> Box:

@@ -36,7 +36,7 @@ def homes_near(
     elsewhere = Annotation.replicated(able)
     compute = {name: read[name] if _able_to_read(read.get(name), able) else elsewhere for name in shapes}
     zero = plan.zero if set(plan.devices) <= set(able) else 1
-    return make_home_layouts(shapes, tuple(range(len(weights))), compute, weights, zero)
+    return make_home_layouts(shapes, compute, weights, zero)
 
 
 def _able_to_read(compute: Annotation | None, ranks: Sequence[int]) -> bool:
@@ -50,42 +50,25 @@ def speeds(cluster: Cluster | None, world: int) -> list[float]:
 
 
 def make_home_layouts(
-    shapes: Mapping[str, Shape],
-    world: Sequence[int],
-    compute: Mapping[str, Annotation],
-    weights: Sequence[float] | None = None,
-    zero: int = 1,
+    shapes: Mapping[str, Shape], compute: Mapping[str, Annotation], weights: Sequence[float], zero: int = 1
 ) -> dict[str, Annotation]:
     """Choose the home of every parameter; a pure function, the same on every rank.
 
     Args:
         shapes: global shapes by name.
-        world: all logical ranks.
         compute: where the plan reads each parameter; its home is on the same ranks.
-        weights: relative share of the state that each of `world` can hold (None: equal).
+        weights: relative share of the state that each rank can hold.
         zero: 0 keeps a copy wherever the parameter is read; 1 keeps every element once.
 
-    Raises PlanError for another `zero`, or weights that are negative or of another length.
+    Raises PlanError for another `zero`, or weights that are negative.
     """
     if zero not in (0, 1):
         raise PlanError(f"zero must be 0 (copies as the plan reads them) or 1 (each element once), got {zero}")
-    shares = dict(zip(world, _checked(weights, len(world)), strict=True))
+    if min(weights) < 0 or not all(map(math.isfinite, weights)):
+        raise PlanError(f"home weights must be {len(weights)} numbers >= 0, one per rank, got {list(weights)}")
     if zero == 0:
         return {name: compute[name] for name in shapes}
-    return _choose_once(shapes, compute, shares)
-
-
-def _checked(weights: Sequence[float] | None, number: int) -> Sequence[float]:
-    if weights is None:
-        return [1.0] * number
-    if len(weights) != number or min(weights) < 0 or not all(map(math.isfinite, weights)):
-        raise PlanError(f"home weights must be {number} numbers >= 0, one per rank, got {list(weights)}")
-    return weights
-
-
-def _choose_once(
-    shapes: Mapping[str, Shape], compute: Mapping[str, Annotation], shares: Mapping[int, float]
-) -> dict[str, Annotation]:
+    shares = dict(enumerate(weights))
     loads = dict.fromkeys(shares, 0.0)
     homes: dict[str, Annotation] = {}
     # Large tensors first, so that the small ones even out what rounding left.

@@ -11,7 +11,7 @@ from hetu_fx.switching.bridge.bridge import Bridge
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
-from hetu_fx.switching.step.outputs import ValueRoute, anchored, hand_out
+from hetu_fx.switching.step.outputs import BringBack, ValueRoute, anchored
 from hetu_fx.switching.step.variant import Variant
 
 
@@ -70,9 +70,25 @@ class StepFrame:
     def hand_out(
         self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], *, has_work: bool, has_loss: bool
     ) -> dict[str, Tensor]:
-        """Return the outputs that belong to this rank's rows; a loss may be computed of them if there is none yet."""
+        """Return the outputs that belong to this rank's rows; collective.
+
+        A loss may be computed of them if there is none yet, whose gradient comes back then.
+
+        Args:
+            routes: of all outputs that are wanted.
+            values: this rank's pieces by name.
+            has_work: this rank had rows; without, its pieces are placeholders.
+            has_loss: the model, or a loss_fn, has given a loss.
+        """
         apart = self.trains and not has_loss
         if apart and self._anchor is not None:
             values = anchored(routes, values, self._anchor)
-        shared = self.inputs.shared
-        return hand_out(routes, values, self.table, shared=shared, has_work=has_work, differentiable=apart)
+        returned: dict[str, Tensor] = {}
+        for route in routes:
+            piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
+            holds = route.source.holds(self.table.rank)
+            if holds and (not has_work or route.name not in values):
+                piece = route.without_rows(piece, self.table)
+            piece = piece if apart else piece.detach()
+            returned[route.name] = applied(BringBack, piece, holds, route, self.table, self.inputs.shared)
+        return returned

@@ -14,8 +14,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.program.sizes import Bindings, evaluate
-from hetu_fx.switching.step.loss import applied
-from hetu_fx.switching.step.row_exchange import move_tensor, value_source, value_target
+from hetu_fx.switching.step.row_exchange import at_pipelines, at_ranks, move_tensor
 from hetu_fx.switching.step.rows import RowPlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.states import Summed
@@ -70,9 +69,9 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
         ]
         shardings = [deduced.sharding(node, deduced.states(node, at), at) for at in layouts]
         summed = isinstance(deduced.batch.states.get(node), Summed)
-        source = value_source([at.devices for at in layouts], shardings, rows_dim, rows, summed=summed)
+        source = at_pipelines([at.devices for at in layouts], shardings, rows_dim, rows, summed=summed)
         shape = evaluate(tuple(meta.expression(size) for size in meta.shape(node)), sizes)
-        target = value_target(rows, rows_dim, shared=shared)
+        target = at_ranks(rows, rows_dim, shared=shared)
         routes.append(ValueRoute(leaf.name, source, target, shape, meta.dtype(node), rows_dim, summed))
     return tuple(routes)
 
@@ -87,38 +86,6 @@ def anchored(routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], ancho
         elif value is not None:
             held[route.name] = value
     return held
-
-
-def hand_out(
-    routes: tuple[ValueRoute, ...],
-    values: Mapping[str, Tensor],
-    table: GroupTable,
-    *,
-    shared: bool,
-    has_work: bool,
-    differentiable: bool,
-) -> dict[str, Tensor]:
-    """Move outputs to the ranks that asked; collective.
-
-    Args:
-        routes: of all outputs that are wanted.
-        values: this rank's pieces by name.
-        table: the world.
-        shared: every rank asks for all rows.
-        has_work: this rank had rows; without, its pieces are placeholders.
-        differentiable: a loss may be computed of them, whose gradient comes back.
-    """
-    returned: dict[str, Tensor] = {}
-    for route in routes:
-        piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
-        holds = route.source.holds(table.rank)
-        if holds and (not has_work or route.name not in values):
-            piece = route.without_rows(piece, table)
-        if differentiable:
-            returned[route.name] = applied(BringBack, piece, holds, route, table, shared)
-        else:
-            returned[route.name] = _moved(route, piece.detach() if holds else None, table)
-    return returned
 
 
 def _moved(route: ValueRoute, piece: Tensor | None, table: GroupTable) -> Tensor:

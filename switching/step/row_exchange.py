@@ -25,9 +25,9 @@ def rows_for_pipeline(
 
     Collective, unless `shared`: then every rank has all rows already.
     """
-    pipeline = next((i for i, p in enumerate(plan.pipelines) if table.rank in p.devices), None)
     if shared:
-        return {} if pipeline is None else cut_rows(tensors, rows.pipelines[pipeline])
+        place = plan.place(table.rank)
+        return {} if place is None else cut_rows(tensors, rows.pipelines[place[0]])
     layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.element_size()) for tensor in tensors.values())
     moves = _row_moves(rows, plan, layouts)
     moved = run_moves(moves, list(tensors.values()), table)
@@ -41,11 +41,14 @@ def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor
 
 @lru_cache(maxsize=256)
 def _row_moves(rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...]) -> BsrPlan:
-    source, target = rows.source(), rows.target(plan)
+    """Return the plan that moves per-row tensors from the ranks that bring them; each of a pipeline's has its rows."""
+    groups = [pipeline.devices for pipeline in plan.pipelines]
+    source = at_ranks(rows, 0, shared=False)
+    target = at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
     return plan_moves([TensorMove(source, target, shape, itemsize) for shape, itemsize in layouts])
 
 
-def value_source(
+def at_pipelines(
     groups: Sequence[Sequence[int]],
     shardings: Sequence[Sharding],
     rows_dim: int | None,
@@ -53,7 +56,7 @@ def value_source(
     *,
     summed: bool = False,
 ) -> Annotation:
-    """Return where an output lies after the pipelines have run.
+    """Return where a tensor lies as pipelines read it, or an output after they have run.
 
     That is by rows over the pipelines; as summands of a sum over rows; or, if rows do not matter, on the first
     pipeline that had some.
@@ -66,8 +69,8 @@ def value_source(
     return Annotation(devices, tuple(shardings), top)
 
 
-def value_target(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annotation:
-    """Return where an output is to lie: each rank's own rows, or all of it on every rank."""
+def at_ranks(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annotation:
+    """Return where a tensor lies as ranks bring it, or want it: each rank's own rows, or all of it on every rank."""
     world = len(rows.owned)
     if world == 1:
         return Annotation.on((0,))

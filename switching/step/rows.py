@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Sharding, Split
 from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan, split_rows
 
@@ -32,23 +31,6 @@ class RowPlan:
     def total(self) -> int:
         """Return the number of rows of the global batch."""
         return self.pipelines[-1].stop
-
-    def source(self) -> Annotation:
-        """Return the annotation of a per-row tensor as the ranks bring it; at least one row must exist."""
-        return _by_rows(tuple(range(len(self.owned))), tuple(map(len, self.owned)))
-
-    def target(self, plan: Plan) -> Annotation:
-        """Return the annotation of a per-row tensor as the plan's pipelines read it: each a full copy of its rows."""
-        groups = tuple(DeviceGroup(pipeline.devices) for pipeline in plan.pipelines)
-        shardings = tuple(Sharding((Duplicate(len(group.ranks)),)) for group in groups)
-        top = Split(0, tuple(map(len, self.pipelines))) if len(groups) > 1 else None
-        return Annotation(groups, shardings, top)
-
-
-def _by_rows(ranks: tuple[int, ...], rows: tuple[int, ...]) -> Annotation:
-    if len(ranks) == 1:
-        return Annotation.on(ranks)
-    return Annotation.on(ranks, Split(0, rows))
 
 
 def check_rows(owned_rows: tuple[int, ...], *, shared: bool) -> None:

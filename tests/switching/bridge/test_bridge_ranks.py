@@ -115,8 +115,8 @@ def bridges(table: GroupTable, dtype: torch.dtype = torch.float64) -> Iterator[t
     for title, parameters in settings():
         compute = {name: pair[0] for name, pair in parameters.items()}
         homes = {
-            "zero 0": make_home_layouts(SHAPES, range(WORLD), compute, zero=0),
-            "zero 1": make_home_layouts(SHAPES, range(WORLD), compute, [3.0, 1.0, 2.0, 1.0]),
+            "zero 0": make_home_layouts(SHAPES, compute, [1.0] * WORLD, zero=0),
+            "zero 1": make_home_layouts(SHAPES, compute, [3.0, 1.0, 2.0, 1.0]),
             "elsewhere": {
                 name: Annotation.on((2, 0), Split(0, (1, 3))) if shape else Annotation.on((1,))
                 for name, shape in SHAPES.items()
@@ -218,7 +218,7 @@ def check_two_levels_meet_inside_nodes_and_in_lanes_and_where_the_price_says_so(
         (Lowering(fast), set()),
     ]
     for zero in (0, 1):
-        home = make_home_layouts(SHAPES, range(WORLD), dict.fromkeys(SHAPES, one[0]), zero=zero)
+        home = make_home_layouts(SHAPES, dict.fromkeys(SHAPES, one[0]), [1.0] * WORLD, zero)
         entries = [BridgeEntry(name, SHAPES[name], torch.float64, home[name], *one) for name in SHAPES]
         for lowering, expected in cases:
             table = GroupTable()

@@ -29,12 +29,11 @@ READ = {
 
 
 def home(shape: tuple[int, ...], compute: Annotation, weights: list[float] | None = None) -> Annotation:
-    ranks = range(max(compute.ranks) + 1)
-    return make_home_layouts({"w": shape}, ranks, {"w": compute}, weights)["w"]
+    return make_home_layouts({"w": shape}, {"w": compute}, weights or [1.0] * (max(compute.ranks) + 1))["w"]
 
 
 def test_zero_0_keeps_the_copies() -> None:
-    assert make_home_layouts({"w": (8, 8)}, (0, 1, 2), {"w": REPLICAS}, zero=0) == {"w": REPLICAS}
+    assert make_home_layouts({"w": (8, 8)}, {"w": REPLICAS}, [1.0] * 3, zero=0) == {"w": REPLICAS}
 
 
 def test_zero_1_cuts_rows_in_proportion_to_weights() -> None:
@@ -71,7 +70,7 @@ def test_unequal_degrees_keep_most_elements_where_they_are_read() -> None:
 
 def test_small_tensors_go_to_the_least_loaded_rank() -> None:
     shapes = {"big": (2048, 8), **{f"bias{i}": (10,) for i in range(6)}, "scale": ()}
-    found = make_home_layouts(shapes, (0, 1, 2), dict.fromkeys(shapes, REPLICAS), [1.0, 1.0, 2.0])
+    found = make_home_layouts(shapes, dict.fromkeys(shapes, REPLICAS), [1.0, 1.0, 2.0])
     assert [len(found[name].ranks) for name in shapes] == [3, 1, 1, 1, 1, 1, 1, 1]
     assert {found[name].ranks[0] for name in shapes if name != "big"} == {0, 1, 2}
 
@@ -83,9 +82,9 @@ def test_small_cut_tensors_stay_inside_their_parts() -> None:
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(PlanError, match="zero must be 0"):
-        make_home_layouts({}, (0,), {}, zero=3)
+        make_home_layouts({}, {}, [1.0], zero=3)
     with pytest.raises(PlanError, match="2 numbers >= 0"):
-        make_home_layouts({}, (0, 1), {}, [1.0, -1.0])
+        make_home_layouts({}, {}, [1.0, -1.0])
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0, 100), min_size=1, max_size=7))

@@ -5,12 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.annotations.annotation import Annotation, Split
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Sharding, Split
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.switching.step.row_exchange import at_pipelines, at_ranks
 from hetu_fx.switching.step.rows import RowPlan, plan_rows
 
 TWO = Plan((Pipeline((Stage((0, 1)),), share=3, micro_batches=2), Pipeline((Stage((2,)),), share=1)))
 ROWS_BY_RANK = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
+
+
+def read_at(plan: Plan, rows: RowPlan) -> Annotation:
+    groups = [pipeline.devices for pipeline in plan.pipelines]
+    return at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
 
 
 def joined(intervals: tuple[range, ...]) -> list[int]:
@@ -40,12 +46,12 @@ def test_shared_rows_are_owned_whole_by_every_rank() -> None:
 
 def test_a_rank_without_rows_holds_nothing_of_the_batch() -> None:
     rows = plan_rows(TWO, (5, 0, 3), shared=False)
-    assert rows.source() == Annotation.on((0, 1, 2), Split(0, (5, 0, 3)))
-    assert rows.source().local_shape(1, (8, 4)) == (0, 4)
+    assert at_ranks(rows, 0, shared=False) == Annotation.on((0, 1, 2), Split(0, (5, 0, 3)))
+    assert at_ranks(rows, 0, shared=False).local_shape(1, (8, 4)) == (0, 4)
 
 
 def test_every_device_of_a_pipeline_reads_all_its_rows() -> None:
-    target = plan_rows(TWO, (3, 3, 2), shared=False).target(TWO)
+    target = read_at(TWO, plan_rows(TWO, (3, 3, 2), shared=False))
     assert [target.local_shape(rank, (8, 4)) for rank in (0, 1, 2)] == [(6, 4), (6, 4), (2, 4)]
 
 
@@ -58,4 +64,4 @@ def test_few_rows_leave_pipelines_and_micro_batches_empty() -> None:
 def test_one_rank_brings_and_reads_everything() -> None:
     rows = plan_rows(Plan.single(), (4,), shared=False)
     assert rows == RowPlan((range(0, 4),), (range(0, 4),), ((range(0, 4),),))
-    assert rows.source() == rows.target(Plan.single()) == Annotation.on((0,))
+    assert at_ranks(rows, 0, shared=False) == read_at(Plan.single(), rows) == Annotation.on((0,))

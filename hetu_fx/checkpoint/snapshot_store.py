@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hetu_fx.base.torch_private import device_types
 from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, Key, RankShards
@@ -37,8 +36,6 @@ from hetu_fx.cluster.host import node_name
 from hetu_fx.comm_ops.wire.consensus import from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
-from hetu_fx.comm_ops.wire.process_group import create_group
-from hetu_fx.comm_ops.wire.shutdown import release_at_exit
 from hetu_fx.errors import CheckpointError, EnvironmentProblem
 from hetu_fx.switching.home.layout import meeting
 from hetu_fx.switching.home.ops import HomeTensor
@@ -53,15 +50,13 @@ class SnapshotWriter:
     """
 
     def __init__(self, memory: Memory, table: GroupTable) -> None:
-        self.memory, self.rank, self.world, self._table = memory, table.rank, table.size, table
+        self.memory, self.rank, self.world = memory, table.rank, table.size
         self.life = from_first(table, secrets.token_hex(8))
         self.holders = holders(of_all(table, node_name()))
         self.last: Moment | None = None  # the newest that is known to be whole
-        self._group = _own_group(table, self.life)
-        self._aside = table if table.size == 1 else table.beside("snapshots")  # the steps go on while it waits
+        self._aside = _own_table(table)
         self._executor = ThreadPoolExecutor(1, "hetu_fx_snapshots")
         self._pending: Future[None] | None = None
-        release_at_exit(self)
 
     def write(self, step: int, tensors: Iterable[tuple[Key, Tensor]], document: Mapping[str, Any]) -> None:
         """Copy what this rank counts of `tensors` now, and store it meanwhile; the one before is waited for."""
@@ -75,10 +70,6 @@ class SnapshotWriter:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def release(self) -> None:
-        """Let the group go; nothing can be written any more."""
-        self._group = None
 
     def _store(self, moment: Moment, pieces: RankShards, document: Mapping[str, Any]) -> None:
         own = SnapshotPart(moment, self.rank, self.rank)
@@ -95,24 +86,24 @@ class SnapshotWriter:
         """Tell whether some rank cannot store this snapshot; then the one before stays."""
         if failure is not None:
             _log.warning("rank %d: this snapshot is given up: %s", self.rank, failure)
-        if self._group is None:
+        if self.world == 1:
             return failure is not None
         failures = torch.tensor([failure is not None], dtype=torch.int32)
         with guarded("agreement on a snapshot", range(self.world), self._aside):
-            dist.all_reduce(failures, group=self._group)
+            dist.all_reduce(failures, group=self._aside.base)
         return bool(failures)
 
     def _exchange(self, own: SnapshotPart) -> None:
         """Send this rank's part to the rank that keeps a copy, and keep those of others."""
         holder = self.holders[self.rank]
-        if self._group is None or holder is None:
+        if holder is None:
             return
         mine = self.memory.bytes_of(own)
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = mine.numel()
         with guarded("copies of snapshots", range(self.world), self._aside):
-            dist.all_reduce(sizes, group=self._group)
-            sent = post((), [(holder, mine, Tag.SNAPSHOTS)], self._table, self._group)
+            dist.all_reduce(sizes, group=self._aside.base)
+            sent = post((), [(holder, mine, Tag.SNAPSHOTS)], self._aside)
             kept = [owner for owner, holder in enumerate(self.holders) if holder == self.rank]
             failures = [_failure_of(partial(self._keep, own.moment, owner, int(sizes[owner]))) for owner in kept]
             sent.wait()
@@ -121,7 +112,7 @@ class SnapshotWriter:
 
     def _keep(self, moment: Moment, owner: int, size: int) -> None:
         """Receive another rank's part."""
-        _receive(self.memory, SnapshotPart(moment, owner, self.rank), size, owner, self._table, self._group)
+        _receive(self.memory, SnapshotPart(moment, owner, self.rank), size, owner, self._aside)
 
 
 def _failure_of(act: Any) -> CheckpointError | None:
@@ -132,18 +123,16 @@ def _failure_of(act: Any) -> CheckpointError | None:
     return None
 
 
-def _own_group(table: GroupTable, life: str) -> ProcessGroup | None:
-    """Create a group of all ranks beside that of the steps; None for one rank."""
+def _own_table(table: GroupTable) -> GroupTable:
+    """Return the table of all ranks with a group beside that of the steps; collective."""
     if table.size == 1:
-        return None
+        return table
     if "cpu" not in device_types(table.base):
         raise EnvironmentProblem(
             "snapshots are sent from host memory, which the process group cannot; "
             "call init_process_group('cpu:gloo,cuda:nccl'), or leave that to hetu_fx"
         )
-    members = [table.to_global(rank) for rank in range(table.size)]
-    with guarded("group creation", range(table.size), table):
-        return create_group(members, f"hetu_fx/snapshots/{life}", table.timeout)
+    return table.beside("snapshots", is_whole=True)
 
 
 @dataclass(frozen=True)
@@ -230,12 +219,10 @@ def _carry_out(
                 _receive(memory, SnapshotPart(moment, owner, owner), sizes[owner], transfer.sender, table)
 
 
-def _receive(
-    memory: Memory, part: SnapshotPart, size: int, sender: int, table: GroupTable, group: ProcessGroup | None = None
-) -> None:
+def _receive(memory: Memory, part: SnapshotPart, size: int, sender: int, table: GroupTable) -> None:
     """Receive a part of so many bytes from another rank."""
 
     def fill(target: Tensor) -> None:
-        post([(sender, target, Tag.SNAPSHOTS)], (), table, group).wait()
+        post([(sender, target, Tag.SNAPSHOTS)], (), table).wait()
 
     memory.receive(part, size, fill)

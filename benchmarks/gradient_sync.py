@@ -116,7 +116,7 @@ def bridge(table: GroupTable, lowering: Lowering, parameters: int, zero: int) ->
     ranks = range(WORLD)
     copies, summands = Annotation.on(ranks, Duplicate(WORLD)), Annotation.on(ranks, Partial(WORLD))
     names = [f"weight {number}" for number in range(parameters)]
-    homes = make_home_layouts(dict.fromkeys(names, SHAPE), ranks, dict.fromkeys(names, copies), zero=zero)
+    homes = make_home_layouts(dict.fromkeys(names, SHAPE), dict.fromkeys(names, copies), [1.0] * len(ranks), zero)
     entries = [BridgeEntry(name, SHAPE, torch.float32, homes[name], copies, summands) for name in names]
     return Bridge(entries, table, BUCKET_BYTES, lowering)
 

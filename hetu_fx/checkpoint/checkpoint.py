@@ -24,8 +24,7 @@ from hetu_fx.base.frameworks import config_writer
 from hetu_fx.base.sizes import size_parts
 from hetu_fx.checkpoint.folders import MANIFEST, check_folder, replaced_folder, settle
 from hetu_fx.checkpoint.optimizer_files import Parameters, TrainingFiles, write_training_state
-from hetu_fx.checkpoint.shard_files import whole_tensor
-from hetu_fx.checkpoint.weight_files import WeightFiles, write_weights
+from hetu_fx.checkpoint.tensor_files import WeightFiles, whole_tensor, write_weights
 from hetu_fx.comm_ops.wire.consensus import together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError
@@ -90,11 +89,15 @@ def load_model(
     """
     runtime.in_flight.settle()
     with using(runtime.table):
-        aliases = _aliases_of(runtime.model)
-        load_consolidated(folder, tensors_of(runtime), aliases=aliases, verify=verify, table=runtime.table)
-        if optimizer is None:
-            return {}
-        extra = load_training_state(folder, optimizer, runtime.homes, verify=verify, table=runtime.table)
+        extra = load_checkpoint(
+            folder,
+            tensors_of(runtime),
+            aliases=_aliases_of(runtime.model),
+            optimizer=optimizer,
+            parameters=runtime.homes,
+            verify=verify,
+            table=runtime.table,
+        )
     runtime.resume(int(extra.pop("hetu_fx_step", runtime.step)))
     return extra
 
@@ -161,19 +164,22 @@ def _write_config(write_config: Callable[[Path], None], staging: Path) -> None:
         raise CheckpointError(f"write_config failed: {type(error).__name__}: {error}") from error
 
 
-def load_consolidated(
+def load_checkpoint(
     folder: Path,
     tensors: Mapping[str, Tensor],
     *,
     aliases: Mapping[str, str] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    parameters: Parameters | None = None,
     verify: bool = False,
     table: GroupTable,
-) -> None:
-    """Read weights into tensors of any layout; each rank reads only what it owns.
+) -> dict[str, Any]:
+    """Read weights into tensors of any layout, and an optimizer's state; return the saved `extra`, empty without one.
 
-    A folder without a manifest (one that `save_pretrained` wrote) is read as it is. `verify` also checks
-    SHA-256 sums. Nothing is changed unless names, shapes and dtypes all fit; raises CheckpointError that
-    lists what does not.
+    Each rank reads only what it owns, whatever layout and number of ranks wrote it. A folder without a manifest (one
+    that `save_pretrained` wrote) is read as it is. `verify` also checks SHA-256 sums. The optimizer must hold the same
+    parameters, by name, in the same groups. No tensor is changed unless names, shapes and dtypes all fit; raises
+    CheckpointError that lists what does not.
     """
     wanted = {name: tensor for name, tensor in tensors.items() if name not in (aliases or {})}
     together(table, lambda: _open_folder(folder, table.rank, verify))
@@ -186,23 +192,11 @@ def load_consolidated(
             for name, tensor in wanted.items():
                 files.fill(whole_tensor(names[name]), tensor)
 
-    together(table, load)
-
-
-def load_training_state(
-    folder: Path,
-    optimizer: torch.optim.Optimizer,
-    parameters: Parameters,
-    *,
-    verify: bool = False,
-    table: GroupTable,
-) -> dict[str, Any]:
-    """Read an optimizer's state, written under any layout and number of ranks; return the saved `extra`.
-
-    The optimizer must hold the same parameters, by name, in the same groups. Raises CheckpointError.
-    """
-    together(table, lambda: _open_folder(folder, table.rank, verify))
-    return together(table, lambda: TrainingFiles.open(folder / TRAINING).load(optimizer, parameters))
+    if wanted:
+        together(table, load)
+    if optimizer is None:
+        return {}
+    return together(table, lambda: TrainingFiles.open(folder / TRAINING).load(optimizer, parameters or {}))
 
 
 def _open_folder(folder: Path, rank: int, verify: bool) -> None:

@@ -52,27 +52,21 @@ def replaced_folder(folder: Path, table: GroupTable, kind: FolderKind | None = N
     ranks, where one cannot write.
     """
     folder, kind = folder.absolute(), kind or CHECKPOINT
-    try:
-        with _replaced(folder, table, kind) as staging:
-            yield staging
-    except (OSError, OtherRankError) as error:
-        raise kind.error(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
-
-
-@contextmanager
-def _replaced(folder: Path, table: GroupTable, kind: FolderKind) -> Iterator[Path]:
     token = [secrets.token_hex(4)]
     if table.size > 1:
         dist.broadcast_object_list(token, src=table.to_global(0), group=table.base)
     staging = folder.parent / f".{folder.name}.new-{token[0]}"
-    together(table, lambda: _begin(folder, staging, kind) if table.rank == 0 else None)
     try:
-        yield staging
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    together(table, lambda: _sync_files(staging))
-    together(table, lambda: _commit(folder, staging, token[0], kind) if table.rank == 0 else None)
+        together(table, lambda: _begin(folder, staging, kind) if table.rank == 0 else None)
+        try:
+            yield staging
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        together(table, lambda: _sync_files(staging))
+        together(table, lambda: _commit(folder, staging, token[0], kind) if table.rank == 0 else None)
+    except (OSError, OtherRankError) as error:
+        raise kind.error(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
 
 
 def _begin(folder: Path, staging: Path, kind: FolderKind) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from hetu_fx.checkpoint.shard_files import BoxFiles, Key, RankShards
+from hetu_fx.checkpoint.tensor_files import BoxFiles, Key, RankShards
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hetu_fx.checkpoint.shard_files import Bounds, Key, RankShards, boxes_in, open_safetensors
 from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, read_name
+from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in, open_safetensors
 from hetu_fx.cluster.host import node_name
 from hetu_fx.errors import CheckpointError
 
@@ -73,7 +73,8 @@ class Memory:
     def at(cls, folder: Path | None) -> Memory:
         """Open this node's part of a folder (None: that of the launcher), made if need be. Raises CheckpointError."""
         place = (launcher_folder() if folder is None else folder.absolute()) / node_name()
-        _guarded(lambda: place.mkdir(parents=True, exist_ok=True), place)
+        with _guarded(place):
+            place.mkdir(parents=True, exist_ok=True)
         return cls(place)
 
     def path(self, part: SnapshotPart) -> Path:
@@ -101,13 +102,10 @@ class Memory:
 
     def _put(self, part: SnapshotPart, write: Callable[[Path], None]) -> None:
         aside = self.folder / f"{_ASIDE}{part.file_name}"
-
-        def put() -> None:
-            write(aside)
-            os.rename(aside, self.path(part))
-
         try:
-            _guarded(put, self.folder)
+            with _guarded(self.folder):
+                write(aside)
+                os.rename(aside, self.path(part))
         except BaseException:
             aside.unlink(missing_ok=True)
             raise
@@ -148,9 +146,10 @@ class Memory:
                 path.unlink(missing_ok=True)
 
 
-def _guarded(act: Callable[[], object], where: Path) -> None:
+@contextlib.contextmanager
+def _guarded(where: Path) -> Iterator[None]:
     try:
-        act()
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write a snapshot to {where}: {error}; is the memory full? Another folder can be given"

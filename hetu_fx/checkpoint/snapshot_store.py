@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.base.torch_private import device_types
-from hetu_fx.checkpoint.shard_files import Bounds, BoxFiles, Key, RankShards
 from hetu_fx.checkpoint.snapshot_files import Header, Memory
 from hetu_fx.checkpoint.snapshot_plan import (
     Moment,
@@ -32,6 +31,7 @@ from hetu_fx.checkpoint.snapshot_plan import (
     holders,
     plan_transfers,
 )
+from hetu_fx.checkpoint.tensor_files import Bounds, BoxFiles, Key, RankShards
 from hetu_fx.cluster.host import node_name
 from hetu_fx.comm_ops.wire.consensus import from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded

@@ -38,11 +38,6 @@ class Buffers:
         """Remember buffers that each rank writes for itself; the values of rank `owner` will count."""
         self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
 
-    @property
-    def stale(self) -> bool:
-        """Tell whether some rank's copies are out of date."""
-        return bool(self._stale)
-
     def sync(self) -> None:
         """Bring every buffer that stages have written up to date on all ranks; collective."""
         stale, self._stale = self._stale, {}

@@ -83,11 +83,6 @@ class InFlightState:
         self._lock = RLock()  # a reader may be any thread
         finish_at_exit(self)
 
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether nothing is on its way."""
-        return self._journey is None
-
     def start(self, plan: SwitchPlan, tensors: StandIns, bring: Bring) -> None:
         """Bring `tensors` home in a thread, as `plan` says; what was on its way must be settled. Collective.
 

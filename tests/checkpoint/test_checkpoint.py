@@ -17,14 +17,13 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.checkpoint import checkpoint, folders
 from hetu_fx.checkpoint.checkpoint import parse_size
 from hetu_fx.checkpoint.folders import is_complete, latest
-from hetu_fx.checkpoint.weight_files import plan_shards
+from hetu_fx.checkpoint.tensor_files import plan_shards
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, ExportError, OtherRankError
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
 
 save_checkpoint = partial(checkpoint.save_checkpoint, table=GroupTable.dry(0, 1))
-load_consolidated = partial(checkpoint.load_consolidated, table=GroupTable.dry(0, 1))
-load_training_state = partial(checkpoint.load_training_state, table=GroupTable.dry(0, 1))
+load_checkpoint = partial(checkpoint.load_checkpoint, table=GroupTable.dry(0, 1))
 
 
 def weights(fill: float = 0.0) -> dict[str, Tensor]:
@@ -60,29 +59,29 @@ def test_many_files_have_an_index(tmp_path: Path) -> None:
     assert index["metadata"] == {"total_parameters": 20, "total_size": 64}
     assert set(index["weight_map"].values()) == {f"model-{i}-of-00002.safetensors" for i in ("00001", "00002")}
     target = {name: torch.zeros_like(value) for name, value in weights().items()}
-    load_consolidated(tmp_path / "out", target, verify=True)
+    load_checkpoint(tmp_path / "out", target, verify=True)
     assert all(torch.equal(target[name], value) for name, value in weights().items())
 
 
 def test_a_foreign_folder_with_aliases_is_read(tmp_path: Path) -> None:
     save_file({"head": weights()["embed"]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     target = {"embed": torch.zeros(4, 3)}
-    load_consolidated(tmp_path, target, aliases={"head": "embed"})
+    load_checkpoint(tmp_path, target, aliases={"head": "embed"})
     assert torch.equal(target["embed"], weights()["embed"])
 
 
 def test_misfits_are_named_and_change_nothing(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "out", weights())
     with pytest.raises(CheckpointError, match=r"missing in the file \[new\], unknown here \[half, mask, scale\]"):
-        load_consolidated(tmp_path / "out", {"embed": torch.zeros(4, 3), "new": torch.zeros(1)})
+        load_checkpoint(tmp_path / "out", {"embed": torch.zeros(4, 3), "new": torch.zeros(1)})
     target = {name: torch.zeros_like(value) for name, value in weights().items()} | {"embed": torch.zeros(3, 4)}
     with pytest.raises(CheckpointError, match=r"embed: \(4, 3\) torch.float32 in the file, \(3, 4\)"):
-        load_consolidated(tmp_path / "out", target)
+        load_checkpoint(tmp_path / "out", target)
     assert not target["scale"].any()
     with pytest.raises(CheckpointError, match="float64 here"):
-        load_consolidated(tmp_path / "out", {**weights(), "scale": torch.zeros((), dtype=torch.float64)})
+        load_checkpoint(tmp_path / "out", {**weights(), "scale": torch.zeros((), dtype=torch.float64)})
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        load_consolidated(tmp_path / "nowhere", target)
+        load_checkpoint(tmp_path / "nowhere", target)
 
 
 def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no config today"):
         save_checkpoint(tmp_path / "out", weights(1.0), write_config=fail)
     target = weights(5.0)
-    load_consolidated(tmp_path / "out", target, verify=True)
+    load_checkpoint(tmp_path / "out", target, verify=True)
     assert torch.equal(target["embed"], weights()["embed"])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -146,7 +145,7 @@ def test_a_crash_while_replacing_loses_nothing(tmp_path: Path, monkeypatch: pyte
         else:
             save_checkpoint(tmp_path / "out", weights(1.0))
     target = weights(5.0)
-    load_consolidated(tmp_path / "out", target, verify=True)
+    load_checkpoint(tmp_path / "out", target, verify=True)
     assert torch.equal(target["embed"], weights(0.0 if renames == 0 else 1.0)["embed"])
     save_checkpoint(tmp_path / "out", weights(2.0))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -161,11 +160,11 @@ def test_torn_and_damaged_folders_are_refused_and_skipped(tmp_path: Path) -> Non
     assert not is_complete(tmp_path / "step-11")
     assert latest(tmp_path) == tmp_path / "step-10"
     with pytest.raises(CheckpointError, match="is torn"):
-        load_consolidated(tmp_path / "step-11", weights())
+        load_checkpoint(tmp_path / "step-11", weights())
     file = tmp_path / "step-10" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="SHA-256"):
-        load_consolidated(tmp_path / "step-10", weights(), verify=True)
+        load_checkpoint(tmp_path / "step-10", weights(), verify=True)
     assert latest(tmp_path / "empty") is None
 
 
@@ -197,8 +196,10 @@ def test_training_goes_on_as_if_never_stopped(
     save_checkpoint(tmp_path / "out", parameters, optimizer=optimizer, parameters=parameters, extra={"step": 2})
     other = nn.Linear(3, 4)
     fresh = kind(other.parameters(), lr=0.5)  # type: ignore[call-arg]
-    load_consolidated(tmp_path / "out", dict(other.named_parameters()))
-    assert load_training_state(tmp_path / "out", fresh, dict(other.named_parameters())) == {"step": 2}
+    load_checkpoint(tmp_path / "out", dict(other.named_parameters()))
+    assert load_checkpoint(tmp_path / "out", {}, optimizer=fresh, parameters=dict(other.named_parameters())) == {
+        "step": 2
+    }
     for some, its in ((model, optimizer), (other, fresh)):
         its.zero_grad()
         some(torch.ones(2, 3)).square().sum().backward()
@@ -211,7 +212,9 @@ def test_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.SGD, lr=0.1, momentum=0.9)
     save_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters=dict(model.named_parameters()))
     with pytest.raises(CheckpointError, match=r"missing in the file \['other'\], unknown here \['bias'\]"):
-        load_training_state(tmp_path / "out", optimizer, {"weight": model.weight, "other": model.bias})
+        load_checkpoint(
+            tmp_path / "out", {}, optimizer=optimizer, parameters={"weight": model.weight, "other": model.bias}
+        )
     with pytest.raises(CheckpointError, match="none of the model's"):
         save_checkpoint(tmp_path / "out", {}, optimizer=optimizer, parameters={"weight": model.weight})
 
@@ -230,7 +233,7 @@ def test_a_home_tensor_of_one_rank_is_saved_and_loaded(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "out", {"embed": home})
     with torch.no_grad():
         home.zero_()
-    load_consolidated(tmp_path / "out", {"embed": home})
+    load_checkpoint(tmp_path / "out", {"embed": home})
     assert torch.equal(home.local, weights()["embed"])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.checkpoint.checkpoint import load_consolidated, load_training_state, save_checkpoint
+from hetu_fx.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import HetuFxError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole, home_layout
@@ -83,8 +83,8 @@ def _go_on(folder: Path, table: GroupTable, world: int, expected: list[Tensor]) 
     parameters = homes(table, world, 5)
     optimizer = torch.optim.AdamW(parameters.values(), lr=0.7)
     buffer = torch.zeros(3)
-    load_consolidated(folder, {**parameters, "buffer": buffer}, verify=True, table=table)
-    assert load_training_state(folder, optimizer, parameters, table=table) == {"step": 1}
+    load_checkpoint(folder, {**parameters, "buffer": buffer}, verify=True, table=table)
+    assert load_checkpoint(folder, {}, optimizer=optimizer, parameters=parameters, table=table) == {"step": 1}
     assert torch.equal(buffer, torch.arange(3.0))
     step(parameters, optimizer, 2)
     for found, wanted in zip(gather_whole(list(parameters.values())), expected, strict=True):
@@ -93,9 +93,9 @@ def _go_on(folder: Path, table: GroupTable, world: int, expected: list[Tensor]) 
 
 def check_plain_tensors_read_what_ranks_wrote(rank: int, world: int, folder: Path) -> None:
     target = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    load_consolidated(folder / "saved", {**target, "buffer": torch.zeros(3)}, table=GroupTable())
+    load_checkpoint(folder / "saved", {**target, "buffer": torch.zeros(3)}, table=GroupTable())
     moved = homes(GroupTable(), WORLD, 3)
-    load_consolidated(folder / "saved", {**moved, "buffer": torch.zeros(3)}, table=GroupTable())
+    load_checkpoint(folder / "saved", {**moved, "buffer": torch.zeros(3)}, table=GroupTable())
     for found, wanted in zip(gather_whole(list(moved.values())), target.values(), strict=True):
         assert torch.equal(found, wanted)
 
@@ -112,7 +112,7 @@ def check_an_error_on_one_rank_is_raised_on_all(rank: int, world: int, folder: P
     if rank == 1:
         parameters["rows"].data = parameters["rows"].data.float()
     with pytest.raises(HetuFxError, match="do not fit"):
-        load_consolidated(folder / "saved", {**parameters, "buffer": torch.zeros(3)}, table=GroupTable())
+        load_checkpoint(folder / "saved", {**parameters, "buffer": torch.zeros(3)}, table=GroupTable())
 
 
 def check_a_lost_rank_file_is_noticed(rank: int, world: int, folder: Path) -> None:
@@ -124,7 +124,7 @@ def check_a_lost_rank_file_is_noticed(rank: int, world: int, folder: Path) -> No
         (folder / "saved" / "hetu_fx" / "training_state-00001.safetensors").unlink()
     dist.barrier()
     with pytest.raises(HetuFxError, match="is torn"):
-        load_training_state(folder / "saved", optimizer, parameters, table=table)
+        load_checkpoint(folder / "saved", {}, optimizer=optimizer, parameters=parameters, table=table)
 
 
 @pytest.mark.distributed

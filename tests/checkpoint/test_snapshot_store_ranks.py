@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
-from hetu_fx.checkpoint.shard_files import Key, RankShards
 from hetu_fx.checkpoint.snapshot_files import Memory
 from hetu_fx.checkpoint.snapshot_store import SnapshotWriter, find_snapshot
+from hetu_fx.checkpoint.tensor_files import Key, RankShards
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CheckpointError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole, home_layout

@@ -232,7 +232,7 @@ def check_a_bucket_starts_without_waiting_for_its_peers(rank: int, world: int, f
     import torch.distributed as dist
 
     one = stages(*(((r,), ()) for r in range(WORLD)))
-    home = make_home_layouts(SHAPES, range(WORLD), dict.fromkeys(SHAPES, one[0]))
+    home = make_home_layouts(SHAPES, dict.fromkeys(SHAPES, one[0]), [1.0] * WORLD)
     entries = [BridgeEntry(name, SHAPES[name], torch.float64, home[name], *one) for name in SHAPES]
     for form, lowering in lowerings():
         bridge = Bridge(entries, GroupTable(), bucket_bytes=5000, lowering=lowering)

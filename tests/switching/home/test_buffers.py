@@ -50,13 +50,13 @@ def test_a_rank_writes_its_part_only(buffers: Buffers) -> None:
 
 
 def test_a_written_buffer_is_stale_until_it_is_synchronised(buffers: Buffers) -> None:
-    assert not buffers.stale
+    assert not buffers._stale
     buffers.write({"mean": torch.ones(4)}, {"mean": COLUMNS})
-    assert buffers.stale
+    assert buffers._stale
     buffers.sync()
-    assert not buffers.stale
+    assert not buffers._stale
 
 
 def test_a_rank_that_wrote_nothing_knows_what_others_wrote(buffers: Buffers) -> None:
     buffers.write({}, {"mean": COLUMNS})
-    assert buffers.stale
+    assert buffers._stale

@@ -84,7 +84,7 @@ READERS: dict[str, Callable[[Trip], Any]] = {
 def test_who_reads_the_state_waits_for_it(trip: Trip, reader: str) -> None:
     threading.Timer(0.05, trip.arrive).start()
     READERS[reader](trip)
-    assert trip.way.is_empty
+    assert trip.way._journey is None
     assert [event.event for event in trip.way.events] == ["arrived"]
     assert trip.way.events[0].step == 7
 
@@ -105,7 +105,7 @@ def test_what_needs_no_value_does_not_wait(trip: Trip) -> None:
     trip.optimizer.state_dict()
     trip.optimizer.zero_grad()
     assert float(trip.home.detach().sum()) < 4.0
-    assert not trip.way.is_empty
+    assert trip.way._journey is not None
     assert active().pauses_work, "the thread's table is its own"
 
 
@@ -157,7 +157,7 @@ def test_threads_finish_before_the_groups_that_they_use_are_let_go(trip: Trip, m
 
     class Holder:
         def release(self) -> None:
-            held_at_release.append(trip.way.is_empty)
+            held_at_release.append(trip.way._journey is None)
 
     monkeypatch.setattr(shutdown, "_holders", [Holder()])
     monkeypatch.setattr(shutdown, "_users", [trip.way])

@@ -232,8 +232,8 @@ def check_state_that_arrives_beside_a_step_is_that_of_one_that_came_before(rank:
         for step, targets in enumerate((ELSEWHERE, BEFORE, {}, ELSEWHERE)):
             plan = overlapped(sets[0], optimizers[0], targets, transport)
             moved(sets[1], optimizers[1:], targets)
-            assert transport.is_empty == (not plan.later.buckets), name
-            assert transport.is_empty == (step in (0, 2)), name
+            assert (transport._journey is None) == (not plan.later.buckets), name
+            assert (transport._journey is None) == (step in (0, 2)), name
             for homes, optimizer in zip(sets, optimizers, strict=True):
                 set_gradients(parameters(rank)[0], homes, step)
                 optimizer.step()
@@ -267,7 +267,7 @@ def check_an_error_beside_a_step_reaches_all_ranks_before_optimizers_do_anything
             overlapped(homes, optimizer, ELSEWHERE, transport)
             with pytest.raises((MemoryError, StateError), match="no memory is left"):
                 optimizer.step()
-        assert transport.is_empty
+        assert transport._journey is None
         assert [home.home_layout.annotation for home in homes] == list(ELSEWHERE.values())
         tensors = [t for t in state_of(homes, optimizer) if isinstance(t, HomeTensor)]
         found = [tensor.home_layout.annotation for tensor in tensors]
@@ -319,13 +319,13 @@ def check_state_comes_beside_the_step_where_all_want_that_or_where_messages_are_
     optimizer.step()
     for targets, overlap in ((ELSEWHERE, bool(rank)), (BEFORE, None)):  # None: all of them share memory
         plan = migrate(named(homes), targets, [optimizer], transport.table, later=transport, overlap=overlap)
-        assert (transport.is_empty, plan.later.buckets) == (True, ())
+        assert (transport._journey, plan.later.buckets) == (None, ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_memory, "SHARED_MEMORY", folder / "is not there")
         forbid_reading(patch, True)
         transport = InFlightState(GroupTable())
         plan = migrate(named(homes), ELSEWHERE, [optimizer], transport.table, later=transport)
-        assert (transport.is_empty, bool(plan.later.buckets)) == (False, True)  # None: they send
+        assert (transport._journey is None, bool(plan.later.buckets)) == (False, True)  # None: they send
         transport.settle()
 
 

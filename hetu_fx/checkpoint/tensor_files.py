@@ -120,7 +120,7 @@ class BoxFiles:
                 common = meeting(saved.bounds, box.bounds)
                 if common is not None:
                     stored = self.file(saved.file).get_slice(saved.entry)
-                    value = read_box(stored, _within(common, saved.bounds, None))
+                    value = _read_box(stored, _within(common, saved.bounds, None))
                     if value.dtype != dense.dtype:
                         raise CheckpointError(
                             f"{self.where} has {_spelled(key)} in {value.dtype}, which is {dense.dtype} here"
@@ -134,7 +134,7 @@ class BoxFiles:
             )
 
 
-def read_box(stored: Any, where: tuple[slice, ...]) -> Tensor:
+def _read_box(stored: Any, where: tuple[slice, ...]) -> Tensor:
     """Read a box of a stored tensor (a scalar for no dims)."""
     box: Tensor = stored[where]
     return box
@@ -263,7 +263,7 @@ class WeightFiles(BoxFiles):
             raise CheckpointError(f"{path} does not hold {name!r}, which the index places there: {error}") from error
         shape = tuple(stored.get_shape())
         self.boxes[whole_tensor(name)] = [SavedBox(path, name, tuple((0, size) for size in shape))]
-        return shape, read_box(stored, (slice(0, 0),) * len(shape)).dtype
+        return shape, _read_box(stored, (slice(0, 0),) * len(shape)).dtype
 
 
 def _read_index(folder: Path) -> dict[str, str]:

@@ -73,10 +73,13 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         rows = agree(table, example).rows
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
         costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
-        cluster = table.topology = cluster or _measured(wanted, table)
+        table.topology = cluster
         planner: Planner = program.at(costs).plan
-        given = plans or (by_first(table, partial(_planned, planner, cluster)),)
-        priced, layouts = together(table, lambda: _checked(wanted, execution, given, costs, cluster, table))
+        if plans is None:
+            device = str(next(wanted.model.parameters()).device)
+            cluster = table.topology = cluster or Cluster.measure(table, device=device)
+            plans = (by_first(table, partial(planner, cluster, "auto")),)
+        priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:
         move_optimizer_state(wanted.optimizer, homes, layouts)
@@ -197,17 +200,6 @@ def _costs_and_seed(
 ) -> tuple[ProgramCosts, int]:
     costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
     return costs, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
-
-
-def _measured(wanted: Preparation, table: GroupTable) -> Cluster | None:
-    """Measure the devices where a plan is to be made for them; collective then."""
-    device = str(next(wanted.model.parameters()).device)
-    return Cluster.measure(table, device=device) if wanted.plan == "auto" else None
-
-
-def _planned(planner: Planner, cluster: Cluster | None) -> Plan:
-    assert cluster is not None, "devices are measured where a plan is to be made for them"
-    return planner(cluster, "auto")
 
 
 def _given_plans(given: Plans) -> Sequence[Plan]:

@@ -28,9 +28,9 @@ from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
 from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs
-from hetu_fx.switching.step.gradients import KeptBack
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.run_step import run_step, stage_of
+from hetu_fx.switching.step.variant import KeptBack
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.serialize import serialize
 from hetu_fx.transforms.lowering.lower import check_backend

@@ -2,10 +2,10 @@
 
 A rank that did work w (a share of the model's work, or FLOPs) in t seconds of its own compute takes t / w
 per unit. Its normal is the median of its first steps, as long as all are healthy (from `window` of them on, up to
-`settling`), or given. Its slowness is the median of t / w over its normal, of its last `window` steps in a row, and its
-rate now is its slowness over that of healthy devices (the mean of those that are about as fast as the fastest): what
-slows everybody (longer sequences, a busy host) is no straggler (Malleus' x: 1 healthy, 2 twice as slow). A rate is
-reported when, for `patience` steps,
+`settling`). Its slowness is the median of t / w over its normal, of its last `window` steps in a row, and its rate now
+is its slowness over that of healthy devices (the mean of those that are about as fast as the fastest): what slows
+everybody (longer sequences, a busy host) is no straggler (Malleus' x: 1 healthy, 2 twice as slow). A rate is reported
+when, for `patience` steps,
 
     a healthy device's rate is at least 1 + threshold                                              (1)
     a slow device's rate is below 1 + threshold - hysteresis: it is healthy again, rate 1          (2)
@@ -35,15 +35,14 @@ REMEMBERED = 4
 
 @dataclass(slots=True)
 class _Device:
-    """One rank's slowness in recent steps and since a rate was reported, its normal, and what is known of its rate.
+    """One rank's slowness in recent steps and since a rate was reported, and what is known of its rate.
 
-    `first` are the costs that tell its normal where it is not given. `rate` is as reported, `refined` as known now, the
+    `first` are the costs that tell its normal. `rate` is as reported, `refined` as known now, the
     mean of `refinements`; `waiting` is the age of a shift.
     """
 
     recent: deque[float]
     lasting: deque[float]
-    normal: float | None
     first: list[float] = field(default_factory=list)
     rate: float = HEALTHY
     refined: float = HEALTHY
@@ -68,7 +67,6 @@ class HealthTracker:
         hysteresis: how far below the threshold a slow device must come to count as healthy again.
         patience: steps that a shift must last before it is reported.
         gap: by how much a refined rate must differ from the reported one to be reported.
-        normal: seconds per unit of work of healthy devices; measured in the first steps if left out.
     """
 
     window: int = 5
@@ -78,7 +76,6 @@ class HealthTracker:
     hysteresis: float = 0.1
     patience: int = 2
     gap: float = 0.05
-    normal: Mapping[int, float] = field(default_factory=dict)
     _devices: dict[int, _Device] = field(default_factory=dict)
     _is_new: bool = False
 
@@ -102,21 +99,17 @@ class HealthTracker:
 
     @property
     def normals(self) -> dict[int, float]:
-        """Return each working device's normal seconds per unit of work; empty until all are known by `lasting` steps.
-
-        Those that were given are known.
-        """
-        worked = {rank: device for rank, device in sorted(self._devices.items()) if device.normal or device.first}
-        if any(device.normal is None and len(device.first) < self.lasting for device in worked.values()):
+        """Return working devices' normal seconds per unit of work; empty until all are known by `lasting` steps."""
+        first = {rank: device.first for rank, device in sorted(self._devices.items()) if device.first}
+        if any(len(costs) < self.lasting for costs in first.values()):
             return {}
-        return {rank: device.normal or median(device.first) for rank, device in worked.items()}
+        return {rank: median(costs) for rank, costs in first.items()}
 
     def rescale(self, factors: Mapping[int, float]) -> None:
         """Go on with another unit of work: a device's seconds per unit are so many times what they were."""
         for rank, factor in factors.items():
             device = self._device(rank)
             device.first = [cost * factor for cost in device.first]
-            device.normal = None if device.normal is None else device.normal * factor
 
     def observe(
         self, seconds: Mapping[int, float], work: Mapping[int, float], standby: Mapping[int, float] | None = None
@@ -195,19 +188,18 @@ class HealthTracker:
         most = (1 + self.threshold) * (min(steps.values()) if len(steps) > 1 else HEALTHY)
         for rank, cost in costs.items():
             device = self._devices[rank]
-            if device.normal is None and len(device.first) < self.settling and calm and steps.get(rank, most) <= most:
+            if len(device.first) < self.settling and calm and steps.get(rank, most) <= most:
                 device.first.append(cost)
         return steps
 
     def _normal(self, rank: int) -> float | None:
-        device = self._device(rank)
-        told = median(device.first) if len(device.first) >= self.window else None
-        return told if device.normal is None else device.normal
+        first = self._device(rank).first
+        return median(first) if len(first) >= self.window else None
 
     def _device(self, rank: int) -> _Device:
         if rank not in self._devices:
             recent, lasting = deque[float](maxlen=self.window), deque[float](maxlen=self.lasting)
-            self._devices[rank] = _Device(recent, lasting, self.normal.get(rank))
+            self._devices[rank] = _Device(recent, lasting)
         return self._devices[rank]
 
     def _judge(self, device: _Device, rate: float) -> None:

@@ -16,7 +16,7 @@ off: `vector_norm` gives a PendingNorm, and all those that meet in one op (`torc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -245,3 +245,8 @@ def layout_of(home: nn.Parameter) -> Any:
     """Return the layout of a home parameter (a HomeTensor that torch's type hints call a Parameter)."""
     assert isinstance(home, HomeTensor)
     return home.home_layout
+
+
+def as_home(pieces: Mapping[str, torch.Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Wrap pieces of gradients in the layouts of their parameters."""
+    return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}

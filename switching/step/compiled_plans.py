@@ -125,14 +125,12 @@ class GraphCompute(Compute):
         """Return what this rank's graphs take: nodes, and constants that are no views of the captured graph's."""
         return sum(stage.num_bytes for stage in self._stages.values())
 
-    def known(self, program: Program, wants_values: bool, splits: bool) -> StagePlan | None:
+    def known(self, key: StageKey) -> StagePlan | None:
         """Return the program under this layout if that has been made, for the present homes."""
-        key = (id(program), wants_values, splits)
         return None if key in self._outdated else self._stages.get(key)
 
-    def made(self, program: Program, wants_values: bool, splits: bool) -> StagePlan:
+    def made(self, program: Program, key: StageKey) -> StagePlan:
         """Make the program under this layout, or lead what has been made to the present homes; collective."""
-        key = (id(program), wants_values, splits)
         if key in self._outdated:
             before = self._stages[key]
             self._stages[key] = replace(before, bridge=together(self.table, lambda: self._bridge(before.deduced)))
@@ -246,8 +244,9 @@ class GraphVariant(Variant):
 
         With `splits`, pipelines have several micro-batches, whatever the plan says.
         """
-        known = self.compute.known(program, wants_values, splits)
+        key = id(program), wants_values, splits
+        known = self.compute.known(key)
         if known is not None:
             return known
         with self.first_use.making():
-            return self.compute.made(program, wants_values, splits)
+            return self.compute.made(program, key)

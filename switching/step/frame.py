@@ -45,16 +45,13 @@ class StepFrame:
         See `Collector` for `overlaps` and `used`. Backward of what this rank returns ends in the collector.
         """
         made = Collector(
+            self.variant,
+            self.inputs,
             bridge,
             compute,
-            self.variant.trained,
-            self.variant.homes,
-            self.variant.kept_back,
-            syncs=self.inputs.syncs_gradients,
             loss_gradient=self._loss_gradient,
             ran_ahead=self.runs_ahead,
             overlaps=overlaps,
-            timer=self.inputs.timer,
             used=used,
         )
         self._anchor = made.anchor()

@@ -13,79 +13,31 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hetu_fx.base.torch_private import foreach_mul
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
-from hetu_fx.switching.home.ops import HomeTensor, layout_of
+from hetu_fx.switching.home.ops import as_home
+from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.loss import LossGradient, applied
-from hetu_fx.switching.step.timer import ComputeTimer
+from hetu_fx.switching.step.variant import Variant
 
 UsedAnywhere = Callable[[Collection[str]], Collection[str]]
-
-
-class KeptBack:
-    """What steps leave behind: gradients under `no_sync`, local to this rank, until a step synchronises them."""
-
-    def __init__(self) -> None:
-        self.local: dict[str, Tensor] = {}
-        self.bridge: Bridge | None = None
-        self.under_way: Reduction | None = None
-        self.begun: weakref.WeakSet[Collector] = weakref.WeakSet()
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Tell whether there is a step that can have its backward and has not had it."""
-        return bool(self.begun)
-
-    def settle(self) -> None:
-        """Wait for the messages of a step whose loss was never asked for its gradient, and drop what they bring."""
-        left, self.under_way = self.under_way, None
-        if left is not None:
-            left.finish()
-
-    def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add a step's gradients; they lie as `bridge` says."""
-        self.bridge = bridge
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                kept = self.local.get(name)
-                self.local[name] = gradient if kept is None else kept.add_(gradient)
-
-    def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        """Return a gradient with what was kept of it; nothing is kept of it any more."""
-        kept = self.local.pop(name, None)
-        return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
-
-    def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
-        """Bring what was kept for `homes` into `.grad`; collective if something was kept, on all ranks alike."""
-        self.settle()
-        bridge, self.bridge = self.bridge, None
-        if bridge is None:
-            return
-        kept, self.local = self.local, {}
-        wanted = {name: piece for name, piece in bridge.reduce(kept).items() if name in homes}
-        for name, gradient in _as_home(wanted, homes).items():
-            home = homes[name]
-            home.grad = gradient if home.grad is None else home.grad + gradient
 
 
 class Collector:
     """Collects one step's gradients.
 
     Args:
+        variant: runs the step; keeps gradients of earlier steps that wait to be synchronised.
+        inputs: what the step needs; says whether gradients come home in it, or are kept.
         bridge: brings them home.
         compute: this rank's compute parameters by name.
-        trained: names of those that get gradients.
-        homes: the home parameters by name.
-        kept: gradients of earlier steps that wait to be synchronised.
-        syncs: bring them home in this step; otherwise they are kept.
         loss_gradient: what gradients are to be multiplied by in the end.
         ran_ahead: backward runs in forward, long before the gradient of the loss is known.
         overlaps: gradients may travel beside the backward; not where replicas talk in the middle of the model, whose
             messages must not be interleaved with those of the bridge.
-        timer: stopped when backward has run.
         used: tells which parameters some rank has used, of which this one has used the given ones; the others get no
             gradient. On one device they would have none, which is not a gradient of zeros: optimizers pass them over,
             weight decay included. None: all are used.
@@ -93,27 +45,25 @@ class Collector:
 
     def __init__(
         self,
+        variant: Variant,
+        inputs: StepInputs,
         bridge: Bridge,
         compute: Mapping[str, Tensor],
-        trained: frozenset[str],
-        homes: Mapping[str, nn.Parameter],
-        kept: KeptBack,
         *,
-        syncs: bool,
         loss_gradient: LossGradient,
         ran_ahead: bool,
         overlaps: bool,
-        timer: ComputeTimer,
         used: UsedAnywhere | None = None,
     ) -> None:
-        self.bridge, self.homes, self.kept, self.syncs, self.timer = bridge, homes, kept, syncs, timer
-        self.trained = tuple(name for name in homes if name in trained)
-        self.leaves = {name: t.detach().requires_grad_(name in trained) for name, t in compute.items()}
-        self._reduction = Reduction(bridge, self.leaves.keys() & trained) if syncs else None
+        self.bridge, self.homes, self.kept, self.timer = bridge, variant.homes, variant.kept_back, inputs.timer
+        self.trained = tuple(name for name in self.homes if name in variant.trained)
+        self.leaves = {name: t.detach().requires_grad_(name in variant.trained) for name, t in compute.items()}
+        trained_here = self.leaves.keys() & variant.trained
+        self._reduction = Reduction(bridge, trained_here) if inputs.syncs_gradients else None
         self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
         self._used_anywhere, self._handed_on = used, set[str]()
-        kept.settle()
-        kept.begun.add(self)
+        self.kept.settle()
+        self.kept.begun.add(self)
 
     @property
     def _sums_first(self) -> bool:
@@ -203,7 +153,7 @@ class Collector:
             self._multiply(list(home.values()))
         if self._used_anywhere is not None and home:
             home = {name: home[name] for name in self._used_anywhere(used)}
-        return _as_home(home, self.homes)
+        return as_home(home, self.homes)
 
     def _refuse(self) -> NoReturn:
         """Wait for what is under way, which the next step would wait for in vain, and say why it comes too late."""
@@ -237,8 +187,3 @@ class _Anchor(torch.autograd.Function):
         collector: Collector = ctx.collector
         home = collector.finish()
         return (None, None, *(home.get(name) for name in collector.trained))
-
-
-def _as_home(pieces: Mapping[str, Tensor], homes: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Wrap pieces of gradients in the layouts of their parameters."""
-    return {name: HomeTensor(piece, layout_of(homes[name])) for name, piece in pieces.items()}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hetu_fx.comm_ops.wire.process_group import GroupCreation
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
+from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.step.gradients import KeptBack
+from hetu_fx.switching.home.ops import as_home
 from hetu_fx.switching.step.policy import VariantFacts
 
 
@@ -40,6 +44,52 @@ class FirstUse:
     def __str__(self) -> str:
         seconds = sum(group.seconds for group in self.groups)
         return f"graphs made in {self.graph_seconds:.3g} s, {len(self.groups)} process groups in {seconds:.3g} s"
+
+
+class KeptBack:
+    """What steps leave behind: gradients under `no_sync`, local to this rank, until a step synchronises them."""
+
+    def __init__(self) -> None:
+        self.local: dict[str, Tensor] = {}
+        self.bridge: Bridge | None = None
+        self.under_way: Reduction | None = None
+        self.begun: weakref.WeakSet[Any] = weakref.WeakSet()  # collectors of steps
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tell whether there is a step that can have its backward and has not had it."""
+        return bool(self.begun)
+
+    def settle(self) -> None:
+        """Wait for the messages of a step whose loss was never asked for its gradient, and drop what they bring."""
+        left, self.under_way = self.under_way, None
+        if left is not None:
+            left.finish()
+
+    def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add a step's gradients; they lie as `bridge` says."""
+        self.bridge = bridge
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                kept = self.local.get(name)
+                self.local[name] = gradient if kept is None else kept.add_(gradient)
+
+    def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        """Return a gradient with what was kept of it; nothing is kept of it any more."""
+        kept = self.local.pop(name, None)
+        return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
+
+    def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Bring what was kept for `homes` into `.grad`; collective if something was kept, on all ranks alike."""
+        self.settle()
+        bridge, self.bridge = self.bridge, None
+        if bridge is None:
+            return
+        kept, self.local = self.local, {}
+        wanted = {name: piece for name, piece in bridge.reduce(kept).items() if name in homes}
+        for name, gradient in as_home(wanted, homes).items():
+            home = homes[name]
+            home.grad = gradient if home.grad is None else home.grad + gradient
 
 
 class Variant:

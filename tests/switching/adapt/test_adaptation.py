@@ -186,7 +186,8 @@ def test_a_situation_that_returns_is_not_planned_again() -> None:
 def test_a_device_that_became_slow_under_a_pinned_variant_is_planned_for_when_that_is_released() -> None:
     adaptation = adaptation_with(Plan.single())
     runtime = adaptation.runtime
-    adaptation.tracker = HealthTracker(window=1, patience=1, normal={0: 1.0})
+    adaptation.tracker = HealthTracker(window=1, patience=1)
+    adaptation.tracker._device(0).first = [1.0] * adaptation.tracker.settling
     adaptation._calibrates = False
     runtime.report.variant, runtime.report.rows = "variant0", (4,)
     facts = StepFacts((4,), longest=0, counts=(), compute_seconds=(1e9,))

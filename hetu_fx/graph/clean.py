@@ -19,8 +19,7 @@ from torch import fx
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument, operand
 from hetu_fx.graph.graph import drop_dead_nodes
-from hetu_fx.graph.position_readers import positional_values
-from hetu_fx.graph.positions import Affine, AtMostZero, Known
+from hetu_fx.graph.positions import Affine, AtMostZero, Known, positional_values
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default

@@ -242,7 +242,6 @@ class _Functionalizer:
         with self.graph.inserting_before(self.here):
             node = self.graph.call_function(target, args, kwargs)
         meta.copy_meta(self.here, node)
-        meta.set_grad_enabled(node, meta.grad_enabled(self.here))
         meta.infer(node)
         return node
 

@@ -132,7 +132,6 @@ def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype, low: torch.dtyp
     with user.graph.inserting_before(user):
         cast = user.graph.call_function(aten.to.dtype, (argument, target))
     meta.copy_meta(user, cast)
-    meta.set_grad_enabled(cast, meta.grad_enabled(user))
     meta.infer(cast)
     return cast
 
@@ -189,6 +188,5 @@ def _detach_exits(node: fx.Node) -> None:
     with node.graph.inserting_after(node):
         detached = node.graph.call_function(aten.detach.default, (node,))
     meta.copy_meta(node, detached, with_value=True)
-    meta.set_grad_enabled(detached, False)
     for user in exits:
         user.replace_input_with(node, detached)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hetu_fx.graph.position_readers import positional_values
-from hetu_fx.graph.positions import FALSE, TRUE, Affine, AtMostZero, Positional
+from hetu_fx.graph.positions import FALSE, TRUE, Affine, AtMostZero, Positional, positional_values
 
 SIZES = (4, 7)
 

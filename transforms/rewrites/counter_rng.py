@@ -176,11 +176,11 @@ class _RandomnessRewrite(Rewrite):
         return cast(node, result, meta.dtype(node))
 
     def _normal_functional(self, node: fx.Node) -> fx.Node:
-        like, mean, deviation = _filled(node.args)
+        like, mean, deviation, *_ = arguments(node).values()
         return self._normal(node, like, mean, deviation)
 
     def _uniform_between(self, node: fx.Node) -> fx.Node:
-        like, low, high = _filled(node.args)
+        like, low, high, *_ = arguments(node).values()
         drawn = self.uniform(node, like, meta.dtype(node))
         if (low, high) == (0.0, 1.0):
             return drawn
@@ -196,12 +196,6 @@ class _RandomnessRewrite(Rewrite):
 def _probability(node: fx.Node) -> float:
     """Return how likely a dropout op drops; 0 outside training."""
     return 0.0 if argument(node, "train") is False else float(argument(node, "p"))
-
-
-def _filled(args: tuple[Any, ...]) -> list[Any]:
-    """Return (tensor, first, second) with the defaults 0 and 1 that torch's in-place draws have."""
-    given = list(args)
-    return given + [None, 0.0, 1.0][len(given) :]
 
 
 Drop = Callable[[fx.Node], fx.Node]

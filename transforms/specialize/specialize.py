@@ -32,8 +32,7 @@ from hetu_fx.transforms.specialize.device_graph import (
     SlotKind,
     Value,
 )
-from hetu_fx.transforms.specialize.local_sizes import LocalSizes
-from hetu_fx.transforms.specialize.localize import localized_call, product
+from hetu_fx.transforms.specialize.local_sizes import LocalSizes, localized_call, product
 from hetu_fx.transforms.specialize.reshard import Reshards
 
 

@@ -49,11 +49,11 @@ def analyse(graph: Graph) -> FactorMap:
 
     An op without a rule keeps everything whole, with an UnknownOpWarning that names it and the user's line.
     """
-    ops = _factor_ops(graph)
+    steps, routing = _factor_ops(graph)
     analysis = _Analysis(graph)
     for node in graph.graph.nodes:
-        analysis.visit(node, ops.steps.get(node))
-    return _Extraction(graph, analysis, ops).factor_map()
+        analysis.visit(node, steps.get(node))
+    return _Extraction(graph, analysis, steps).factor_map(routing)
 
 
 @dataclass(slots=True)
@@ -116,9 +116,7 @@ class _Analysis:
 
     def _relate(self, source: fx.Node, dims: tuple[tuple[str, ...], ...], bound: _Bound) -> None:
         for given, dim in zip(self.dims[source][0], dims, strict=True):
-            conflict = self.partition.unify(given, [bound.factors[name] for name in dim])
-            if conflict is not None:
-                bound.misfits.extend((*conflict.left, *conflict.right))
+            bound.misfits.extend(self.partition.unify(given, [bound.factors[name] for name in dim]))
 
 
 def _sizes(step: FactoredOp) -> dict[str, Size]:
@@ -135,23 +133,25 @@ def _sizes(step: FactoredOp) -> dict[str, Size]:
 class _Extraction:
     """Turns the finished partition into classes: numbers them, and reads off what each op does to them."""
 
-    def __init__(self, graph: Graph, analysis: _Analysis, ops: FactoredOps) -> None:
-        self._graph, self._analysis, self._ops = graph, analysis, ops
+    def __init__(self, graph: Graph, analysis: _Analysis, steps: Mapping[fx.Node, FactoredOp]) -> None:
+        self._graph, self._analysis, self._steps = graph, analysis, steps
         self._classes: dict[int, FactorClass] = {}
 
-    def factor_map(self) -> FactorMap:
+    def factor_map(self, routing: Routing) -> FactorMap:
         """Return the analysis as values."""
         dims = {
             node: tuple(tuple(self._classes_of(dim) for dim in tensor) for tensor in tensors)
             for node, tensors in self._analysis.dims.items()
         }
-        ops = {node: self._op(node, step, dims) for node, step in self._ops.steps.items()}
+        ops = {node: self._op(node, step, dims) for node, step in self._steps.items()}
         ops.update({node: _item_op(node, dims) for node in dims if node.target is operator.getitem})
         return FactorMap(
             classes=tuple(self._classes.values()),
             repeated=frozenset(cls for tensors in dims.values() for tensor in tensors for cls in _twice(tensor)),
-            pinned=frozenset(cls for node, step in self._ops.steps.items() for cls in self._pinned(node, step)),
-            shard_ordered=self._ops.routing.shard_ordered,
+            pinned=frozenset(
+                cls for node, step in self._steps.items() for cls in self._named(node, step.factoring.pinned)
+            ),
+            shard_ordered=routing.shard_ordered,
             leaves=self._graph.leaves,
             _dims=dims,
             _ops=ops,
@@ -172,11 +172,7 @@ class _Extraction:
         return () if batch is None else self._analysis.partition.atoms((batch,))
 
     def _named(self, node: fx.Node, names: Iterable[str]) -> frozenset[FactorClass]:
-        factors = self._analysis.bound[node].factors
-        return frozenset(cls for name in names for cls in self._classes_of((factors[name],)))
-
-    def _pinned(self, node: fx.Node, step: FactoredOp) -> frozenset[FactorClass]:
-        return self._named(node, step.factoring.pinned) if step.factoring.pinned else frozenset()
+        return frozenset(self._in_order(node, names))
 
     def _op(self, node: fx.Node, step: FactoredOp, dims: Mapping[fx.Node, tuple[ClassDims, ...]]) -> OpFactors:
         factoring = step.factoring
@@ -258,16 +254,8 @@ class FactoredOp:
     traits: Traits
 
 
-@dataclass(frozen=True, slots=True)
-class FactoredOps:
-    """The op nodes of a graph with the factors of each, and what routes rows among them."""
-
-    steps: Mapping[fx.Node, FactoredOp]
-    routing: Routing
-
-
-def _factor_ops(graph: Graph) -> FactoredOps:
-    """Ask the rule of every op of a graph for its factors; see `analyse`."""
+def _factor_ops(graph: Graph) -> tuple[Mapping[fx.Node, FactoredOp], Routing]:
+    """Ask the rule of every op of a graph for its factors, and what routes rows among them; see `analyse`."""
     told: set[str] = set()
     steps: dict[fx.Node, FactoredOp] = {}
     for node in graph.graph.nodes:
@@ -276,7 +264,7 @@ def _factor_ops(graph: Graph) -> FactoredOps:
     routing = find_routing(graph.graph, {node: (step.call, step.factoring) for node, step in steps.items()})
     for node, call in routing.calls.items():
         steps[node] = _step(call, node, told)
-    return FactoredOps(steps, routing)
+    return steps, routing
 
 
 def _is_tensor_op(node: fx.Node) -> bool:

@@ -10,17 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from hetu_fx.deduction.rules.size import ONE, Size
-
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """What could not be unified: the factors that were left over on both sides."""
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
 
 
 class Partition:
@@ -56,16 +47,16 @@ class Partition:
                 result.extend(flat)
         return tuple(result)
 
-    def unify(self, left: Sequence[int], right: Sequence[int]) -> Conflict | None:
-        """Make two lists of factors of one dim the same, outermost first; return what does not unify."""
+    def unify(self, left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+        """Make two lists of factors of one dim the same, outermost first; return the factors of both that are left."""
         if len(left) == len(right) == 1 and self._unify_atoms(left[0], right[0]):
-            return None
+            return ()
         a, b = deque(self.atoms(left)), deque(self.atoms(right))
         self._match(a, b, from_left=True)
         self._match(a, b, from_left=False)
         if len(a) == len(b) == 1 and self._unify_hints(a[0], b[0]):
-            return None
-        return Conflict(tuple(a), tuple(b)) if a or b else None
+            return ()
+        return (*a, *b)
 
     def _find(self, factor: int) -> int:
         parent = self._parent

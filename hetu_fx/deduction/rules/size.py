@@ -97,8 +97,4 @@ def _symbolic(expression: Any, hint: int) -> Size:
     plain = coefficient.is_integer and all(power.is_integer and power > 0 for power in powers.values())
     if not plain:
         return Size(1, ((str(expression), 1),), hint)
-    return Size(int(coefficient), _sorted({_atom(base): int(power) for base, power in powers.items()}), hint)
-
-
-def _atom(base: sympy.Expr) -> str:
-    return str(base)
+    return Size(int(coefficient), _sorted({str(base): int(power) for base, power in powers.items()}), hint)

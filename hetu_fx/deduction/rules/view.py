@@ -35,14 +35,13 @@ def refined(source: Shape, target: Shape) -> tuple[Dims, Dims, dict[str, Size], 
     left = [partition.new(size) for size in source]
     right = [partition.new(size) for size in target]
     ones = {factor for factor in (*left, *right) if partition.size(factor).number == 1}
-    conflict = partition.unify([f for f in left if f not in ones], [f for f in right if f not in ones])
-    whole = partition.atoms((*conflict.left, *conflict.right)) if conflict else ()
+    misfits = partition.unify([f for f in left if f not in ones], [f for f in right if f not in ones])
     sizes = {f"f{atom}": partition.size(atom) for atom in partition.atoms((*left, *right))}
     dims = [
         tuple(() if f in ones else tuple(f"f{atom}" for atom in partition.atoms((f,))) for f in side)
         for side in (left, right)
     ]
-    return dims[0], dims[1], sizes, frozenset(f"f{atom}" for atom in whole)
+    return dims[0], dims[1], sizes, frozenset(f"f{atom}" for atom in partition.atoms(misfits))
 
 
 def _reshaped(call: Call) -> Factoring:

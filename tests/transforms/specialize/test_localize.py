@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.specialize.localize import localized_call
+from hetu_fx.transforms.specialize.local_sizes import localized_call
 from tests.transforms.plans import program_of
 
 aten = torch.ops.aten

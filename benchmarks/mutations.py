@@ -32,7 +32,7 @@ _FIRST = (
     "resolve/test_tiers",
     "resolve/test_intermediates",
     "resolve/test_edge",
-    "plans/test_split_plan",
+    "plans/test_routes",
     "plans/test_bsr_plan",
     "plans/test_bsr_senders",
     "resolve/test_resolve",

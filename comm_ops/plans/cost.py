@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,6 +76,10 @@ def there_and_back_cost(num_bytes: float, ranks: Sequence[int], topology: Topolo
 def all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-reduce of `num_bytes` on every rank: two turns around the ring."""
     return 2 * ring_cost(num_bytes, ranks, topology)
+
+
+RING_TURNS: Mapping[Cost, int] = {no_cost: 0, ring_cost: 1, all_reduce_cost: 2}
+"""How often the data of an op that costs so much goes around the ring of its ranks."""
 
 
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

@@ -10,8 +10,8 @@ from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
 from hetu_fx.annotations.states import Split
 from hetu_fx.comm_ops.ops.batched_send_receive import plan_transition
 from hetu_fx.comm_ops.ops.table import COMM_OPS
-from hetu_fx.comm_ops.plans.cost import Topology, rounds_cost
-from hetu_fx.comm_ops.plans.split_plan import slice_groups
+from hetu_fx.comm_ops.plans.cost import RING_TURNS, Topology, rounds_cost
+from hetu_fx.comm_ops.plans.routes import slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition, format_shape
 from hetu_fx.errors import ResolveError
 
@@ -142,9 +142,6 @@ class MoveStep:
 
 CommStep = AxisStep | TopStep | MoveStep
 
-# Turns of the ring that an op's data makes.
-_TURNS = {"all_reduce": 2, "split_all_reduce": 2, "identity": 0, "local_slice": 0}
-
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
@@ -170,13 +167,13 @@ class Resolution:
     def __str__(self) -> str:
         """Explain the steps, one per line."""
         lines = [f"  {step.op}: {step.source} -> {step.target}" for step in self.steps] or ["  nothing to do"]
-        head = f"{self.source} -> {self.target} of {format_shape(self.shape)}"
+        head = str(Transition(self.source, self.target, self.shape))
         return "\n".join([head, *lines])
 
 
 def ring_turns(op: str) -> int:
     """Count how often a collective's data goes around the ring of its ranks."""
-    return _TURNS.get(op, 1)
+    return RING_TURNS[COMM_OPS[op].cost]
 
 
 def steps_bytes(steps: Iterable[CommStep], itemsize: int) -> int:

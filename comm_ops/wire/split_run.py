@@ -13,8 +13,8 @@ from hetu_fx.annotations.local import read, write
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import ChooseAlgorithm, nodes_of
 from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.plans.routes import SliceGroup, groups_of, slice_groups
 from hetu_fx.comm_ops.plans.slices import Dims
-from hetu_fx.comm_ops.plans.split_plan import SliceGroup, groups_of, slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.packing import check_local, local_dims, local_shape_like, slice_shape

@@ -21,6 +21,7 @@ from typing import assert_never, get_args
 
 from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan
+from hetu_fx.demo.demo import DEFAULT_FOLDER, run_demo
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
 from hetu_fx.emulate.limits import Affinity, CgroupV1, CgroupV2, this_limiter
 from hetu_fx.emulate.plan import LimitChoice
@@ -40,7 +41,7 @@ class Command:
     """
 
     help: str
-    add: Callable[[argparse.ArgumentParser], None]
+    add: Callable[[argparse.ArgumentParser], None] | None
     call: Callable[[argparse.Namespace, Sequence[str]], int]
 
 
@@ -104,14 +105,12 @@ def _call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx demo`."""
     parser.add_argument("--quick", action="store_true", help="a smaller version of the same")
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="what it writes")
+    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="what it writes")
     _add_limit(parser)
 
 
 def _call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx demo`; the status is 0 when the result is that of one process."""
-    from hetu_fx.demo.demo import run_demo
-
     return run_demo(options.output, quick=options.quick, limit=options.limit)
 
 
@@ -225,10 +224,6 @@ def _nodes() -> str:
     return "yes" if os.geteuid() == 0 else "no: needs root"
 
 
-def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """Declare no options."""
-
-
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
@@ -236,8 +231,8 @@ COMMANDS = {
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
     "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),
-    "passes": Command("list all graph passes in their order", _add_nothing, _call_passes),
-    "env": Command("show versions, backends and what this machine can emulate", _add_nothing, _call_env),
+    "passes": Command("list all graph passes in their order", None, _call_passes),
+    "env": Command("show versions, backends and what this machine can emulate", None, _call_env),
 }
 
 
@@ -247,7 +242,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hetu-fx {metadata.version('hetu-fx')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        command.add(commands.add_parser(name, help=command.help, description=command.help))
+        own = commands.add_parser(name, help=command.help, description=command.help)
+        if command.add is not None:
+            command.add(own)
     return parser
 
 

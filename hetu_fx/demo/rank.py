@@ -15,9 +15,8 @@ import hetu_fx
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.demo.data import Text, library_pieces
+from hetu_fx.demo.data import Text, digest, library_pieces, loss_of, make_model, make_optimizer, num_parameters
 from hetu_fx.demo.devices import Devices, Quotas
-from hetu_fx.demo.model import digest, loss_of, make_model, make_optimizer, num_parameters
 from hetu_fx.demo.record import RunRecord, Throughput
 from hetu_fx.demo.screen import make_screen
 from hetu_fx.demo.settings import DemoSettings, settings_for

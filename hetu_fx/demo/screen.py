@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 EVERY = 4
 """Without a terminal, a line for so many steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What is shown of a step."""
-
-    step: int
-    steps: int
-    loss: float
-    tokens_per_second: float
-    variant: str
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.4f}  {self.tokens_per_second:6.0f} tokens/s  {self.variant}"
 
 
 class Screen:
@@ -43,8 +28,9 @@ class Screen:
         """Say that something has happened during training."""
         self._print(f"   >> {text}")
 
-    def step(self, shown: Shown) -> None:
-        """Show a step."""
+    def step(self, number: int, steps: int, loss: float, tokens_per_second: float, variant: str) -> None:
+        """Show a step, numbered from 1, of so many."""
+        self._step(number, steps, f"loss {loss:.4f}  {tokens_per_second:6.0f} tokens/s  {variant}")
 
     def finish(self) -> None:
         """End the progress bar, if there is one."""
@@ -59,16 +45,16 @@ class Screen:
     def _title(self, text: str) -> None:
         self._print(f"\n== {text}")
 
+    def _step(self, number: int, steps: int, text: str) -> None:
+        if number % EVERY == 0 or number == steps:
+            self._print(f"   step {number:3}/{steps}  {text}")
+
     def _print(self, text: str, style: str = "") -> None:
         """Print lines, on a terminal in a style of rich's."""
 
 
 class Plain(Screen):
     """Prints lines; a step's now and then."""
-
-    def step(self, shown: Shown) -> None:
-        if shown.step % EVERY == EVERY - 1 or shown.step + 1 == shown.steps:
-            self._print(f"   step {shown.step + 1:3}/{shown.steps}  {shown}")
 
     def _print(self, text: str, style: str = "") -> None:
         print(text, flush=True)
@@ -87,10 +73,10 @@ class Terminal(Screen):
     def event(self, text: str) -> None:
         self._print(f">> {text}", "yellow")
 
-    def step(self, shown: Shown) -> None:
+    def _step(self, number: int, steps: int, text: str) -> None:
         if self._progress is None:
-            self._start(shown.steps)
-        self._progress.update(self._task, completed=shown.step + 1, shown=str(shown))
+            self._start(steps)
+        self._progress.update(self._task, completed=number, shown=text)
         self._progress.refresh()
 
     def finish(self) -> None:

@@ -13,12 +13,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hetu_fx.demo.data import Batch, Text, library_pieces, num_tokens, own_rows
+from hetu_fx.demo.data import (
+    Batch,
+    Text,
+    digest,
+    library_pieces,
+    loss_of,
+    make_model,
+    make_optimizer,
+    num_tokens,
+    own_rows,
+    train_step,
+)
 from hetu_fx.demo.devices import Devices
-from hetu_fx.demo.model import digest, loss_of, make_model, make_optimizer, train_step
 from hetu_fx.demo.record import StepRecord, Throughput
 from hetu_fx.demo.report import Loaded, Reference
-from hetu_fx.demo.screen import Screen, Shown
+from hetu_fx.demo.screen import Screen
 from hetu_fx.demo.settings import DemoSettings
 from hetu_fx.handle import Handle
 from hetu_fx.planner.simulate.timeline import Event
@@ -91,8 +101,7 @@ class Training:
         if record.variant != variant:
             why = f"longest sequence {record.longest}"
             self.screen.event(f"step {number}: {variant!r} -> {record.variant!r} ({why})")
-        rate, steps = record.tokens_per_second, self.settings.steps
-        self.screen.step(Shown(record.step, steps, record.loss, rate, record.variant))
+        self.screen.step(number, self.settings.steps, record.loss, record.tokens_per_second, record.variant)
 
 
 def rows_of_this_rank(batch: Batch) -> Batch:
@@ -152,7 +161,7 @@ def train_alone(settings: DemoSettings, screen: Screen) -> Reference:
         batch, start = text.batch(step), time.perf_counter()
         losses.append(train_step(model, optimizer, batch))
         rate = num_tokens(batch) / (time.perf_counter() - start)
-        screen.step(Shown(step, settings.steps, losses[-1], rate, "one process"))
+        screen.step(step + 1, settings.steps, losses[-1], rate, "one process")
     screen.finish()
     return Reference(tuple(losses), time.perf_counter() - begin, torch.get_num_threads())
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,27 +139,23 @@ def _slot_entry(stage: StagePlan, slot: GraphSlot) -> dict[str, Any]:
 
 def _export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.ExportedProgram:
     """Export one rank's graph; open sizes stay open."""
-    graph = deduced.annotated.graph
-    examples, dims = [], []
-    for slot in device.slots:
-        node = _slot_node(graph, slot)
-        shape = _local_hints(deduced, device, node)
-        examples.append(torch.zeros(shape, dtype=meta.dtype(node)))
-        dims.append(_open_dims(node))
-    module = fx.GraphModule(torch.nn.Module(), device.graph)
-    return _exported(module, tuple(examples), tuple(dims), device.rank)
+    nodes = [_slot_node(deduced.annotated.graph, slot) for slot in device.slots]
+    shapes = [_local_hints(deduced, device, node) for node in nodes]
+    return _exported(fx.GraphModule(torch.nn.Module(), device.graph), nodes, shapes, device.rank)
 
 
 def _export_single(graph: Graph) -> torch.export.ExportedProgram:
     """Export the captured program as it is, leaves as arguments."""
     nodes = [leaf.node for leaf in graph.leaves]
-    examples = tuple(torch.zeros(meta.hints(node), dtype=meta.dtype(node)) for node in nodes)
-    return _exported(graph.module(), examples, tuple(map(_open_dims, nodes)), 0)
+    return _exported(graph.module(), nodes, list(map(meta.hints, nodes)), 0)
 
 
 def _exported(
-    module: fx.GraphModule, examples: tuple[Tensor, ...], dims: tuple[Any, ...], rank: int
+    module: fx.GraphModule, nodes: Sequence[fx.Node], shapes: Sequence[Sequence[int]], rank: int
 ) -> torch.export.ExportedProgram:
+    """Export a graph that takes values like those of `nodes`, of these shapes on this rank."""
+    examples = tuple(torch.zeros(s, dtype=meta.dtype(n)) for s, n in zip(shapes, nodes, strict=True))
+    dims = tuple(map(_open_dims, nodes))
     try:
         with using(GroupTable.dry(rank, rank + 1)), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from hetu_fx.errors import EnvironmentProblem
 from hetu_fx.launch.channel import LifeSign, MessageChannel
@@ -122,34 +121,42 @@ def _missing(running: Sequence[WorkerProcess], seconds: float) -> Iterator[tuple
 
 
 def start_worker(work: Callable[[MessageChannel], int], others: Iterable[int]) -> WorkerProcess:
-    """Start a process that does `work` and ends with the status that it returns.
-
-    It leaves go of `others`, file descriptors that are the launcher's alone.
-    """
+    """Start a process that does `work` and ends with the status that it returns; for `others` see `forked`."""
     life = LifeSign()
-    here, there = socket.socketpair()
-    process = os.fork()
-    if not process:
-        _be_worker(work, there, [here.fileno(), *others], life)
-    there.close()
-    here.setblocking(False)
-    return WorkerProcess(process, os.pidfd_open(process), MessageChannel(here), life, time.monotonic())
 
-
-def _be_worker(
-    work: Callable[[MessageChannel], int], end: socket.socket, others: Iterable[int], life: LifeSign
-) -> NoReturn:
-    status, channel = 1, MessageChannel(end)
-    try:
+    def be_worker(end: socket.socket) -> int:
         life.hold()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for descriptor in others:
+        channel = MessageChannel(end)
+        try:
+            return work(channel)
+        except BaseException:
+            traceback.print_exc()
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            channel.send("ends")
+
+    process, end = forked(be_worker, others)
+    end.setblocking(False)
+    return WorkerProcess(process, os.pidfd_open(process), MessageChannel(end), life, time.monotonic())
+
+
+def forked(act: Callable[[socket.socket], int], others: Iterable[int]) -> tuple[int, socket.socket]:
+    """Start a process that ends with the status of `act`; return it, and the other end of what `act` is given.
+
+    It leaves go of `others`, file descriptors that are the parent's alone.
+    """
+    here, there = socket.socketpair()
+    process = os.fork()
+    if process:
+        there.close()
+        return process, here
+    status = 1
+    try:
+        for descriptor in (here.fileno(), *others):
             os.close(descriptor)
-        status = work(channel)
-    except BaseException:
-        traceback.print_exc()
+        status = act(there)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        channel.send("ends")
         os._exit(status)

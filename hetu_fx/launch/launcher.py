@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from hetu_fx.base.torch_private import TCPStore
 from hetu_fx.emulate.processes import TERMINATE_SECONDS, how_ended
 from hetu_fx.launch.channel import Message, MessageChannel
-from hetu_fx.launch.job import LaunchSpec, WorkerProcess, start_worker, verdicts
+from hetu_fx.launch.job import LaunchSpec, WorkerProcess, forked, start_worker, verdicts
 from hetu_fx.report.sinks import JsonLines
 
 GAVE_UP_STATUS = 70
@@ -252,17 +252,11 @@ class StoreProcess:
     """A process that serves a new store on `port` of this machine until `end`, or until its parent is gone.
 
     In it the workers of one start meet; it is a process of its own, so that no worker takes it along: who connects to
-    a store that is gone tries for minutes, and cannot be told to leave off (torch 2.13). It leaves go of `others`,
-    file descriptors that are the parent's alone.
+    a store that is gone tries for minutes, and cannot be told to leave off (torch 2.13). For `others` see `forked`.
     """
 
     def __init__(self, others: Iterable[int] = ()) -> None:
-        self.channel, there = socket.socketpair()
-        self.process = os.fork()
-        if not self.process:
-            self.channel.close()
-            _serve(there, others)
-        there.close()
+        self.process, self.channel = forked(_serve, others)
         self.port = int(self.channel.recv(16))
 
     def end(self) -> None:
@@ -271,14 +265,8 @@ class StoreProcess:
         os.waitpid(self.process, 0)
 
 
-def _serve(channel: socket.socket, others: Iterable[int]) -> NoReturn:
-    try:
-        for descriptor in others:
-            os.close(descriptor)
-        store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=STORE_SECONDS)
-        )
-        channel.send(str(store.port).encode())
-        channel.recv(1)
-    finally:
-        os._exit(0)
+def _serve(channel: socket.socket) -> int:
+    seconds = timedelta(seconds=STORE_SECONDS)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+    channel.send(str(store.port).encode())
+    return len(channel.recv(1))  # nobody writes: the other end is closed, or gone

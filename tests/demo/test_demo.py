@@ -9,10 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetu_fx.demo.data import IGNORED, PAD, START, Text, library_pieces, num_tokens, own_rows, stacked
+from hetu_fx.batches.packing import IGNORED
+from hetu_fx.demo.data import (
+    PAD,
+    START,
+    Text,
+    digest,
+    library_pieces,
+    make_model,
+    num_parameters,
+    num_tokens,
+    own_rows,
+    stacked,
+)
 from hetu_fx.demo.demo import MARK, make_room
 from hetu_fx.demo.devices import changes
-from hetu_fx.demo.model import digest, make_model, num_parameters
 from hetu_fx.demo.record import RunRecord, StepRecord, Throughput, steady, throughput
 from hetu_fx.demo.report import (
     Loaded,
@@ -23,7 +34,7 @@ from hetu_fx.demo.report import (
     draw_run,
     phases,
 )
-from hetu_fx.demo.screen import Plain, Screen, Shown, make_screen
+from hetu_fx.demo.screen import Plain, Screen, make_screen
 from hetu_fx.demo.settings import FULL, QUICK, DemoSettings
 from hetu_fx.demo.training import health_text
 from hetu_fx.errors import EnvironmentProblem
@@ -199,8 +210,8 @@ def test_equal_weights_have_equal_digests() -> None:
 def test_without_a_terminal_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
     assert isinstance(screen, Plain)
-    for step in range(8):
-        screen.step(Shown(step, 8, 2.0, 100.0, USUAL))
+    for number in range(1, 9):
+        screen.step(number, 8, 2.0, 100.0, USUAL)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["4/8", "8/8"]
     assert type(make_screen(shows=False)) is Screen
 

@@ -15,8 +15,8 @@ import numpy as np
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.comm_ops.ops.batched_send_receive import plan_transition
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
+from hetu_fx.comm_ops.plans.routes import SliceGroup, slice_groups
 from hetu_fx.comm_ops.plans.slices import Dims
-from hetu_fx.comm_ops.plans.split_plan import SliceGroup, slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import CommStep, OpCall, Resolution

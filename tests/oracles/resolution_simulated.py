@@ -14,7 +14,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.ops.batched_send_receive import plan_transition
 from hetu_fx.comm_ops.ops.table import join_parts, take_part
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
-from hetu_fx.comm_ops.plans.split_plan import slice_groups
+from hetu_fx.comm_ops.plans.routes import slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, OpCall, Resolution, TopStep
 from hetu_fx.comm_ops.wire.bsr_run import pack, unpack

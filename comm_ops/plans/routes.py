@@ -65,7 +65,7 @@ def kind_between(before: State | None, after: State | None) -> RouteKind | None:
     return None
 
 
-def route_across(part: Slice, kind: RouteKind, group_of: Mapping[int, int]) -> Route | None:
+def _route_across(part: Slice, kind: RouteKind, group_of: Mapping[int, int]) -> Route | None:
     """Return the route of a slice that groups meet for, one rank of each in every collective.
 
     None where the group that alone has the slice before or after holds it on other ranks then.
@@ -195,4 +195,4 @@ def _routes(transition: Transition) -> tuple[tuple[Dims, Route | None], ...]:
     if kind is None:
         raise ResolveError(f"no split collective makes {transition}; the top must be summed, or gathered")
     group_of = {rank: index for index, group in enumerate(source.groups) for rank in group.ranks}
-    return tuple((part.dims, route_across(part, kind, group_of)) for part in finest_slices(transition))
+    return tuple((part.dims, _route_across(part, kind, group_of)) for part in finest_slices(transition))

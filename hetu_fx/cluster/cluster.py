@@ -18,7 +18,6 @@ from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Col
 from hetu_fx.errors import ClusterError
 
 if TYPE_CHECKING:
-    from hetu_fx.cluster.measure import Measurement
     from hetu_fx.comm_ops.wire.groups import GroupTable
 
 __all__ = ["FORMAT", "Cluster", "Collective", "Device", "Link"]
@@ -102,7 +101,8 @@ class Cluster(Document):
         """
         from hetu_fx.cluster.measure import measure_here  # with torch, which plans need not have
 
-        return _from_measurements(*measure_here(table, seconds=seconds, device=device))
+        devices, links = measure_here(table, seconds=seconds, device=device)
+        return cls(devices, Link(*links["intra"]), Link(*links["inter"]))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -224,21 +224,3 @@ Cluster.form = record(
     links=Key(LINKS, default=REQUIRED),
     collectives=Key(many(COLLECTIVE.values)),
 )
-
-
-def _from_measurements(measurements: Sequence[Measurement], links: Mapping[str, tuple[float, float]]) -> Cluster:
-    devices = tuple(
-        Device(
-            rank,
-            m.kind,
-            m.node,
-            m.flops_per_second,
-            m.memory_bytes,
-            source="measured",
-            meeting_seconds=m.meeting_seconds,
-            step_seconds=m.step_seconds,
-            bytes_per_second=m.bytes_per_second,
-        )
-        for rank, m in enumerate(measurements)
-    )
-    return Cluster(devices, intra=Link(*links["intra"]), inter=Link(*links["inter"]))

@@ -1,6 +1,6 @@
 """Measure what this rank's device and links can do, together with all other ranks.
 
-Raw numbers only; `hetu_fx.cluster.cluster` makes a cluster of them. The work by which devices are measured is matrix
+The work by which devices are measured is matrix
 products.
 
 What it costs devices to meet between pieces of compute no message between two idle ones tells: devices that compute do
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
 from hetu_fx.cluster.links import measure_links, message_device
 from hetu_fx.comm_ops.wire.consensus import of_all
@@ -215,52 +216,40 @@ TOLERANCE = 0.05
 """Speeds nearer than this to each other are one speed: what differs less is noise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One rank's numbers. `limits` are (what is limited, bytes): ranks with the same one share it."""
-
-    kind: str
-    node: str
-    flops_per_second: float
-    limits: tuple[tuple[str, int], ...]
-    memory_bytes: int = 0
-    meeting_seconds: float = 0.0
-    step_seconds: float = 0.0
-    bytes_per_second: float | None = None
+Limits = tuple[tuple[str, int], ...]
+"""(what is limited, bytes) of a rank's memory: ranks with the same one share it."""
 
 
 def measure_here(
     table: GroupTable | None, *, seconds: float, device: str
-) -> tuple[tuple[Measurement, ...], Mapping[str, tuple[float, float]]]:
-    """Measure all ranks; collective. Returns each rank's numbers and the links, the same on every rank.
+) -> tuple[tuple[Device, ...], Mapping[str, tuple[float, float]]]:
+    """Return what each rank's device was seen to do, and the links, the same on every rank; collective.
 
     Links are those of `measure_links`.
     """
     table = table or GroupTable()
     of_all(table, None)  # all start together, so that what shares a core shows
     speed = matmul_flops_per_second(device, seconds)
-    own = Measurement(_kind(device), node_name(), speed, memory_limits(device), step_seconds=step_seconds())
-    found = settled(of_all(table, own))
-    nodes, speeds = [m.node for m in found], [m.flops_per_second for m in found]
-    links, most = measure_links(table, nodes, speeds, device)
-    found = tuple(replace(m, bytes_per_second=most.get(rank)) for rank, m in enumerate(found))
+    limits = memory_limits(device)
+    least = min(size for _, size in limits)
+    own = Device(table.rank, _kind(device), node_name(), speed, least, source="measured", step_seconds=step_seconds())
+    found = settled(of_all(table, (own, limits)))
+    links, most = measure_links(table, [d.node for d in found], [d.flops_per_second for d in found], device)
+    found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
     return _with_meetings(found, links, table, device), links
 
 
 def _with_meetings(
-    found: Sequence[Measurement],
-    links: Mapping[str, tuple[float, float]],
-    table: GroupTable,
-    device: str,
-) -> tuple[Measurement, ...]:
-    """Return the measurements with what meetings cost."""
-    nodes, speeds = [m.node for m in found], [m.flops_per_second for m in found]
+    found: Sequence[Device], links: Mapping[str, tuple[float, float]], table: GroupTable, device: str
+) -> tuple[Device, ...]:
+    """Return the devices with what meetings cost."""
+    nodes, speeds = [d.node for d in found], [d.flops_per_second for d in found]
     rounds = meeting_rounds(nodes, speeds)
     names = {pair: "intra" if nodes[pair[0]] == nodes[pair[1]] else "inter" for pairs in rounds for pair in pairs}
     latencies = {pair: links[name][1] for pair, name in names.items()}
     measured = _measure_meetings(table, rounds, speeds, latencies, device)
-    meetings = settled_seconds([(m.kind, m.node, m.flops_per_second) for m in found], measured)
-    return tuple(replace(m, meeting_seconds=lost) for m, lost in zip(found, meetings, strict=True))
+    meetings = settled_seconds([(d.kind, d.node, d.flops_per_second) for d in found], measured)
+    return tuple(replace(d, meeting_seconds=lost) for d, lost in zip(found, meetings, strict=True))
 
 
 def _kind(device: str) -> str:
@@ -270,15 +259,15 @@ def _kind(device: str) -> str:
     return place.type
 
 
-def settled(raw: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return the measurements with noise taken off speeds and steps, and each limit shared by those it limits."""
-    sharers = Counter((m.node, name) for m in raw for name, _ in m.limits)
-    speeds = snapped([m.flops_per_second for m in raw])
-    shares = [min(limit // sharers[m.node, name] for name, limit in m.limits) for m in raw]
-    kinds = [(m.kind, m.node, speed) for m, speed in zip(raw, speeds, strict=True)]
-    steps = settled_seconds(kinds, {rank: m.step_seconds for rank, m in enumerate(raw)})
+def settled(raw: Sequence[tuple[Device, Limits]]) -> tuple[Device, ...]:
+    """Return the devices with noise taken off speeds and steps, and each limit shared by those it limits."""
+    sharers = Counter((d.node, name) for d, limits in raw for name, _ in limits)
+    speeds = snapped([d.flops_per_second for d, _ in raw])
+    alike = [(d.kind, d.node, speed) for (d, _), speed in zip(raw, speeds, strict=True)]
+    steps = settled_seconds(alike, {rank: d.step_seconds for rank, (d, _) in enumerate(raw)})
+    shares = [min(limit // sharers[d.node, name] for name, limit in limits) for d, limits in raw]
     rows = zip(raw, speeds, shares, steps, strict=True)
-    return tuple(replace(m, flops_per_second=f, memory_bytes=size, step_seconds=s) for m, f, size, s in rows)
+    return tuple(replace(d, flops_per_second=f, memory_bytes=size, step_seconds=s) for (d, _), f, size, s in rows)
 
 
 def snapped(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float]:

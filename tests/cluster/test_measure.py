@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.measure import (
-    Measurement,
     Sample,
     matmul_flops_per_second,
     meeting_rounds,
@@ -28,16 +27,17 @@ def test_speeds_that_differ_stay_apart() -> None:
 
 def test_a_limit_is_shared_by_the_ranks_it_limits() -> None:
     raw = [
-        Measurement("cpu", "a", 1.0, (("machine", 900), ("job", 100))),
-        Measurement("cpu", "a", 1.0, (("machine", 900),)),
-        Measurement("cpu", "b", 1.0, (("machine", 900),)),
+        (Device(0, "cpu", "a", 1.0, 100), (("machine", 900), ("job", 100))),
+        (Device(1, "cpu", "a", 1.0, 900), (("machine", 900),)),
+        (Device(2, "cpu", "b", 1.0, 900), (("machine", 900),)),
     ]
     assert [m.memory_bytes for m in settled(raw)] == [100, 450, 900]
 
 
 def test_steps_of_devices_that_are_alike_take_the_same_besides() -> None:
     limits = (("machine", 900),)
-    raw = [Measurement("cpu", node, 1.0, limits, step_seconds=s) for node, s in (("a", 0.01), ("a", 0.03), ("b", 0.05))]
+    steps = enumerate((("a", 0.01), ("a", 0.03), ("b", 0.05)))
+    raw = [(Device(rank, "cpu", node, 1.0, 900, step_seconds=s), limits) for rank, (node, s) in steps]
     assert [m.step_seconds for m in settled(raw)] == [0.02, 0.02, 0.05]
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.checks import size_parts
 from hetu_fx.base.frameworks import config_writer
-from hetu_fx.base.sizes import size_parts
 from hetu_fx.checkpoint.folders import MANIFEST, check_folder, replaced_folder, settle
 from hetu_fx.checkpoint.optimizer_files import Parameters, TrainingFiles, write_training_state
 from hetu_fx.checkpoint.tensor_files import WeightFiles, whole_tensor, write_weights

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from hetu_fx.base.sizes import size_parts
+from hetu_fx.base.checks import size_parts
 from hetu_fx.errors import EnvironmentProblem
 
 SLOWEST_SPEED = 0.001  # the kernel's shortest quota, 1 ms, in its longest period, 1 s

@@ -25,8 +25,7 @@ from hetu_fx.planner.count.liveness import owners, program_memory
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.rings import RowSums
-from hetu_fx.planner.values.tied import Tied
+from hetu_fx.planner.values.shared import RowSums, Tied
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.flow import reached_from
 from hetu_fx.transforms.layouts.reshard_cost import contracted_sizes

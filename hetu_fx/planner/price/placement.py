@@ -14,7 +14,7 @@ from itertools import pairwise
 from hetu_fx.base.once import once_beside
 from hetu_fx.planner.values.device_memory import HeldShard, Terms, in_flight, instants, most_rows, peak
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.tied import Tied
+from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 
 
@@ -106,13 +106,23 @@ class BlockRange:
 
 @dataclass(frozen=True, slots=True)
 class PlacedDevice:
-    """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept."""
+    """A device of a plan: its pipeline and stage by number, what it is given, and where the states of that are kept.
+
+    It runs `micro_batches` of up to `rows` rows, of which it keeps `num_in_flight`.
+    """
 
     rank: int
     pipeline: int
     stage: int
     piece: BlockRange
     homes: Homes
+    rows: int
+    micro_batches: int
+    num_in_flight: int
+
+    def peak(self, piece: BlockRange) -> Terms:
+        """Return what it holds at its peak, by term, if it is given this."""
+        return piece.peak(self.rows, self.num_in_flight, self.micro_batches, self.homes)
 
 
 def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, Terms]:
@@ -120,14 +130,7 @@ def device_bytes(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -
 
     States are spread by `speeds`. Raises `PlanError` for a plan that does not fit the program.
     """
-    found: dict[int, Terms] = {}
-    rows = pipeline_rows(costs.rows, plan)
-    for place in places_in(plan, costs, speeds):
-        pipeline = plan.pipelines[place.pipeline]
-        count = max(1, min(pipeline.micro_batches, rows[place.pipeline]))
-        kept = in_flight(plan.schedule, place.stage, len(pipeline.stages), count)
-        found[place.rank] = place.piece.peak(-(-rows[place.pipeline] // count), kept, count, place.homes)
-    return found
+    return {place.rank: place.peak(place.piece) for place in places_in(plan, costs, speeds)}
 
 
 def shards_of(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> dict[int, HeldShard]:
@@ -139,12 +142,15 @@ def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> I
     """Yield every device of a plan with what it is given to hold; states are spread by `speeds`."""
     asked = costs.under(plan)
     stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+    rows = pipeline_rows(costs.rows, plan)
     readers, tied_speed = _readers(plan, stops, speeds), _tied_speed(plan, asked, stops, speeds)
     for number, index, stage in plan.stages:
         start, stop = stops[number][index : index + 2]
         holders = readers[start]
         tied = tied_speed if asked.shared(start, stop) else holders.speed
         group = len(stage.context_groups)
+        count = max(1, min(plan.pipelines[number].micro_batches, rows[number]))
+        kept = in_flight(plan.schedule, index, len(plan.pipelines[number].stages), count)
         for position, rank in enumerate(stage.devices):
             share, own = stage.shares[position][1], speeds[rank]
             split = min(1.0, own / (holders.columns[position % group] if holders.columns else holders.speed * share))
@@ -158,7 +164,7 @@ def places_in(plan: Plan, costs: ProgramCosts, speeds: Mapping[int, float]) -> I
             )
             program = asked.kept_by(stage, start, position)
             held = BlockRange(program, start, stop, stage.work_shares[position], group)
-            yield PlacedDevice(rank, number, index, held, homes)
+            yield PlacedDevice(rank, number, index, held, homes, -(-rows[number] // count), count, kept)
 
 
 @dataclass(frozen=True, slots=True)

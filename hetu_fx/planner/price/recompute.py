@@ -14,10 +14,9 @@ from dataclasses import replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import PlacedDevice, places_in
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Plan, Stage, pipeline_rows
+from hetu_fx.plans.plan import Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 
 
@@ -50,12 +49,11 @@ def _least_counts(
     plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float
 ) -> dict[tuple[int, int], int] | None:
     """Return how many blocks each (pipeline, stage) has to recompute; None where a device does not fit with all."""
-    rows = pipeline_rows(costs.rows, plan)
     counts: dict[tuple[int, int], int] = {}
     for place in places_in(plan, costs, {device.rank: device.speed for device in cluster.devices}):
         limit = int(cluster.device(place.rank).memory_bytes * fraction)
         stage = plan.pipelines[place.pipeline].stages[place.stage]
-        least = _least(place, stage, plan, rows[place.pipeline], limit, costs.under(plan))
+        least = _least(place, stage, limit, costs.under(plan))
         if least is None:
             return None
         key = place.pipeline, place.stage
@@ -63,15 +61,10 @@ def _least_counts(
     return counts
 
 
-def _least(place: PlacedDevice, stage: Stage, plan: Plan, rows: int, limit: int, costs: ProgramCosts) -> int | None:
-    pipeline = plan.pipelines[place.pipeline]
-    micro_batches = max(1, min(pipeline.micro_batches, rows))
-    kept = in_flight(plan.schedule, place.stage, len(pipeline.stages), micro_batches)
-
+def _least(place: PlacedDevice, stage: Stage, limit: int, costs: ProgramCosts) -> int | None:
     def fits(blocks: int) -> bool:
         own = costs.kept_by(replace(stage, recompute=blocks), place.piece.start)
-        terms = replace(place.piece, costs=own).peak(-(-rows // micro_batches), kept, micro_batches, place.homes)
-        return sum(count for _, count in terms) <= limit
+        return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
 
     return least_blocks(place.piece.stop - place.piece.start, fits)
 

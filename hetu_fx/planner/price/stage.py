@@ -29,7 +29,7 @@ from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.rings import turn_seconds
+from hetu_fx.planner.values.shared import turn_seconds
 from hetu_fx.plans.plan import Pipeline, Stage
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products

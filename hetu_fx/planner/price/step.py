@@ -24,7 +24,7 @@ from hetu_fx.planner.price.stage import (
 from hetu_fx.planner.price.step_end import end_seconds, sync_seconds, update_line
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.tied import Tied
+from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetu_fx.errors import StateError
-from hetu_fx.planner.price.buckets import Bucket
 from hetu_fx.planner.simulate.jobs import Jobs, Traffic
-from hetu_fx.planner.simulate.pipeline import PipelineLane
+from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane
 from hetu_fx.planner.simulate.schedules import PaperSchedule, table
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line

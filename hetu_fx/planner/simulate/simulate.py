@@ -13,13 +13,12 @@ from functools import cached_property, reduce
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
-from hetu_fx.planner.price.buckets import Bucket, buckets
 from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import places_of, row_sum_seconds
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.jobs import Jobs, ring_traffic
-from hetu_fx.planner.simulate.pipeline import PipelineLane
+from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane, buckets
 from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
 from hetu_fx.planner.simulate.result import Simulation, simulation
 from hetu_fx.planner.simulate.schedules import PaperSchedule

@@ -19,8 +19,7 @@ from hetu_fx.errors import ProfileError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.rings import ROW_SUMS
-from hetu_fx.planner.values.tied import Tied
+from hetu_fx.planner.values.shared import ROW_SUMS, Tied
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ A program is what stands before its repeated blocks, the blocks, and what stands
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
@@ -15,8 +15,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFootprint
 from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.rings import NO_ROW_SUMS, RowSums
-from hetu_fx.planner.values.tied import Tied, gradients_of, pending_of
+from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
 from hetu_fx.plans.plan import Plan, Stage
 
 
@@ -80,27 +79,28 @@ class ProgramCosts:
     @cached_property
     def in_sequence(self) -> ProgramCosts:
         """Return the costs for tensor parallel groups that share the sequence."""
-        memory = None if self.memory is None else self.memory.in_sequence
-        return self._with_parts([part.in_sequence for part in self.parts], memory)
+        return self._each(lambda part: part.in_sequence, lambda memory: memory.in_sequence)
 
     @cached_property
     def by_sequence(self) -> ProgramCosts:
         """Return the costs for context parallel groups."""
         gathered = [part.gathered_bytes for part in self.parts]
-        memory = None if self.memory is None else self.memory.by_sequence(gathered)
         whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
-        return whole._with_parts([part.by_sequence for part in self.parts], memory)
+        return whole._each(lambda part: part.by_sequence, lambda memory: memory.by_sequence(gathered))
 
     @once
     def narrowed(self, share: float) -> ProgramCosts:
         """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
-        memory = None if self.memory is None else self.memory.narrowed(share)
-        tied = tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied)
-        return replace(self, tied=tied)._with_parts([part.narrowed(share) for part in self.parts], memory)
+        whole = replace(self, tied=tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied))
+        return whole._each(lambda part: part.narrowed(share), lambda memory: memory.narrowed(share))
 
-    def _with_parts(self, parts: Sequence[PartCosts], memory: ProgramMemory | None) -> ProgramCosts:
-        before, *blocks, after = parts
-        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=memory)
+    def _each(
+        self, part: Callable[[PartCosts], PartCosts], memory: Callable[[ProgramMemory], ProgramMemory]
+    ) -> ProgramCosts:
+        """Return the program with all parts, and what they hold, changed."""
+        before, *blocks, after = map(part, self.parts)
+        held = None if self.memory is None else memory(self.memory)
+        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=held)
 
     def under(self, plan: Plan) -> ProgramCosts:
         """Return the costs as a plan asks for them."""

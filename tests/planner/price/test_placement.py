@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from hetu_fx.planner.price.placement import BlockRange, Homes, device_bytes, shards_of, stops_of
-from hetu_fx.planner.values.tied import Tied
+from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from tests.planner.examples import transformer
 

@@ -14,7 +14,7 @@ from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.tied import Tied
+from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Schedule, Stage
 from tests.planner.examples import paper, transformer
 

@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hetu_fx.base.torch_private import FakeTensorMode, tree_leaves
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, Result, Run, Sharing
-from hetu_fx.planner.count.recompute_segments import RecomputeSegments, all_pieces
+from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, RecomputeSegments, Result, Run, Sharing, all_pieces
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.footprint import Again, PartMemory, ProgramMemory, Segment
 from hetu_fx.planner.values.line import Amount

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
-from hetu_fx.planner.count.count import example_rows, program_costs
-from hetu_fx.planner.count.flops import FlopCounter
+from hetu_fx.planner.count.count import FlopCounter, example_rows, program_costs
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.program.program import make_program

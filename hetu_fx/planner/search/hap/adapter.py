@@ -27,8 +27,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.edit import needed_for
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.count import example_rows, is_view
-from hetu_fx.planner.count.flops import FlopCounter
+from hetu_fx.planner.count.count import FlopCounter, example_rows, is_view
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search

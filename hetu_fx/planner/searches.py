@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
@@ -23,6 +24,9 @@ from hetu_fx.planner.search.regions import CLASSES
 from hetu_fx.planner.search.templates import classes_of
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
+
+_SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
+_LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,34 +56,24 @@ def _kinds_differ(problem: Problem) -> bool:
     return len({device.kind for device in problem.cluster.devices}) > 1
 
 
-def _without_blocks(most: int) -> Callable[[Problem], bool]:
-    """Return what suits programs without repeated blocks on up to so many devices, of which some are unlike."""
-    return lambda problem: not problem.costs.num_blocks and up_to(most)(problem) and devices_differ(problem)
+def _is_up_to(most: int, problem: Problem) -> bool:
+    return len(problem.cluster.devices) <= most
+
+
+def some_straggle(problem: Problem, *, or_up_to: int) -> bool:
+    """Tell whether devices are unlike, and some slower than they should be or there are no more than so many."""
+    straggles = any(device.rate > 1.0 for device in problem.cluster.devices)
+    return devices_differ(problem) and (straggles or _is_up_to(or_up_to, problem))
+
+
+def _has_no_blocks_for_few(problem: Problem) -> bool:
+    """Tell whether a program has no repeated blocks, and a few devices are unlike."""
+    return not problem.costs.num_blocks and _is_up_to(_SMALL, problem) and devices_differ(problem)
 
 
 def _lengths_differ(problem: Problem) -> bool:
     """Tell whether batches have sequences of several lengths."""
     return len([length for length, count in problem.profile.sequences.items() if count > 0]) > 1
-
-
-def up_to(most: int) -> Callable[[Problem], bool]:
-    """Return what suits clusters of up to so many devices."""
-    return lambda problem: len(problem.cluster.devices) <= most
-
-
-def some_straggle(problem: Problem) -> bool:
-    """Tell whether devices are slower than they should be."""
-    return any(device.rate > 1.0 for device in problem.cluster.devices)
-
-
-def either(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
-    """Return what suits problems that suit one of these."""
-    return lambda problem: any(suits(problem) for suits in rules)
-
-
-def both(*rules: Callable[[Problem], bool]) -> Callable[[Problem], bool]:
-    """Return what suits problems that suit all of these."""
-    return lambda problem: all(suits(problem) for suits in rules)
 
 
 def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
@@ -107,18 +101,15 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
     )
 
 
-_SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
-_LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds
-
 AUTO = auto(
     HYDRAULIS,
     (
         SearchRule(HOMOGENEOUS, always),
         SearchRule(CLASSES, always),
-        SearchRule(CONTIGUOUS, up_to(_SMALL)),
-        SearchRule(MALLEUS, both(devices_differ, either(some_straggle, up_to(_LARGE)))),
-        SearchRule(HETEROAUTO, both(_kinds_differ, up_to(_LARGE))),
-        SearchRule(HAP, _without_blocks(_SMALL)),
+        SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
+        SearchRule(MALLEUS, partial(some_straggle, or_up_to=_LARGE)),
+        SearchRule(HETEROAUTO, lambda problem: _kinds_differ(problem) and _is_up_to(_LARGE, problem)),
+        SearchRule(HAP, _has_no_blocks_for_few),
     ),
 )
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,7 @@ from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.searches import SearchRule, always, auto, both, devices_differ, either, some_straggle, up_to
+from hetu_fx.planner.searches import SearchRule, always, auto, some_straggle
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import Profile
@@ -63,7 +64,7 @@ def test_searches_that_suit_or_lack_nothing_are_asked() -> None:
 
 
 def test_in_large_clusters_a_search_for_stragglers_needs_some() -> None:
-    suits = both(devices_differ, either(some_straggle, up_to(4)))
+    suits = partial(some_straggle, or_up_to=4)
     few, many = (Problem(MODEL, of(*[4] * half, *[2] * half)) for half in (2, 4))
     assert suits(few)
     assert not suits(many)

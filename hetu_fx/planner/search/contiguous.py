@@ -23,23 +23,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.recompute import fitted
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Space, alone, orders
-from hetu_fx.planner.search.estimates import Builder
+from hetu_fx.planner.search.estimates import Builder, rules_of
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules
-from hetu_fx.planner.values.options import PlanOptions
-from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.search.replica import Family, Replica
 from hetu_fx.plans.plan import Plan
 
 MOST_DEVICES = 16
@@ -123,37 +119,34 @@ def _ratio(left: Numbers, slope: Numbers, most: int) -> Numbers:
     return np.divide(left, slope, out=free, where=slope > 0)
 
 
-def search(
-    costs: ProgramCosts, cluster: Cluster, options: PlanOptions, tell: Callable[[str], None] = lambda message: None
-) -> dict[Plan, float]:
+def _search(problem: Problem) -> dict[Plan, float]:
     """Return the plans found, each with its predicted seconds; empty when none fits memory.
-
-    `tell` is told how far the search has come.
 
     Besides the whole cluster, each node alone is searched: on all of it every gradient sync is priced on the
     slowest link, which would hide the plans that leave a slow link unused.
     """
     plans: dict[Plan, float] = {}
-    for part in (cluster, *alone(cluster)):
-        state = _DeadlineSearch(costs, part, options, plans)
+    for part in (problem.cluster, *alone(problem.cluster)):
+        state = _DeadlineSearch(replace(problem, cluster=part), plans)
         for order in orders(part):
             replicas = _segments(order, state.space, state.builder)
-            for num_replicas in replica_counts(min(len(order), costs.rows)):
-                tell(f"{len(plans)} plans of consecutive devices; now {num_replicas} replicas over {list(order)}")
-                state.descend(len(order), replicas, num_replicas)
+            for count in replica_counts(min(len(order), problem.costs.rows)):
+                problem.tell(f"{len(plans)} plans of consecutive devices; now {count} replicas over {list(order)}")
+                state.descend(len(order), replicas, count)
     return plans
 
 
 class _DeadlineSearch:
     """The plans found so far, and what does not change during a search."""
 
-    def __init__(self, costs: ProgramCosts, cluster: Cluster, options: PlanOptions, plans: dict[Plan, float]) -> None:
-        self._costs, self._cluster, self._options = costs, cluster, options
-        memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in cluster.devices}
-        self._rules = ReplicaRules(options.schedule, options.zero, options.micro_batches, memory, options.recompute)
-        self.space = Space.of(costs, cluster, options)
-        micro_rows = max(1, round(costs.rows / len(cluster.devices)))
-        self.builder = Builder(costs, cluster, self._rules, micro_rows)
+    def __init__(self, problem: Problem, plans: dict[Plan, float]) -> None:
+        self._problem, self._costs, self._cluster = problem, problem.costs, problem.cluster
+        options, devices = problem.options, problem.cluster.devices
+        memory = {d.rank: int(d.memory_bytes * options.memory_fraction) for d in devices}
+        self._rules = replace(rules_of(problem, options.zero), memory=memory)
+        self.space = Space.of(problem.costs, problem.cluster, options)
+        micro_rows = max(1, round(problem.costs.rows / len(devices)))
+        self.builder = Builder(problem.costs, problem.cluster, self._rules, micro_rows)
         self.plans = plans
         self._ways: dict[tuple[int, int], tuple[tuple[int, int, Replica], ...]] = {}
 
@@ -174,7 +167,7 @@ class _DeadlineSearch:
 
     def _options_of(self, replicas: Mapping[Segment, list[Replica]], num_replicas: int) -> Iterator[Option]:
         sync = self._sync_line(num_replicas)
-        owned = 1 / num_replicas if self._options.zero else 1.0
+        owned = 1 / num_replicas if self._rules.zero else 1.0
         for segment, found in replicas.items():
             for one in found:
                 end = sync[0] + sync[1] * one.parameter_bytes + one.update(owned)
@@ -209,7 +202,7 @@ class _DeadlineSearch:
         ranks, node = self._cluster.ranks, self._cluster.node_of
         far = [rank for rank in ranks if node(rank) != node(ranks[0])]
         ring = tuple(dict.fromkeys((ranks[0], *far, *ranks)))[:num_replicas]
-        empty, full = (sum(sync_seconds(size, ring, self._cluster, self._options.zero)) for size in (0.0, 1e6))
+        empty, full = (sum(sync_seconds(size, ring, self._cluster, self._rules.zero)) for size in (0.0, 1e6))
         return empty + self._costs.row_sums.seconds(ring, self._cluster), (full - empty) / 1e6
 
     def _first_deadline(self, table: DeadlineTable, num_devices: int, num_replicas: int) -> float | None:
@@ -232,14 +225,12 @@ class _DeadlineSearch:
         if rows is None:
             return math.inf
         pipelines = [family.pipeline(count) for family, count in zip(families, rows, strict=True)]
-        pipelines.sort(key=lambda pipeline: min(pipeline.devices))
-        given = self._options
-        plan = Plan(tuple(pipelines), given.schedule, given.zero, given.name, given.max_length)
-        found = fitted(plan, self._costs, self._cluster, given)
+        plan = self._problem.plan(sorted(pipelines, key=lambda pipeline: min(pipeline.devices)))
+        found = self._problem.fitted(plan)
         if found is None:
             return math.inf
-        self.plans[found[0]] = found[1].seconds
-        return found[1].seconds
+        self.plans |= [found]
+        return found[1]
 
 
 def _segments(order: Sequence[int], space: Space, builder: Builder) -> dict[Segment, list[Replica]]:
@@ -287,7 +278,7 @@ def best_segments(rows: Mapping[Segment, int], num_devices: int, num_replicas: i
 
 def _find(problem: Problem) -> Candidates:
     """Return the plans found with their seconds; where groups may share the sequence, also as they do."""
-    found = search(problem.costs, problem.cluster, problem.options, problem.tell)
+    found = _search(problem)
     if not (problem.options.sequence_parallel and problem.options.tensor_parallel and problem.costs.has_sequence):
         return found
     return found | (_sharing(found, problem) if found else _fitting(problem))
@@ -302,7 +293,7 @@ def _sharing(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]
 
 def _fitting(problem: Problem) -> dict[Plan, float]:
     """Return the plans that fit memory as their groups share the sequence."""
-    found = search(problem.costs.in_sequence, problem.cluster, problem.options, problem.tell)
+    found = _search(replace(problem, profile=replace(problem.profile, costs=problem.costs.in_sequence)))
     return {replace(plan, sequence_parallel=True): seconds for plan, seconds in found.items() if _has_groups(plan)}
 
 

@@ -20,8 +20,7 @@ from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import CLASSES
-from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.planner.search.regions import CLASSES, classes_of
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 
@@ -46,7 +45,7 @@ def always(problem: Problem) -> bool:
     return True
 
 
-def devices_differ(problem: Problem) -> bool:
+def _devices_differ(problem: Problem) -> bool:
     """Tell whether there are devices of unlike kind, speed or memory."""
     return len(classes_of(problem)) > 1
 
@@ -63,12 +62,12 @@ def _is_up_to(most: int, problem: Problem) -> bool:
 def some_straggle(problem: Problem, *, or_up_to: int) -> bool:
     """Tell whether devices are unlike, and some slower than they should be or there are no more than so many."""
     straggles = any(device.rate > 1.0 for device in problem.cluster.devices)
-    return devices_differ(problem) and (straggles or _is_up_to(or_up_to, problem))
+    return _devices_differ(problem) and (straggles or _is_up_to(or_up_to, problem))
 
 
 def _has_no_blocks_for_few(problem: Problem) -> bool:
     """Tell whether a program has no repeated blocks, and a few devices are unlike."""
-    return not problem.costs.num_blocks and _is_up_to(_SMALL, problem) and devices_differ(problem)
+    return not problem.costs.num_blocks and _is_up_to(_SMALL, problem) and _devices_differ(problem)
 
 
 def _lengths_differ(problem: Problem) -> bool:

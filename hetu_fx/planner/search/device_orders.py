@@ -1,4 +1,4 @@
-"""What a plan may be: replicas are runs of consecutive devices in some order, stages are runs inside them.
+"""What devices are alike, and what a plan may be: replicas are runs of consecutive devices in some order.
 
 An order of n devices has a separator between neighbours: another replica, another stage, or the same tensor
 parallel group. Together with the devices that are left out these are all plans of contiguous groups;
@@ -8,8 +8,9 @@ priced here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from hetu_fx.cluster.cluster import Cluster, Device
@@ -18,6 +19,8 @@ from hetu_fx.planner.values.program import ProgramCosts
 
 EXHAUSTIVE_DEVICES = 8
 """In clusters up to so many devices a replica's stages may have any sizes, above all have one size."""
+
+_MEMORY_STEP = 1.1  # what is measured to be free differs a little from device to device
 
 Groups = tuple[tuple[int, ...], ...]
 """A replica: the devices of each of its stages, in order."""
@@ -90,3 +93,39 @@ def _zigzag(devices: Sequence[Device]) -> list[Device]:
     fast, slow = devices[:half], devices[half:][::-1]
     pairs = [pair for i, first in enumerate(fast) for pair in (first, *slow[i : i + 1])]
     return list(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Devices that differ in nothing but their nodes, and a little in memory, in the order of the cluster."""
+
+    name: str
+    devices: tuple[Device, ...]
+
+    @property
+    def one(self) -> Device:
+        """Return one of them."""
+        return self.devices[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return what each of them has at least."""
+        return min(device.memory_bytes for device in self.devices)
+
+
+def ranks_by_node(devices: Iterable[Device]) -> dict[str, list[int]]:
+    """Return the ranks of each node, both in the order of the devices."""
+    nodes: dict[str, list[int]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device.rank)
+    return nodes
+
+
+def alike_in(cluster: Cluster) -> tuple[Alike, ...]:
+    """Return the devices by all that they have but rank and node, those of like memory together."""
+    found: dict[object, list[Device]] = {}
+    for device in cluster.devices:
+        size = round(math.log(device.memory_bytes, _MEMORY_STEP))
+        key = replace(device, rank=0, node="0", source="given", memory_bytes=1)
+        found.setdefault((key, size), []).append(device)
+    return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())

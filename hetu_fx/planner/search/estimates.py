@@ -21,8 +21,7 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.planner.price.stage import hand_over_line
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
-from hetu_fx.planner.search.device_classes import alike_in
-from hetu_fx.planner.search.device_orders import Groups
+from hetu_fx.planner.search.device_orders import Groups, alike_in
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.values.line import Line

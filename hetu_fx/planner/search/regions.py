@@ -1,28 +1,181 @@
 """Plans for devices of a few classes: the cluster is cut in regions, each of which has equal pipelines.
 
 A region is some classes (devices that are alike) that follow each other in order of speed; some may be left out. Its
-pipelines have the same number of groups of each of its classes, the slow ones in front (the front keeps more
-activations, and slow devices hold few blocks) or at the end. Blocks go to stages so that these end together, within
-memory; rows go to regions so that those do. So two kinds become pipelines of both, or pipelines of one kind each,
-whatever is faster: the shapes of the published plans for H800 beside H20 (Hetu v2, section 6.2).
+templates are equal pipelines over these, fastest first: with the same number of groups of each of its classes, the slow
+ones in front (the front keeps more activations, and slow devices hold few blocks) or at the end. Blocks go to stages so
+that these end together, within memory; rows go to regions so that those do. So two kinds become pipelines of both, or
+pipelines of one kind each, whatever is faster: the shapes of the published plans for H800 beside H20 (Hetu v2, section
+6.2).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.search.allocate import spread
-from hetu_fx.planner.search.estimates import Estimates
-from hetu_fx.planner.search.homogeneous import best_priced, finalists
+from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
+from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.templates import KEPT, Region, Template, Templates, classes_of
-from hetu_fx.plans.plan import Plan
+from hetu_fx.planner.search.replica import Family
+from hetu_fx.plans.plan import Pipeline, Plan
 
 MOST_CLASSES = 6
 """So many classes of devices are few."""
+
+KEPT = 16
+"""So many templates of a region are tried; fewer where they are combined with those of others."""
+
+_FREE_SIZES = 2  # in regions of more classes, all groups have one size
+
+Region = tuple[int, ...]
+"""Numbers of classes, slowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """Equal pipelines over a region, the ways to run one of them, and the seconds at the end of a step."""
+
+    pipelines: tuple[Groups, ...]
+    family: Family
+    end_seconds: float
+
+    @property
+    def ends(self) -> tuple[list[int], int]:
+        """Return the first device of each pipeline, and the last of the first one."""
+        return [groups[0][0] for groups in self.pipelines], self.pipelines[0][-1][-1]
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of so many rows over all pipelines."""
+        return self.family.seconds(math.ceil(rows / len(self.pipelines)))
+
+    def made(self, rows: int) -> Iterator[Pipeline]:
+        """Yield the pipelines with their rows."""
+        count = len(self.pipelines)
+        for index, groups in enumerate(self.pipelines):
+            share = rows // count + (index < rows % count)
+            yield self.family.on(groups).pipeline(share)
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """So many pipelines with as many groups of each class: of neighbours, or of groups that stand far apart."""
+
+    groups: Sequence[Sequence[tuple[int, ...]]]
+    count: int
+    is_apart: bool = False
+
+    def pipeline(self, index: int) -> Groups:
+        """Return the groups of a pipeline."""
+        return tuple(itertools.chain.from_iterable(self._of(found, index) for found in self.groups))
+
+    def _of(self, found: Sequence[tuple[int, ...]], index: int) -> Sequence[tuple[int, ...]]:
+        each = len(found) // self.count
+        return (
+            found[index : each * self.count : self.count] if self.is_apart else found[index * each : (index + 1) * each]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A deal, the ways to run one of its pipelines, and the seconds of these without what ends a step."""
+
+    deal: Deal
+    family: Family
+    seconds: float
+
+    def template(self, estimates: Estimates, zero: int) -> Template:
+        """Return the template, with all of its pipelines."""
+        made = Template(tuple(map(self.deal.pipeline, range(self.deal.count))), self.family, 0.0)
+        return replace(made, end_seconds=estimates.ends([self.family.replica], *made.ends, zero))
+
+
+def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
+    """Return the devices of each class, slowest class first."""
+    found = sorted(alike_in(problem.cluster), key=lambda alike: (alike.one.speed, alike.one.kind, alike.memory_bytes))
+    return [alike.devices for alike in found]
+
+
+class Templates:
+    """The fastest templates of each region."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self.estimates = Estimates(problem.costs, problem.cluster, rules_of(problem, problem.options.zero))
+        self.classes = classes_of(problem)
+        self._found: dict[Region, list[Template]] = {}
+
+    def best(self, region: Region) -> list[Template]:
+        """Return the fastest for the rows that the region's speed stands for, fastest first."""
+        if region not in self._found:
+            self._found[region] = self._fastest(self._all(region, self.rows_of(region)))
+        return self._found[region]
+
+    def _fastest(self, drafts: Iterable[Draft]) -> list[Template]:
+        """Return the templates that are fastest with what ends a step, which is priced as long as it can matter."""
+        kept: list[tuple[float, int, Template]] = []
+        for number, draft in sorted(enumerate(drafts), key=lambda pair: pair[1].seconds):
+            if len(kept) == KEPT and draft.seconds > kept[-1][0]:
+                break
+            made = draft.template(self.estimates, self._problem.options.zero)
+            insort(kept, (draft.seconds + made.end_seconds, number, made), key=lambda one: one[:2])
+            del kept[KEPT:]
+        return [made for *_, made in kept]
+
+    def rows_of(self, region: Region) -> int:
+        """Return the rows of a step in proportion to speed."""
+        speeds = [math.fsum(device.speed for device in members) for members in self.classes]
+        share = math.fsum(speeds[number] for number in region) / math.fsum(speeds)
+        return max(1, round(self._problem.costs.rows * share))
+
+    def _all(self, region: Region, rows: int) -> Iterator[Draft]:
+        for sizes in self._sizes(region):
+            groups = [self._groups(number, size) for number, size in zip(region, sizes, strict=True)]
+            for count in self._counts(groups, rows):
+                for ordered in (groups,) if len(groups) == 1 else (groups, groups[::-1]):
+                    for deal in _deals(ordered, count):
+                        family = self.estimates.family(deal.pipeline(0), count, math.ceil(rows / count))
+                        if family is not None:
+                            yield Draft(deal, family, family.seconds(math.ceil(rows / count)))
+
+    def _sizes(self, region: Region) -> Iterator[tuple[int, ...]]:
+        """Yield a group size for each class."""
+        costs, options = self._problem.costs, self._problem.options
+        units = costs.units if options.tensor_parallel else 1
+        choices = [
+            [size for size in range(1, min(units, len(self.classes[number])) + 1) if units % size == 0]
+            for number in region
+        ]
+        free = itertools.product(*choices)
+        yield from (sizes for sizes in free if len(region) <= _FREE_SIZES or len(set(sizes)) == 1)
+
+    def _groups(self, number: int, size: int) -> list[tuple[int, ...]]:
+        """Return groups of a class, inside nodes as far as these are large enough."""
+        nodes = list(ranks_by_node(self.classes[number]).values())
+        fits = any(len(ranks) >= size for ranks in nodes)
+        runs = nodes if fits else [list(itertools.chain.from_iterable(nodes))]
+        return [tuple(run[i : i + size]) for run in runs for i in range(0, len(run) - size + 1, size)]
+
+    def _counts(self, groups: Sequence[Sequence[object]], rows: int) -> list[int]:
+        """Return the numbers of pipelines to try."""
+        blocks = self._problem.costs.num_blocks if self._problem.options.pipelines else 1
+        pairs = ((found, stages) for found in groups for stages in stage_counts(len(found), blocks))
+        counts = {min(rows, len(found) // stages) for found, stages in pairs}
+        return sorted(count for count in counts if sum(len(found) // count for found in groups) <= max(1, blocks))
+
+
+def _deals(groups: Sequence[Sequence[tuple[int, ...]]], count: int) -> Iterator[Deal]:
+    """Yield the ways to make so many pipelines with as many groups of each class."""
+    each = [len(found) // count for found in groups]
+    if all(each):
+        yield Deal(groups, count)
+        if count > 1 and max(each) > 1:
+            yield Deal(groups, count, is_apart=True)
 
 
 def cuts(classes: Region) -> Iterator[tuple[Region, ...]]:

@@ -5,8 +5,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.search.regions import CLASSES, cuts
-from hetu_fx.planner.search.templates import classes_of
+from hetu_fx.planner.search.regions import CLASSES, classes_of, cuts
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from tests.planner.examples import paper, transformer

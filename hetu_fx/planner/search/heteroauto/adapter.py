@@ -22,8 +22,7 @@ from itertools import product
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.contiguous import replica_counts
-from hetu_fx.planner.search.device_classes import alike_in, ranks_by_node
-from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES
+from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, alike_in, ranks_by_node
 from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, HeteroStage, Tables
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, HeteroProblem, hetero_problem
 from hetu_fx.planner.search.heteroauto.sweep import Arranged, arrange

@@ -21,7 +21,7 @@ from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.device_classes import Alike, alike_in, ranks_by_node
+from hetu_fx.planner.search.device_orders import Alike, alike_in, ranks_by_node
 from hetu_fx.planner.search.malleus.adapter import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.part_costs import PartCosts

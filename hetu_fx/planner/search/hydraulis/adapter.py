@@ -24,7 +24,7 @@ from hetu_fx.planner.dispatch.pack import Packing, pack, pack_quickly
 from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, TimeFit, fit_times
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.search.device_classes import ranks_by_node
+from hetu_fx.planner.search.device_orders import ranks_by_node
 from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, propose
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search

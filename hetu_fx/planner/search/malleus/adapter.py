@@ -31,9 +31,8 @@ from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, ca
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
-from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, estimate, estimated
+from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, Template, classes_of, estimate, estimated
 from hetu_fx.planner.search.replica import Family
-from hetu_fx.planner.search.templates import Template, classes_of
 from hetu_fx.planner.values.device_memory import fixed_bytes
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage

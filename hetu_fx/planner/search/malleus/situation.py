@@ -25,7 +25,7 @@ from functools import cached_property
 from hetu_fx.base.checks import check_not_negative, check_positive
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.device_classes import ranks_by_node
+from hetu_fx.planner.search.device_orders import ranks_by_node
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import memory_problems, predict
-from hetu_fx.planner.search.device_classes import alike_in
+from hetu_fx.planner.search.device_orders import alike_in
 from hetu_fx.planner.search.heteroauto.adapter import hetero_problem, plans_of, search, shapes
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.regions import MOST_CLASSES

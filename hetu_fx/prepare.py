@@ -88,7 +88,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         runtime.add_variant(plan, plan.name or f"variant{index}")
     adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
-        adaptation.book.plans[Conditions()] = priced[0]
+        adaptation.plans[Conditions()] = priced[0]
     if cluster is not None:
         adaptation.replanning.begin()
     return runtime, adaptation

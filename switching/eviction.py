@@ -34,19 +34,15 @@ class IdleLayout:
         check_not_negative(StateError, "idle layout", copy_bytes=self.copy_bytes, graph_bytes=self.graph_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """What is to be evicted: a part of the layout of this index."""
-
-    index: int
-    part: Part
+Eviction = tuple[int, Part]
+"""What is to be evicted: a part of the layout of this index."""
 
 
 def evictions(idle: Sequence[IdleLayout], limit_bytes: int) -> tuple[Eviction, ...]:
     """Return what is to be evicted, so that the rest takes no more than the limit, and no more than that needs."""
     order = sorted(range(len(idle)), key=lambda index: idle[index].last_use)
-    sizes = [(Eviction(index, "copies"), idle[index].copy_bytes) for index in order]
-    sizes += [(Eviction(index, "graphs"), idle[index].graph_bytes) for index in order]
+    sizes: list[tuple[Eviction, int]] = [((index, "copies"), idle[index].copy_bytes) for index in order]
+    sizes += [((index, "graphs"), idle[index].graph_bytes) for index in order]
     left, found = sum(size for _, size in sizes), []
     for eviction, size in sizes:
         if left > limit_bytes and size:
@@ -103,8 +99,8 @@ class IdleMemory:
         kept = {name: compute for name, compute in computes.items() if compute.has_copies or compute.has_graphs}
         self._agree([compute for compute in kept.values() if compute.sizes is None])
         order, idle = list(kept), [_idle(compute) for compute in kept.values()]
-        for eviction in evictions(idle, self.limit_bytes):
-            self._evict(order[eviction.index], kept[order[eviction.index]], eviction.part, step)
+        for index, part in evictions(idle, self.limit_bytes):
+            self._evict(order[index], kept[order[index]], part, step)
         self.num_bytes = sum(found.copy_bytes + found.graph_bytes for found in map(_idle, kept.values()))
 
     def _evict(self, name: str, compute: Compute, part: Part, step: int) -> None:

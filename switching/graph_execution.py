@@ -7,7 +7,7 @@ before it measures, for the same reasons (its artifact's warm-up).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
-from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs
+from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.run_step import run_step, stage_of
 from hetu_fx.switching.step.variant import KeptBack
@@ -105,7 +105,7 @@ class RowReading(Reading[GraphVariant]):
         """Run it and leave no trace."""
         rehearse(variant, inputs, self.run)
 
-    def run(self, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+    def run(self, variant: GraphVariant, inputs: StepInputs) -> LossAndOutput:
         """Run it."""
         return run_step(self.batch, variant, inputs)
 
@@ -117,7 +117,7 @@ class ReadOnly(Buffers):
         """Leave the model's buffers as they are."""
 
 
-def rehearse(variant: GraphVariant, inputs: StepInputs, run: Callable[[GraphVariant, StepInputs], StepOutputs]) -> None:
+def rehearse(variant: GraphVariant, inputs: StepInputs, run: Run[GraphVariant]) -> None:
     """Run a step forward and backward, and leave the model as it is; collective.
 
     Gradients go to stand-ins of the home parameters, so that neither `.grad` nor hooks of the user's see them.

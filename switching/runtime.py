@@ -36,7 +36,7 @@ from hetu_fx.switching.step.execution import (
 )
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.policy import BatchFacts
-from hetu_fx.switching.step.report import LastStep, LossAndOutput, StepTimes
+from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from hetu_fx.switching.step.variant import Variant
@@ -248,7 +248,7 @@ class Runtime:
         if self._trains and division.planned is None:
             self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
         joined = division.joined(made)
-        return joined.output if self.execution.loss_fn is None else LossAndOutput(joined.loss, joined.output)
+        return joined.output if self.execution.loss_fn is None else joined
 
     @property
     def _trains(self) -> bool:

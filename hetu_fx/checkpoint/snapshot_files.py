@@ -18,6 +18,7 @@ from torch import Tensor
 from hetu_fx.checkpoint.snapshot_plan import Moment, SnapshotPart, read_name
 from hetu_fx.checkpoint.tensor_files import Bounds, Key, RankShards, boxes_in, open_safetensors
 from hetu_fx.cluster.host import node_name
+from hetu_fx.emulate.cleanup import start_time
 from hetu_fx.errors import CheckpointError
 
 FORMAT = "hetu_fx.snapshot/1"
@@ -35,23 +36,14 @@ def launcher_folder() -> Path:
     """
     _remove_left_over()
     parent = os.getppid()
-    return SHARED_MEMORY / f"{_PREFIX}-{os.getuid()}-{parent}-{_start_of(parent)}"
+    return SHARED_MEMORY / f"{_PREFIX}-{os.getuid()}-{parent}-{start_time(parent)}"
 
 
 def _remove_left_over() -> None:
     for folder in SHARED_MEMORY.glob(f"{_PREFIX}-{os.getuid()}-*-*"):
         *_, process, start = folder.name.split("-")
-        if str(_start_of(int(process))) != start:
+        if str(start_time(int(process))) != start:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start_of(process: int) -> int | None:
-    """Return when a process was started, in clock ticks since boot; None if it is not there."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.switching.adapt.health import HealthTracker
 from hetu_fx.switching.adapt.own_times import Probe, Standby
-from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made, PlanBook, Planner, Replanning
+from hetu_fx.switching.adapt.replanning import Asked, Conditions, Made, Planner, Replanning, nearest_known
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.report import LastStep
 
@@ -78,7 +78,7 @@ class Adaptation:
         calibrates: bool = False,
     ) -> None:
         self.runtime, self.costs, self.cluster = runtime, costs, cluster
-        self.tracker, self.book = HealthTracker(), PlanBook()
+        self.tracker, self.plans = HealthTracker(), dict[Conditions, Plan]()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
         self.replanning = Replanning(runtime.table, planner, runtime.variants)
@@ -164,7 +164,7 @@ class Adaptation:
         _log.info("the first steps correct the devices' speeds to\n%s", self.cluster)
         speeds = {device.rank: device.flops_per_second for device in cluster.devices}
         self.tracker.rescale({rank: self.cluster.device(rank).flops_per_second / speeds[rank] for rank in normals})
-        self.book = PlanBook()  # what it held was made for other speeds
+        self.plans.clear()  # what there were was made for other speeds
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
                 variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
@@ -176,12 +176,12 @@ class Adaptation:
         conditions = Conditions.of(rates, self.runtime.variants.drained)
         self.runtime.variants.go_by(dict(conditions.rates))
         _log.info("devices' rates are %s", dict(conditions.rates) or "those of healthy ones")
-        known = self.book.nearest(conditions)
+        known = nearest_known(self.plans, conditions)
         if known is None:
             self.replanning.ask(self._asked(conditions), self._known_cluster())
         else:
             self.replanning.drop()
-            self._adopt(self._asked(known), Made(self.book.plans[known]))
+            self._adopt(self._asked(known), Made(self.plans[known]))
 
     def replan(self, rates: Mapping[int, float]) -> str:
         """Make a plan for the given rates now; the policy weighs it against the others from the next step on.
@@ -190,7 +190,7 @@ class Adaptation:
         """
         cluster = self._known_cluster()
         asked = self._asked(Conditions.of(rates, self.runtime.variants.drained))
-        known = self.book.plans.get(asked.conditions)
+        known = self.plans.get(asked.conditions)
         made = self.replanning.make_now(asked, cluster) if known is None else Made(known)
         self.replanning.drop()
         self.runtime.variants.go_by(dict(asked.conditions.rates))
@@ -215,13 +215,13 @@ class Adaptation:
             return
         current = self.runtime.variants[self.runtime.current]
         if asked.least_gain is not None and not _gains(outcome.plan, current.predicted_seconds, asked.least_gain):
-            self.book.plans[asked.conditions] = current.plan
+            self.plans[asked.conditions] = current.plan
             return
         self._adopt(asked, outcome)
 
     def _adopt(self, asked: Asked, made: Made) -> str:
         """Give the policy a plan to choose from the next step on; return its variant's name."""
-        self.book.plans[asked.conditions] = made.plan
+        self.plans[asked.conditions] = made.plan
         rates = dict(asked.conditions.rates)
         name = self._variant_for(rates, made, asked.conditions.name)
         self.tracker.restart()

@@ -13,8 +13,8 @@ What a plan is made for, besides model and devices, and which plans have been ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from time import perf_counter
 
 from hetu_fx.cluster.cluster import Cluster
@@ -162,13 +162,7 @@ class Conditions:
         return max((max(rate / theirs[rank], theirs[rank] / rate) - 1 for rank, rate in mine.items()), default=0.0)
 
 
-@dataclass
-class PlanBook:
-    """The plans that have been made, by conditions."""
-
-    plans: dict[Conditions, Plan] = field(default_factory=dict)
-
-    def nearest(self, conditions: Conditions) -> Conditions | None:
-        """Return the conditions with a plan that are these, as far as can be measured; None if there are none."""
-        near = min(self.plans, key=conditions.distance, default=None)
-        return None if near is None or conditions.distance(near) >= NEAR else near
+def nearest_known(plans: Iterable[Conditions], conditions: Conditions) -> Conditions | None:
+    """Return which of the conditions that have a plan are these, as far as can be measured; None if none are."""
+    near = min(plans, key=conditions.distance, default=None)
+    return None if near is None or conditions.distance(near) >= NEAR else near

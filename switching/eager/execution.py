@@ -31,7 +31,7 @@ from hetu_fx.switching.eager.module import (
     tell,
 )
 from hetu_fx.switching.home.ops import layout_of
-from hetu_fx.switching.step.execution import Reading, StepInputs, StepOutputs, check_takes_any_row
+from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame
 from hetu_fx.switching.step.row_exchange import rows_for_pipeline
 from hetu_fx.switching.step.variant import Variant
@@ -166,7 +166,7 @@ class EagerReading(Reading[EagerVariant]):
         """Lead the bridge to the present homes."""
         variant.renew()
 
-    def run(self, variant: EagerVariant, inputs: StepInputs) -> StepOutputs:
+    def run(self, variant: EagerVariant, inputs: StepInputs) -> LossAndOutput:
         """Run it."""
         return _EagerStep(self.module, variant, self.batch, inputs).run()
 
@@ -180,7 +180,7 @@ class _EagerStep(StepFrame):
         super().__init__(variant, inputs)
         self.module, self.batch = module, batch
 
-    def run(self) -> StepOutputs:
+    def run(self) -> LossAndOutput:
         rows = self._own_rows()
         parameters = self.variant.compute.gather(self.variant.bridge)
         if self.trains:
@@ -193,9 +193,9 @@ class _EagerStep(StepFrame):
         form = common_form(forms)
         values = self._values(forms, form, made)
         if not form.loss_name:
-            return StepOutputs(unflatten(form.tree, values), None)
+            return LossAndOutput(None, unflatten(form.tree, values))
         loss = values[form.loss_name] = self.global_loss(self._local_loss(form, made), made is not None)
-        return StepOutputs(unflatten(form.tree, values), loss)
+        return LossAndOutput(loss, unflatten(form.tree, values))
 
     def _own_rows(self) -> dict[str, Tensor]:
         per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}

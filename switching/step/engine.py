@@ -105,28 +105,36 @@ class Engine:
         self.p2p.finish()
         return outcome
 
-    def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> tuple[Any, ...]:
-        """Run one micro-batch of a pipeline of one stage under ordinary autograd; return the raw results."""
-        return self._call(self._arguments(micro, shared, {}), outcome)
+    def forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome) -> None:
+        """Run one micro-batch of a pipeline of one stage under ordinary autograd, which the outcome stays part of."""
+        self._collect(self._call(self._arguments(micro, shared, {}), outcome), outcome, detaches=False)
 
     def _forward(self, micro: MicroBatchFeeds, shared: Feeds, outcome: StageOutcome, train: bool) -> _Flight:
         received = self._receive(micro, train)
         with torch.set_grad_enabled(train):
             results = self._call(self._arguments(micro, shared, received), outcome)
-        flight = _Flight(received, {}, None)
-        for result, value in zip(self.device.results, results, strict=True):
-            match result.kind:
-                case ResultKind.SENT:
-                    flight.sent[result.name] = value
-                case ResultKind.LOSS:
-                    flight.loss = value
-                    outcome.loss = value.detach() if outcome.loss is None else outcome.loss + value.detach()
-                case ResultKind.VALUE:
-                    outcome.values.setdefault(result.name, []).append(value.detach())
-                case ResultKind.BUFFER_UPDATE:
-                    outcome.updates[result.name] = value.detach()
+        flight = _Flight(received, *self._collect(results, outcome, detaches=True))
         self.p2p.send(flight.sent, micro.bindings)
         return flight
+
+    def _collect(
+        self, results: Sequence[Tensor], outcome: StageOutcome, *, detaches: bool
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Add what a micro-batch has made to the outcome; return what is to be sent, by name, and its loss."""
+        sent: dict[str, Tensor] = {}
+        loss: Tensor | None = None
+        for result, value in zip(self.device.results, results, strict=True):
+            kept = value.detach() if detaches else value
+            match result.kind:
+                case ResultKind.SENT:
+                    sent[result.name] = value
+                case ResultKind.LOSS:
+                    loss, outcome.loss = value, kept if outcome.loss is None else outcome.loss + kept
+                case ResultKind.VALUE:
+                    outcome.values.setdefault(result.name, []).append(kept)
+                case ResultKind.BUFFER_UPDATE:
+                    outcome.updates[result.name] = value.detach()
+        return sent, loss
 
     def _receive(self, micro: MicroBatchFeeds, train: bool) -> dict[str, Tensor]:
         received = self.p2p.receive(micro.bindings)

@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -79,20 +79,18 @@ class StepInputs:
         return not has_loss or self.outputs == "all" or (self.outputs == "auto" and not training)
 
 
-@dataclass(frozen=True)
-class StepOutputs:
-    """What a step returns on this rank: the model's output, and the loss.
+class LossAndOutput(NamedTuple):
+    """What a step returns on this rank, and a model with a loss_fn to its caller.
 
-    Attributes:
-        output: as the model returns it; None in the place of what was not asked for.
-        loss: of the whole batch; None if the model has none.
+    The loss is that of the whole batch, None if there is none. The output is as the model returns it, None in the place
+    of what was not asked for.
     """
 
-    output: Any
     loss: Tensor | None
+    output: Any
 
 
-Run = Callable[[V, StepInputs], StepOutputs]
+Run = Callable[[V, StepInputs], LossAndOutput]
 Work = Callable[[Cluster], Mapping[int, float]]
 
 
@@ -125,12 +123,12 @@ class Division(Generic[V]):
     planned: Planned | None = None
     work: Work | None = None
 
-    def joined(self, made: Sequence[StepOutputs]) -> StepOutputs:
+    def joined(self, made: Sequence[LossAndOutput]) -> LossAndOutput:
         """Return the outputs of the whole batch from those of its parts."""
         if self.output is None:
             return made[0]
         loss = functools.reduce(operator.add, [part.loss for part in made if part.loss is not None])
-        return StepOutputs(self.output(loss), loss)
+        return LossAndOutput(loss, self.output(loss))
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ class Reading(ABC, Generic[V]):
         """Divide it among variants, on devices of these straggling rates; None for rows, which one variant runs."""
         return None
 
-    def run(self, variant: V, inputs: StepInputs) -> StepOutputs:
+    def run(self, variant: V, inputs: StepInputs) -> LossAndOutput:
         """Run it on a variant, unless it is to be divided."""
         raise NotImplementedError
 

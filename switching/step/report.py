@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
-
-import torch
 
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.switching.step.execution import Work
@@ -84,10 +81,3 @@ class LastStep:
     timer: ComputeTimer = field(default_factory=ComputeTimer)
     planned: Planned | None = None
     work: Work | None = None
-
-
-class LossAndOutput(NamedTuple):
-    """What a model with a loss_fn returns: the loss, and the model's own output (None where it is not asked for)."""
-
-    loss: torch.Tensor | None
-    output: Any

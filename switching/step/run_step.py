@@ -16,16 +16,16 @@ from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
-from hetu_fx.switching.step.execution import StepInputs, StepOutputs
+from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
 from hetu_fx.switching.step.frame import StepFrame
 from hetu_fx.switching.step.gradients import Collector
 from hetu_fx.switching.step.outputs import ValueRoute, value_routes
-from hetu_fx.transforms.specialize.device_graph import ResultKind, SlotKind
+from hetu_fx.transforms.specialize.device_graph import SlotKind
 
 StepBatch = ReadBatch | AssignedRows
 
 
-def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> StepOutputs:
+def run_step(batch: StepBatch, variant: GraphVariant, inputs: StepInputs) -> LossAndOutput:
     """Run one step; collective over the world."""
     with _without_autocast():
         return _GraphStep(variant, batch, inputs).run()
@@ -54,7 +54,7 @@ class _GraphStep(StepFrame):
         super().__init__(variant, inputs, scale=scale, may_run_ahead=runs_ahead)
         self.outcome = StageOutcome(timer=inputs.timer)
 
-    def run(self) -> StepOutputs:
+    def run(self) -> LossAndOutput:
         micro_batches = self._micro_batches()
         compute = self.variant.compute.gather(self.stage.bridge)
         if self.device is None:
@@ -69,9 +69,9 @@ class _GraphStep(StepFrame):
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
         made = self._returned(values) if self.wants_values else {}
         if not self.program.loss_name:
-            return StepOutputs(self.program.graph.rebuild(made), None)
+            return LossAndOutput(None, self.program.graph.rebuild(made))
         loss = made[self.program.loss_name] = self.global_loss(self._local_loss(), self.stage.contributes_loss)
-        return StepOutputs(self.program.graph.rebuild(made), loss)
+        return LossAndOutput(loss, self.program.graph.rebuild(made))
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs
@@ -116,16 +116,9 @@ class _GraphStep(StepFrame):
         """Run a stage without neighbours, so that backward is ordinary autograd."""
         collector = self._collector(compute)
         collector.listen()
-        results: dict[tuple[ResultKind, str], Tensor] = {}
         if self.stage.engine is not None and (micro_batches[0].rows or self.stage.talks_in_step):
-            raw = self.stage.engine.forward(micro_batches[0], self._shared_feeds(collector.leaves), self.outcome)
-            assert self.device is not None
-            results = {(r.kind, r.name): value for r, value in zip(self.device.results, raw, strict=True)}
-        for (kind, name), value in results.items():
-            if kind is ResultKind.BUFFER_UPDATE:
-                self.outcome.updates[name] = value.detach()
-        self.outcome.loss = next((value for (kind, _), value in results.items() if kind is ResultKind.LOSS), None)
-        return {name: value for (kind, name), value in results.items() if kind is ResultKind.VALUE}
+            self.stage.engine.forward(micro_batches[0], self._shared_feeds(collector.leaves), self.outcome)
+        return {name: value for name, (value,) in self.outcome.values.items()}
 
     def _run_scheduled(self, micro_batches: list[MicroBatchFeeds], compute: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run forwards and backwards now; hand the gradients out in backward."""

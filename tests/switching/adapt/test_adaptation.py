@@ -134,7 +134,7 @@ def test_a_plan_that_corrected_speeds_make_hardly_faster_is_left_alone() -> None
     adaptation.calibrate(expecting(adaptation, 1.0), {0: 2.0})
     take_over(adaptation)
     assert list(adaptation.runtime.variants) == ["variant0"]
-    assert adaptation.book.plans[Conditions()] == adaptation.runtime.variants["variant0"].plan
+    assert adaptation.plans[Conditions()] == adaptation.runtime.variants["variant0"].plan
 
 
 def test_plans_are_expected_to_take_what_they_do_at_corrected_speeds() -> None:
@@ -173,7 +173,7 @@ def test_a_slow_device_is_planned_for_while_steps_go_on() -> None:
 
 def test_a_situation_that_returns_is_not_planned_again() -> None:
     adaptation = adaptation_with(replace(Plan.single(), schedule="gpipe"))
-    adaptation.book.plans[Conditions()] = Plan.single()
+    adaptation.plans[Conditions()] = Plan.single()
     adaptation.adapt({0: 2.0})
     take_over(adaptation)
     for rate in (1.0, 2.04):

@@ -1,7 +1,6 @@
 import pytest
 
-from hetu_fx.plans.plan import Plan
-from hetu_fx.switching.adapt.replanning import Conditions, PlanBook
+from hetu_fx.switching.adapt.replanning import Conditions, nearest_known
 
 
 @pytest.mark.parametrize(
@@ -33,8 +32,8 @@ def test_conditions_of_other_slow_or_drained_devices_have_nothing_in_common(othe
 
 
 def test_a_situation_has_the_plan_of_the_nearest_one_if_only_noise_tells_them_apart() -> None:
-    book = PlanBook({Conditions.of({0: rate}): Plan.single() for rate in (2.0, 2.08)})
-    assert book.nearest(Conditions.of({0: 2.05})) == Conditions.of({0: 2.08})
-    assert book.nearest(Conditions.of({0: 2.01})) == Conditions.of({0: 2.0})
-    assert book.nearest(Conditions.of({0: 2.3})) is None
-    assert PlanBook().nearest(Conditions()) is None
+    known = [Conditions.of({0: rate}) for rate in (2.0, 2.08)]
+    assert nearest_known(known, Conditions.of({0: 2.05})) == Conditions.of({0: 2.08})
+    assert nearest_known(known, Conditions.of({0: 2.01})) == Conditions.of({0: 2.0})
+    assert nearest_known(known, Conditions.of({0: 2.3})) is None
+    assert nearest_known([], Conditions()) is None

@@ -27,7 +27,7 @@ from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
-from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs
+from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.run_step import run_step, stage_of
 from hetu_fx.switching.step.variant import KeptBack

@@ -66,19 +66,14 @@ def _numbered_children(stacks: Iterable[ModuleStack]) -> list[Child]:
 
 def _chains(children: list[Child]) -> list[list[Child]]:
     runs: list[list[Child]] = []
+    continued: dict[tuple[str, str, int], list[Child]] = {}
     for child in children:
-        if not any(_extend(run, child) for run in runs):
-            runs.append([child])
-    return [run for run in runs if len(run) > 1]
-
-
-def _extend(run: list[Child], child: Child) -> bool:
-    last = run[-1]
-    expected = (last.parent, last.class_name, last.number + 1)
-    follows = expected == (child.parent, child.class_name, child.number)
-    if follows:
+        run = continued.pop((child.parent, child.class_name, child.number), [])
+        if not run:
+            runs.append(run)
         run.append(child)
-    return follows
+        continued[child.parent, child.class_name, child.number + 1] = run
+    return [run for run in runs if len(run) > 1]
 
 
 def _is_nested(chain: list[Child], chains: list[list[Child]]) -> bool:

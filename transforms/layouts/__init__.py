@@ -1,5 +1,5 @@
 """From a graph to how every value of it lies under a plan, in the types `AnalysedGraph` to `DeducedGraph`.
 
-`analysed_graph` -> `annotate` -> `deduce`: per axis, a `forward_search` over `strategies` and `output_states`, priced
-by `reshard_cost`, then cotangents back.
+`analysed_graph` -> `annotate` -> `deduce`: per axis, a `forward_search` over `strategies`, priced by `reshard_cost`,
+then cotangents back.
 """

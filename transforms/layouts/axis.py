@@ -25,7 +25,6 @@ from hetu_fx.graph.graph import Graph, OutputKind
 from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import Flow, is_item
 from hetu_fx.transforms.layouts.forward_search import ForwardWalk, Walk
-from hetu_fx.transforms.layouts.output_states import OutputStates
 from hetu_fx.transforms.layouts.reshard_cost import Prices
 from hetu_fx.transforms.layouts.sequence_parallel import UNCUT, SequenceCut
 from hetu_fx.transforms.layouts.states import AxisState, Need, OpStrategy, Whole
@@ -93,7 +92,7 @@ def deduce_batch_axis(graph: Graph, factors: FactorMap, flow: Flow, rows: Splits
         DeductionError: naming the op, the user's line and the way out.
     """
     strategies = Strategies(factors, flow, rows, UNCUT, may_gather=False)
-    walk = ForwardWalk(graph, strategies, OutputStates(factors, rows, UNCUT)).walk()
+    walk = ForwardWalk(graph, strategies).walk()
     marks = _CotangentMarks(flow, walk, lambda node: True)
     if rows:
         marks.start(node for _, node in graph.outputs_of(OutputKind.VALUE))
@@ -115,9 +114,8 @@ def deduce_tensor_axis(
     What splits none of `splits` runs on a part of a sequence where `cut` allows it. `outside` are values that others
     than the stage's ops read.
     """
-    strategies = Strategies(factors, flow, splits, cut, may_gather=True)
-    output_states = OutputStates(factors, splits, cut, outside)
-    walks = [ForwardWalk(graph, strategies, output_states, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
+    strategies = Strategies(factors, flow, splits, cut, may_gather=True, outside=outside)
+    walks = [ForwardWalk(graph, strategies, prices, hopeful=hopeful).walk() for hopeful in (False, True)]
     found = [(walk, _CotangentWalk(graph, flow, walk, prices, outside).cheapest()) for walk in walks]
     walk, back = min(found, key=lambda pair: round(pair[0].seconds + pair[1].seconds, _DIGITS))
     unsummed = frozenset(back.steps())

@@ -23,7 +23,6 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
 from hetu_fx.transforms.layouts.beam import Branch, beam
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
-from hetu_fx.transforms.layouts.output_states import OutputStates
 from hetu_fx.transforms.layouts.reshard_cost import Prices, product_flops
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, OpStrategy, SplitOn
 from hetu_fx.transforms.layouts.strategies import Strategies, gives_summands, passes_on_exactly
@@ -99,16 +98,10 @@ class ForwardWalk:
     """Decides every op of a graph; without `prices` the first strategy is taken everywhere."""
 
     def __init__(
-        self,
-        graph: Graph,
-        strategies: Strategies,
-        output_states: OutputStates,
-        prices: Prices | None = None,
-        *,
-        hopeful: bool = False,
+        self, graph: Graph, strategies: Strategies, prices: Prices | None = None, *, hopeful: bool = False
     ) -> None:
         self.graph, self.factors, self.hopeful = graph, strategies.factors, hopeful
-        self.strategies, self.output_states, self.prices = strategies, output_states, prices
+        self.strategies, self.prices = strategies, prices
         self.keep_sums = prices is None
         self.last_reads = _last_reads(graph)
 
@@ -140,7 +133,7 @@ class ForwardWalk:
     def _take_item(self, track: _ForwardBranch, item: fx.Node) -> None:
         decision = track.open[whole_of(item)]
         made = self._item_state(item, decision)
-        track.note(item, None, made, made if self.keep_sums else self.output_states.of_item(item, made))
+        track.note(item, None, made, made if self.keep_sums else self.strategies.of_item(item, made))
 
     def _item_state(self, item: fx.Node, decision: OpStrategy) -> AxisState:
         if decision.factor is None:
@@ -165,7 +158,7 @@ class ForwardWalk:
     def _left(self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy) -> tuple[AxisState, ...]:
         if self.keep_sums:
             return (strategy.result,)
-        return self.output_states.of_result(node, strategy.result, track.states)
+        return self.strategies.of_result(node, strategy.result, track.states)
 
     def _charge(
         self, track: _ForwardBranch, node: fx.Node, strategy: OpStrategy, state: AxisState, prices: Prices

@@ -28,7 +28,7 @@ from torch import fx
 
 from hetu_fx.annotations.states import proportional_sizes
 from hetu_fx.deduction.factors.dual_roles import original
-from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OperandFactors, OpFactors, SizeArg
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, OpFactors, SizeArg, flat
 from hetu_fx.deduction.rules.call import argument_at
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
@@ -54,8 +54,7 @@ def _carried(op: OpFactors, flow: Flow) -> Classes:
     weights = [o.classes for o in op.operands if not flow.through_inputs(o.node)]
     others = [o.classes for o in op.operands if flow.through_inputs(o.node)]
     contracted = [w for w in weights if any(w & other & op.reduced - op.sharded for other in others)]
-    result = frozenset(c for dims in op.results for dim in dims for c in dim)
-    return (result - op.whole).difference(*contracted) if contracted else NOTHING
+    return (op.made - op.whole).difference(*contracted) if contracted else NOTHING
 
 
 def shares(factor: FactorClass, ratios: tuple[int, ...]) -> tuple[int, ...]:
@@ -116,7 +115,7 @@ def _cuttable(node: fx.Node, annotated: AnnotatedGraph, runs: Runs) -> Classes:
 
 def _runs_on_rows(node: fx.Node, op: OpFactors, factor: FactorClass) -> bool:
     """Tell whether an op runs on a part of a class that some operand has, and that is a dim of its own everywhere."""
-    read = [operand.dims for operand in _read(op)]
+    read = [operand.dims for operand in op.read]
     dims = [dim for dims in (*op.results, *read) for dim in dims if factor in dim]
     given = any(factor in dim for dims in read for dim in dims)
     alone = given and factor not in op.whole | op.sharded | op.averaged and all(dim == (factor,) for dim in dims)
@@ -204,7 +203,7 @@ class _PartsWalk:
         return read.union(c for i, c in op.travelling.items() if op.operands[i].node is node)
 
     def _reads_part(self, reader: fx.Node, node: fx.Node, factor: FactorClass) -> bool:
-        return any(factor in o.classes for o in _read(self.factors.op(reader).cut_at(factor)) if o.node is node)
+        return any(factor in o.classes for o in self.factors.op(reader).cut_at(factor).read if o.node is node)
 
     def _grows(self, node: fx.Node) -> bool:
         """Tell whether a value is a linear function of one that is no larger, which is cheaper to put together."""
@@ -214,13 +213,9 @@ class _PartsWalk:
 
 def leading(op: OpFactors, able: Classes) -> Classes:
     """Return the class that comes first in the result, of several: queries are cut rather than keys of another text."""
-    order = [c for dims in op.results for dim in dims for c in dim]
+    order = [c for dims in op.results for c in flat(dims)]
     found = sorted(able, key=lambda c: (order.index(c) if c in order else len(order), c.id))
     return frozenset(found[:1])
-
-
-def _read(op: OpFactors) -> list[OperandFactors]:
-    return [operand for i, operand in enumerate(op.operands) if i not in op.unread]
 
 
 def computable_on_part(node: fx.Node, annotated: AnnotatedGraph) -> Classes:
@@ -232,7 +227,7 @@ def _runs_on_part(node: fx.Node, op: OpFactors, factor: FactorClass) -> bool:
     seen = op.cut_at(factor)
     if factor in seen.whole | seen.sharded | seen.averaged:
         return False
-    tensors = [*op.results, *(operand.dims for operand in _read(op))]
+    tensors = [*op.results, *(operand.dims for operand in op.read)]
     first = [next((dim for dim in dims if factor in dim), ()) for dims in tensors]
     once = all(dim.count(factor) <= 1 for dim in first)
     alone = op.traits.counter_at is None or all(len(dim) <= 1 for dim in first)  # it counts in a dim of its own
@@ -247,6 +242,5 @@ def _is_told(given: object, size: SizeArg, factor: FactorClass) -> bool:
 
 def is_product(op: OpFactors) -> bool:
     """Tell whether two operands have a class that no result has."""
-    results = frozenset(c for dims in op.results for dim in dims for c in dim)
-    classes = [operand.classes - results for operand in _read(op)]
+    classes = [operand.classes - op.made for operand in op.read]
     return any(a & b for i, a in enumerate(classes) for b in classes[:i])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from hetu_fx.deduction.factors.dual_roles import elsewhere
-from hetu_fx.deduction.factors.factors import FactorClass, FactorMap, flat
+from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotate import Annotate
@@ -53,8 +53,7 @@ class WorkShares:
         if not self.factors.is_op(node):
             return False
         op = self.factors.op(node)
-        tensors = (*op.results, *(operand.dims for operand in op.operands))
-        present = {factor for dims in tensors for factor in flat(dims)}
+        present = op.made.union(*(operand.classes for operand in op.operands))
         return not self.classes.isdisjoint(present - op.whole)
 
     def splits(self, node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from hetu_fx.deduction.factors.factors import ClassDim, ClassDims, FactorClass, OperandFactors, OpFactors, SizeArg
+from hetu_fx.deduction.factors.factors import ClassDim, ClassDims, FactorClass, OpFactors, SizeArg
 from hetu_fx.deduction.rules.rule import Dims, Factoring
 
 
@@ -41,7 +41,7 @@ def taken_apart(
     for factor in op.whole - misfits:
         name = _leading_name(factor, op, factoring, parts)
         if name is not None:
-            found[factor] = _Seen(factor, name, parts).of(op, factoring)
+            found[factor] = _seen(op, factoring, parts, factor, name)
     return found
 
 
@@ -71,28 +71,18 @@ def _classes(dims: Dims, parts: Mapping[str, ClassDim]) -> ClassDims:
     return tuple(tuple(cls for name in dim for cls in parts[name]) for dim in dims)
 
 
-class _Seen:
-    """Writes ops with `factor` where `name` stands, and its stand-in where other names do."""
-
-    def __init__(self, factor: FactorClass, name: str, parts: Mapping[str, ClassDim]) -> None:
-        self.factor, self.other, self.name = factor, elsewhere(factor), name
-        put = {factor: self.other}
-        self.parts = {n: c if n == name else tuple(put.get(cls, cls) for cls in c) for n, c in parts.items()}
-
-    def of(self, op: OpFactors, factoring: Factoring) -> OpFactors:
-        """Return the op as it is where the class is cut under the name alone."""
-        pairs = enumerate(zip(op.operands, factoring.operands, strict=True))
-        return replace(
-            op,
-            operands=tuple(o if i in op.unread else self._operand(o, dims) for i, (o, dims) in pairs),
-            results=tuple(_classes(dims, self.parts) for dims in factoring.results),
-            whole=op.whole - {self.factor} | {self.other},
-            size_args=tuple(SizeArg(lit.path, self._size(lit.names)) for lit in factoring.literals),
-            placed=frozenset({self.factor} if self.name in factoring.placed else ()),
-        )
-
-    def _operand(self, operand: OperandFactors, dims: Dims) -> OperandFactors:
-        return replace(operand, dims=_classes(dims, self.parts))
-
-    def _size(self, names: tuple[str, ...]) -> ClassDim:
-        return tuple(cls for name in names for cls in self.parts[name])
+def _seen(
+    op: OpFactors, factoring: Factoring, parts: Mapping[str, ClassDim], factor: FactorClass, name: str
+) -> OpFactors:
+    """Return the op as it is where a class is cut under one name alone: under others its stand-in is what stays."""
+    put = {factor: elsewhere(factor)}
+    apart = {n: c if n == name else tuple(put.get(cls, cls) for cls in c) for n, c in parts.items()}
+    pairs = enumerate(zip(op.operands, factoring.operands, strict=True))
+    return replace(
+        op,
+        operands=tuple(o if i in op.unread else replace(o, dims=_classes(dims, apart)) for i, (o, dims) in pairs),
+        results=tuple(_classes(dims, apart) for dims in factoring.results),
+        whole=op.whole - {factor} | {elsewhere(factor)},
+        size_args=tuple(SizeArg(lit.path, tuple(c for n in lit.names for c in apart[n])) for lit in factoring.literals),
+        placed=frozenset({factor} if name in factoring.placed else ()),
+    )

@@ -121,9 +121,17 @@ class OpFactors:
     @property
     def classes(self) -> frozenset[FactorClass]:
         """Return the classes that occur in any result, or in any operand whose values are read."""
-        read = (operand.dims for position, operand in enumerate(self.operands) if position not in self.unread)
-        tensors = (*self.results, *read)
-        return frozenset(cls for dims in tensors for cls in flat(dims))
+        return self.made.union(*(operand.classes for operand in self.read))
+
+    @property
+    def made(self) -> frozenset[FactorClass]:
+        """Return the classes that occur in any result."""
+        return frozenset(cls for dims in self.results for cls in flat(dims))
+
+    @property
+    def read(self) -> tuple[OperandFactors, ...]:
+        """Return the operands whose values are read."""
+        return tuple(operand for position, operand in enumerate(self.operands) if position not in self.unread)
 
     def cut_at(self, factor: FactorClass) -> OpFactors:
         """Return the op as it is for one who cuts `factor` in it, or wants to."""

@@ -11,7 +11,7 @@ only, and every row that is moved is put back.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -136,33 +136,21 @@ class _Tracker:
         self._rows[step.node] = tuple(replace(rows, origins=data) if data else PLAIN for rows in results)
 
     def _follow(self, step: RowStep, role: Role | None) -> Sequence[KnownRows]:
-        match role:
-            case Role.SORT:
-                return self._sort(step)
-            case Role.COUNT_UP:
-                return self._count_up(step)
-            case Role.INDEX:
-                return self._index(step)
-            case Role.PUT:
-                return self._put(step)
-            case Role.ADD_ROWS:
-                return self._add_rows(step)
-            case Role.GROUPED:
-                return self._grouped(step)
-            case Role.MAKE_LIKE:
-                return [PLAIN]
-            case Role.COUNT:
-                return step.counted()
-            case Role.DIVIDE if step.given[0].points is not None:
-                return step.divided()
-            case Role.ADD_UP:
-                return [replace(rows, counts=step.given[0].counts) for rows in step.moved()]
-            case Role.CARRY:
-                return step.carried()
-            case Role.ADD if len(step.call.operands) == 1 and step.call.arguments.get("other") == 0:
-                return step.carried()
-            case _:
-                return step.moved()
+        by_role: dict[Role | None, Callable[[RowStep], Sequence[KnownRows]]] = {
+            Role.SORT: self._sort,
+            Role.COUNT_UP: self._count_up,
+            Role.INDEX: self._index,
+            Role.PUT: self._put,
+            Role.ADD_ROWS: self._add_rows,
+            Role.GROUPED: self._grouped,
+            Role.MAKE_LIKE: lambda step: [PLAIN],
+            Role.COUNT: RowStep.counted,
+            Role.DIVIDE: RowStep.divided,
+            Role.ADD_UP: RowStep.added_up,
+            Role.CARRY: RowStep.carried,
+            Role.ADD: RowStep.added,
+        }
+        return by_role.get(role, RowStep.moved)(step)
 
     def _new_origin(self) -> int:
         self._count += 1

@@ -118,9 +118,20 @@ class RowStep:
         """Return the result of counting values: which order's keys are counted."""
         return [replace(rows, counts=self.given[0].keys) for rows in self.moved()]
 
+    def added_up(self) -> Sequence[KnownRows]:
+        """Return the result of adding values up: offsets of the rows that they count."""
+        return [replace(rows, counts=self.given[0].counts) for rows in self.moved()]
+
+    def added(self) -> Sequence[KnownRows]:
+        """Return the result of a sum: with the number 0, what it is added to."""
+        is_same = len(self.call.operands) == 1 and self.call.arguments.get("other") == 0
+        return self.carried() if is_same else self.moved()
+
     def divided(self) -> Sequence[KnownRows]:
-        """Return positions of slots, divided by the number of slots of a row: positions of rows."""
+        """Return positions of slots, divided by the number of slots of a row: positions of rows. Others are numbers."""
         rows, slots = self.given[0], self.call.arguments.get("other")
+        if rows.points is None:
+            return self.moved()
         rounds = self.call.arguments.get("rounding_mode", "floor") is not None
         if rows.size is None or rows.points != NATURAL or not isinstance(slots, int) or not rounds:
             raise Misuse

@@ -191,17 +191,10 @@ _LAYOUT = "int[] ranks, SymInt[] queries, SymInt[] keys, bool is_causal, float? 
 
 
 def _here(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    ranks: list[int],
-    queries: list[int],
-    keys: list[int],
-    is_causal: bool,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ranks: list[int], *layout: Any
 ) -> tuple[Attention, Start]:
     """Return this rank's part, and what carries its messages."""
+    queries, keys, is_causal, scale = layout
     table, ring = active(), Ring(tuple(queries), tuple(keys), is_causal)
     _check(ring, table.position(ranks), query, key, value)
     mine = Attention(ring, table.position(ranks), query, key, value, mask, scale)
@@ -237,16 +230,8 @@ def _backward(
     return (*found, None)
 
 
-def _eager_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *layout: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _eager_backward(gradient: Tensor, query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    key, value, mask, out, lse, *layout = others
     mine, start = _here(query, key, value, mask, *layout)
     found = mine.backward(gradient, out, lse, start)
     of_queries, of_keys, of_values = (fresh(x.to(query.dtype)) for x in found)

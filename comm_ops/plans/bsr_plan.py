@@ -196,15 +196,16 @@ def plan_moves(
             copies = [[loads.owners(ranks) for ranks in copy] for copy in part.owners]
             teams = _relay_teams(part, node_of, afar=afar) if relays and not move.target.has_partial else []
             for team in teams:
-                for chunk, first in zip(_chunks(part, len(team)), team, strict=False):
+                for dims, first in zip(cut_evenly(part.dims, len(team)), team, strict=False):
+                    chunk = replace(part, dims=dims)
                     transfers += _transfers(number, move, chunk, copies, first, loads)
                     passed_on += _pass_on(number, move, chunk, first, team, loads)
             relayed = {rank for team in teams for rank in team}
             for receiver in part.receivers:
                 if receiver not in relayed:
                     transfers += _transfers(number, move, part, copies, receiver, loads)
-    relay = BsrPlan(tuple(map(_in_place, moves)), tuple(passed_on)) if passed_on else None
-    return BsrPlan(tuple(moves), tuple(transfers), relay)
+    in_place = tuple(replace(move, source=move.target) for move in moves)
+    return BsrPlan(tuple(moves), tuple(transfers), BsrPlan(in_place, tuple(passed_on)) if passed_on else None)
 
 
 def _relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tuple[int, ...]]:
@@ -222,11 +223,6 @@ def _relay_teams(part: Slice, node_of: NodeOf, *, afar: bool = True) -> list[tup
         if node_of(receiver) not in near:
             teams.setdefault(node_of(receiver), []).append(receiver)
     return [tuple(team) for team in teams.values() if len(team) > 1]
-
-
-def _chunks(part: Slice, count: int) -> list[Slice]:
-    """Cut a slice in at most `count` chunks of about equal size."""
-    return [replace(part, dims=dims) for dims in cut_evenly(part.dims, count)]
 
 
 def cut_evenly(dims: Dims, count: int) -> list[Dims]:
@@ -248,10 +244,6 @@ def _pass_on(
     for rank in others:
         loads.add(first, rank, chunk.numel * move.itemsize)
     return [SliceTransfer(number, chunk.dims, chunk.numel, first, rank, adds=False) for rank in others]
-
-
-def _in_place(move: TensorMove) -> TensorMove:
-    return replace(move, source=move.target)
 
 
 def _slices(move: TensorMove) -> tuple[Slice, ...]:

@@ -86,7 +86,8 @@ def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolo
     """Price an all-gather or reduce-scatter that goes around a ring of nodes, and around one inside every node."""
     levels = by_node(tuple(ranks), tuple(map(topology.node_of, ranks)))
     inside = max(ring_cost(num_bytes, level, topology) for level in levels)
-    return inside + _across(num_bytes, levels, topology)
+    # A turn of all lanes at once: they share the nodes' links, so they take as long as one with all.
+    return inside + ring_cost(num_bytes, [level[0] for level in levels], topology)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -105,11 +106,6 @@ def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolog
 def cheapest_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-reduce in the algorithm that it takes on the links: two turns."""
     return 2 * cheapest_ring_cost(num_bytes, ranks, topology)
-
-
-def _across(num_bytes: float, levels: Sequence[Sequence[int]], topology: Topology) -> float:
-    """Price a turn of all lanes at once: they share the nodes' links, so they take as long as one with all."""
-    return ring_cost(num_bytes, [level[0] for level in levels], topology)
 
 
 def padded_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -83,8 +85,6 @@ def _function_named(text: str) -> Callable[[], tuple[Any, Any]]:
 
 def local_device(name: str) -> str:
     """Return the device of this process: of several GPUs that of its local rank."""
-    import os
-
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
 
 
@@ -99,8 +99,8 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, d
     batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
     measuring = Measuring(cluster, seconds)
     first = next(other for other in cluster.ranks if measuring.measures(other))
-    with MeasuringProgress() as progress:
-        tell = progress.tell if rank == first else nobody
+    with measuring_progress() as shown:
+        tell = shown if rank == first else nobody
         return profile(model.to(device), batch, measured=Measuring(cluster, seconds, tell))
 
 
@@ -125,32 +125,19 @@ def rows_of(profile: Profile) -> list[list[str]]:
     return rows
 
 
-class MeasuringProgress:
-    """Shows on stderr how far measuring has come: a bar on a terminal where rich is installed, else lines."""
+@contextmanager
+def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield what shows on stderr how far measuring has come: a bar on a terminal where rich is installed, else lines.
 
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> MeasuringProgress:
-        if sys.stderr.isatty():
-            self._bar = _bar()
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def tell(self, what: str, done: int, count: int) -> None:
-        """Show what is measured now."""
-        if self._bar is None:
-            print(f"{done}/{count} {what}", file=sys.stderr, flush=True)
-            return
-        if self._task is None:
-            self._task = self._bar.add_task(what, total=count)
-        self._bar.update(self._task, description=what, completed=done)
+    It is told what is measured now, how many are done, and of how many.
+    """
+    bar = _bar() if sys.stderr.isatty() else None
+    if bar is None:
+        yield lambda what, done, count: print(f"{done}/{count} {what}", file=sys.stderr, flush=True)
+        return
+    with bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda what, done, count: bar.update(task, description=what, completed=done, total=count, visible=True)
 
 
 def _bar() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -108,11 +108,6 @@ def throughput(records: Iterable[StepRecord]) -> float | None:
     """Return the median tokens per second of some steps; None without steps."""
     values = [record.tokens_per_second for record in records]
     return median(values) if values else None
-
-
-def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest absolute difference between two series of losses."""
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def _read_step(raw: dict[str, Any]) -> StepRecord:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hetu_fx.base.documents import table_text
-from hetu_fx.demo.record import RunRecord, StepRecord, largest_difference, steady, throughput
+from hetu_fx.demo.record import RunRecord, StepRecord, steady, throughput
 from hetu_fx.demo.settings import DemoSettings
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 
@@ -57,7 +57,7 @@ def compare(run: RunRecord, reference: Reference, settings: DemoSettings) -> Com
     """Work out the comparison."""
     healthy, slowed = phases(run, settings)
     return Comparison(
-        difference=largest_difference([record.loss for record in run.records], reference.losses),
+        difference=max(abs(r.loss - loss) for r, loss in zip(run.records, reference.losses, strict=True)),
         healthy=throughput(healthy),
         slowed=throughput(slowed),
         even_healthy=run.even_shares["healthy"].tokens_per_second,

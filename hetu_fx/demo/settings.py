@@ -33,15 +33,15 @@ class DemoSettings:
     width: int
     layers: int
     heads: int
-    key_value_heads: int
+    key_value_heads: int = 4
     feed_forward: int
-    rows: int
+    rows: int = 16
     length: int
-    long_rows: int
+    long_rows: int = 4
     long_length: int
     long_at: tuple[int, ...]
     slow_at: int
-    steps: int
+    steps: int = 24
     compared_steps: int
     learning_rate: float = 1e-3
     seed: int = 0
@@ -84,15 +84,11 @@ FULL = DemoSettings(
     width=384,
     layers=5,
     heads=12,
-    key_value_heads=4,
     feed_forward=1280,
-    rows=16,
     length=128,
-    long_rows=4,
     long_length=512,
     long_at=(7, 20),
     slow_at=11,
-    steps=24,
     compared_steps=2,
 )
 
@@ -100,15 +96,11 @@ QUICK = DemoSettings(
     width=128,
     layers=4,
     heads=4,
-    key_value_heads=4,
     feed_forward=256,
-    rows=16,
     length=64,
-    long_rows=4,
     long_length=256,
     long_at=(7,),
     slow_at=12,
-    steps=24,
     compared_steps=3,
 )
 

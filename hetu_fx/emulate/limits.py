@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
@@ -118,46 +119,40 @@ def quota_and_period(speed: float) -> tuple[int, int]:
     return QUOTA_MIN_US, math.floor(QUOTA_MIN_US / speed)
 
 
+# By kind: files of a rank's cgroup and what stands in them; of memory the second shuts the way out into swap.
+_SPEED_FILES: Mapping[type[Limiter], Mapping[str, str]] = {
+    CgroupV1: {"cpu.cfs_period_us": "{period}", "cpu.cfs_quota_us": "{quota}"},
+    CgroupV2: {"cpu.max": "{quota} {period}"},
+    Affinity: {},
+}
+_MEMORY_FILES: Mapping[type[Limiter], Mapping[str, str]] = {
+    CgroupV1: {"memory.limit_in_bytes": "{size}", "memory.memsw.limit_in_bytes": "{size}"},
+    CgroupV2: {"memory.max": "{size}", "memory.swap.max": "0"},
+}
+
+
 def speed_settings(limiter: Limiter, name: str, rank: int, speed: float) -> tuple[Setting, ...]:
     """List what gives `rank` of the run `name` its speed; also what changes it while it runs."""
     quota, period = quota_and_period(speed)
-    match limiter:
-        case CgroupV1(cpu, _):
-            folder = cpu / name / f"rank{rank}"
-            return (
-                Setting(folder / "cpu.cfs_period_us", str(period)),
-                Setting(folder / "cpu.cfs_quota_us", str(quota)),
-            )
-        case CgroupV2(base):
-            return (Setting(base / name / f"rank{rank}" / "cpu.max", f"{quota} {period}"),)
-        case Affinity():
-            return ()
-        case _:
-            assert_never(limiter)
+    files, folders = _SPEED_FILES[type(limiter)], rank_folders(limiter, name, rank)
+    return tuple(Setting(folders[0] / file, text.format(quota=quota, period=period)) for file, text in files.items())
 
 
 def memory_settings(limiter: Limiter, name: str, rank: int, size: int | None) -> tuple[Setting, ...]:
-    """List what limits the memory of `rank`; the second setting shuts the way out into swap."""
-    match limiter:
-        case _ if size is None:
-            return ()
-        case CgroupV1(_, Path() as memory):
-            folder = memory / name / f"rank{rank}"
-            return (
-                Setting(folder / "memory.limit_in_bytes", str(size)),
-                Setting(folder / "memory.memsw.limit_in_bytes", str(size), optional=True),
-            )
-        case CgroupV2(base):
-            folder = base / name / f"rank{rank}"
-            return (
-                Setting(folder / "memory.max", str(size)),
-                Setting(folder / "memory.swap.max", "0", optional=True),
-            )
-        case _:
-            raise EnvironmentProblem(
-                f"cannot limit rank {rank} to {size} bytes: memory limits need a writable memory cgroup; "
-                "run as root, or leave --memory out"
-            )
+    """List what limits the memory of `rank`."""
+    if size is None:
+        return ()
+    if isinstance(limiter, Affinity) or (isinstance(limiter, CgroupV1) and limiter.memory is None):
+        raise EnvironmentProblem(
+            f"cannot limit rank {rank} to {size} bytes: memory limits need a writable memory cgroup; "
+            "run as root, or leave --memory out"
+        )
+    folder = rank_folders(limiter, name, rank)[-1]
+    (limit, text), (swap, of_swap) = _MEMORY_FILES[type(limiter)].items()
+    return (
+        Setting(folder / limit, text.format(size=size)),
+        Setting(folder / swap, of_swap.format(size=size), optional=True),
+    )
 
 
 def controller_settings(limiter: Limiter, name: str, spec: EmulateSpec) -> tuple[Setting, ...]:

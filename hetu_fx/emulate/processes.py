@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import IO, assert_never
+from typing import IO
 
 TIMEOUT_STATUS = 124  # what timeout(1) returns
 TERMINATE_SECONDS = 5.0
@@ -37,18 +37,8 @@ class Output:
         return self.shows(rank) and not self.prefix
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
-    rank: int
-    status: int
-
-
-@dataclass(frozen=True, slots=True)
-class Signalled:
-    number: int
-
-
-Event = Exited | Signalled
+Event = tuple[int | None, int]
+"""A rank and its exit code, or None and the number of a signal that asks us to end."""
 
 
 @dataclass(slots=True)
@@ -93,13 +83,13 @@ class Crew:
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self.alive:
             match self._next_event(deadline):
-                case Exited(rank, code):
+                case int() as rank, code:
                     self.alive.discard(rank)
                     if code != 0 and status is None:
                         status, self.failed_rank = _shell_status(code), rank
                         self._say_failure(rank, code)
                         deadline = self._within_grace(deadline)
-                case Signalled(number):
+                case None, number:
                     self.signal(signal.SIGTERM if number == signal.SIGPIPE else number)
                     deadline = self._within_grace(deadline) if status is None else time.monotonic()
                     status = 128 + number
@@ -108,20 +98,14 @@ class Crew:
                         status = TIMEOUT_STATUS
                         self.say(f"ranks {sorted(self.alive)} still run after {timeout_seconds:g} s")
                     self.end()
-                case unexpected:
-                    assert_never(unexpected)
         return status or 0
 
     def end(self) -> None:
         """End every rank that still runs: ask first, then kill."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + TERMINATE_SECONDS
-        while self.alive and (event := self._next_event(deadline)) is not None:
-            match event:
-                case Exited(rank, _):
-                    self.alive.discard(rank)
-                case Signalled():
-                    break
+        while self.alive and (event := self._next_event(deadline)) is not None and event[0] is not None:
+            self.alive.discard(event[0])
         for process in self.processes.values():
             with contextlib.suppress(OSError):  # the whole group, helpers of the rank included, may be gone
                 os.killpg(process.pid, signal.SIGKILL)
@@ -162,7 +146,7 @@ class Crew:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self._events.put(Signalled(number))
+        self._events.put((None, number))
 
     def _next_event(self, deadline: float | None) -> Event | None:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -176,7 +160,7 @@ class Crew:
         return grace if deadline is None else min(deadline, grace)
 
     def _await_end(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        self._events.put(Exited(rank, process.wait()))
+        self._events.put((rank, process.wait()))
 
     def _pump(self, rank: int, source: IO[bytes] | None, target: IO[str]) -> None:
         if source is not None:
@@ -196,7 +180,7 @@ class Crew:
                     self._write(target, f"[{rank}] {line}")
                 except (BrokenPipeError, ValueError):
                     shown = False
-                    self._events.put(Signalled(signal.SIGPIPE))
+                    self._events.put((None, signal.SIGPIPE))
 
     def _write(self, target: IO[str], text: str) -> None:
         with self._lock:

@@ -20,8 +20,7 @@ from typing import Any
 
 from hetu_fx.base.torch_private import TCPStore
 from hetu_fx.emulate.processes import TERMINATE_SECONDS, how_ended
-from hetu_fx.launch.channel import Message, MessageChannel
-from hetu_fx.launch.job import LaunchSpec, WorkerProcess, forked, start_worker, verdicts
+from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, forked, start_worker, verdicts
 from hetu_fx.report.sinks import JsonLines
 
 GAVE_UP_STATUS = 70
@@ -147,12 +146,9 @@ class JobLauncher:
 
     def _judge(self) -> None:
         for worker, verdict in verdicts(self.workers, self.spec, time.monotonic(), self.failed_at):
-            self._end(worker, verdict)
-
-    def _end(self, worker: WorkerProcess, verdict: str) -> None:
-        if not worker.verdict:
-            worker.verdict = verdict
-            worker.signal(signal.SIGKILL)
+            if not worker.verdict:
+                worker.verdict = verdict
+                worker.signal(signal.SIGKILL)
 
     def _fill_up(self) -> None:
         """Start processes: all at first, others where too few are left, or where lost ones are to come back."""

@@ -23,8 +23,7 @@ from hetu_fx.checkpoint import joining
 from hetu_fx.comm_ops.wire.groups import oldest_wait
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
 from hetu_fx.errors import CommError
-from hetu_fx.launch.channel import Message, MessageChannel
-from hetu_fx.launch.job import LaunchSpec
+from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel
 from hetu_fx.launch.launcher import JobLauncher
 
 # Time for the launcher to tell that a worker is lost, after an error that may come of it.

@@ -9,7 +9,7 @@ import pytest
 
 import hetu_fx.planner.measure.blocks
 from hetu_fx.cli.main import main
-from hetu_fx.cli.measure import MeasuringProgress, local_device
+from hetu_fx.cli.measure import local_device, measuring_progress
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.measure.test_blocks import run_by_size
@@ -72,8 +72,8 @@ def test_on_a_terminal_a_bar_shows_what_is_measured(
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with MeasuringProgress() as progress:
-        progress.tell("block 1 on 2 x 64 tokens", 1, 4)
+    with measuring_progress() as tell:
+        tell("block 1 on 2 x 64 tokens", 1, 4)
     shown = capsys.readouterr().err
     assert "block 1 on 2 x 64 tokens" in shown
     assert "25%" in shown

@@ -16,8 +16,7 @@ import pytest
 
 from hetu_fx.cli.main import main
 from hetu_fx.errors import EnvironmentProblem
-from hetu_fx.launch.channel import MessageChannel
-from hetu_fx.launch.job import LaunchSpec
+from hetu_fx.launch.job import LaunchSpec, MessageChannel
 from hetu_fx.launch.launcher import GAVE_UP_STATUS, JobLauncher
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from hetu_fx.launch.channel import LifeSign
+from hetu_fx.launch.job import LifeSign
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(120)]
 

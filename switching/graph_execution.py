@@ -22,7 +22,7 @@ from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, batch_of
 from hetu_fx.program.program import deduce_program, sizes_of
-from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, read_batch

@@ -21,7 +21,7 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
-from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.plan import SwitchPlan

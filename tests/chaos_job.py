@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetu_fx.checkpoint.snapshot_files import SHARED_MEMORY
-from hetu_fx.checkpoint.snapshot_plan import read_name
+from hetu_fx.checkpoint.snapshot_files import SHARED_MEMORY, read_name
 from hetu_fx.launch.job import LaunchSpec
 from hetu_fx.launch.worker import run as launch
 from tests.chaos_network import Network

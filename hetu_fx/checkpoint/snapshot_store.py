@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.base.torch_private import device_types
-from hetu_fx.checkpoint.snapshot_files import Header, Memory
-from hetu_fx.checkpoint.snapshot_plan import (
+from hetu_fx.checkpoint.snapshot_files import (
+    Header,
+    Memory,
     Moment,
     PartTransfer,
     SnapshotChoice,

@@ -17,8 +17,7 @@ from hetu_fx.checkpoint.checkpoint import load_model, tensors_of
 from hetu_fx.checkpoint.folders import latest
 from hetu_fx.checkpoint.heartbeats import watch_each_other
 from hetu_fx.checkpoint.optimizer_files import TrainingFiles, state_tensors, training_document
-from hetu_fx.checkpoint.snapshot_files import Memory
-from hetu_fx.checkpoint.snapshot_plan import SnapshotChoice
+from hetu_fx.checkpoint.snapshot_files import Memory, SnapshotChoice
 from hetu_fx.checkpoint.snapshot_store import FoundSnapshot, SnapshotWriter, find_snapshot
 from hetu_fx.checkpoint.tensor_files import Key
 from hetu_fx.comm_ops.wire.consensus import StepFacts, from_first, together

@@ -32,7 +32,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph

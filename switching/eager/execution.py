@@ -33,7 +33,7 @@ from hetu_fx.switching.eager.module import (
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
 from hetu_fx.switching.step.frame import StepFrame
-from hetu_fx.switching.step.row_exchange import rows_for_pipeline
+from hetu_fx.switching.step.rows import rows_for_pipeline
 from hetu_fx.switching.step.variant import Variant
 
 BY_ROWS = (

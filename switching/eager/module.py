@@ -37,9 +37,8 @@ from hetu_fx.graph.containers import (
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Forward, batch_of, form_of
 from hetu_fx.switching.step.batches import longest_side, sizes_besides_rows
-from hetu_fx.switching.step.outputs import ValueRoute
-from hetu_fx.switching.step.row_exchange import at_pipelines, at_ranks
-from hetu_fx.switching.step.rows import RowPlan
+from hetu_fx.switching.step.frame import ValueRoute
+from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks
 
 OUTPUT, LOSS = "output", "loss"
 

@@ -16,8 +16,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, batch_of, form_of
 from hetu_fx.program.program import Program
 from hetu_fx.program.sizes import Bindings, bind
-from hetu_fx.switching.step.row_exchange import cut_rows, rows_for_pipeline
-from hetu_fx.switching.step.rows import RowPlan
+from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.rows import RowPlan
 from hetu_fx.switching.step.timer import ComputeTimer

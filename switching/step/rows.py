@@ -1,4 +1,4 @@
-"""Which rows of the global batch each rank brings, and which each micro-batch of each pipeline takes.
+"""Which rows each rank brings and which each micro-batch takes; rows on their way there, outputs on their way back.
 
 The global batch is the concatenation of the ranks' rows in rank order; pipelines take consecutive intervals of it,
 micro-batches consecutive intervals of their pipeline's.
@@ -6,9 +6,18 @@ micro-batches consecutive intervals of their pipeline's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
+import torch
+from torch import Tensor
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Duplicate, Partial, Sharding, Split
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
+from hetu_fx.comm_ops.wire.bsr_run import run_moves
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
 from hetu_fx.plans.plan import Plan, split_rows
 
@@ -63,3 +72,86 @@ def plan_rows(plan: Plan, owned_rows: tuple[int, ...], *, shared: bool) -> RowPl
 def _intervals(start: int, sizes: tuple[int, ...]) -> tuple[range, ...]:
     stops = [start + stop for stop in accumulate(sizes)]
     return tuple(range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True))
+
+
+Layout = tuple[tuple[int, ...], int]  # shape and bytes of one element
+
+
+def rows_for_pipeline(
+    tensors: Mapping[str, Tensor], rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool
+) -> dict[str, Tensor]:
+    """Return this rank's pipeline's rows of every per-row tensor; nothing for a rank outside the plan.
+
+    Collective, unless `shared`: then every rank has all rows already.
+    """
+    if shared:
+        place = plan.place(table.rank)
+        return {} if place is None else cut_rows(tensors, rows.pipelines[place[0]])
+    layouts = tuple(((rows.total, *tensor.shape[1:]), tensor.element_size()) for tensor in tensors.values())
+    moves = _row_moves(rows, plan, layouts)
+    moved = run_moves(moves, list(tensors.values()), table)
+    return {name: tensor for name, tensor in zip(tensors, moved, strict=True) if tensor is not None}
+
+
+def cut_rows(tensors: Mapping[str, Tensor], interval: range) -> dict[str, Tensor]:
+    """Return the rows of an interval, as views."""
+    return {name: tensor[interval.start : interval.stop] for name, tensor in tensors.items()}
+
+
+@lru_cache(maxsize=256)
+def _row_moves(rows: RowPlan, plan: Plan, layouts: tuple[Layout, ...]) -> BsrPlan:
+    """Return the plan that moves per-row tensors from the ranks that bring them; each of a pipeline's has its rows."""
+    groups = [pipeline.devices for pipeline in plan.pipelines]
+    source = at_ranks(rows, 0, shared=False)
+    target = at_pipelines(groups, [Sharding((Duplicate(len(group)),)) for group in groups], 0, rows)
+    return plan_moves([TensorMove(source, target, shape, itemsize) for shape, itemsize in layouts])
+
+
+def at_pipelines(
+    groups: Sequence[Sequence[int]],
+    shardings: Sequence[Sharding],
+    rows_dim: int | None,
+    rows: RowPlan,
+    *,
+    summed: bool = False,
+) -> Annotation:
+    """Return where a tensor lies as pipelines read it, or an output after they have run.
+
+    That is by rows over the pipelines; as summands of a sum over rows; or, if rows do not matter, on the first
+    pipeline that had some.
+    """
+    if len(groups) == 1 or (rows_dim is None and not summed):
+        first = next(i for i, interval in enumerate(rows.pipelines) if len(interval))
+        return Annotation((DeviceGroup(tuple(groups[first])),), (shardings[first],))
+    devices = tuple(DeviceGroup(tuple(group)) for group in groups)
+    top = Partial(len(groups)) if rows_dim is None else Split(rows_dim, tuple(map(len, rows.pipelines)))
+    return Annotation(devices, tuple(shardings), top)
+
+
+def at_ranks(rows: RowPlan, rows_dim: int | None, *, shared: bool) -> Annotation:
+    """Return where a tensor lies as ranks bring it, or want it: each rank's own rows, or all of it on every rank."""
+    world = len(rows.owned)
+    if world == 1:
+        return Annotation.on((0,))
+    if shared or rows_dim is None:
+        return Annotation.on(tuple(range(world)), Duplicate(world))
+    return Annotation.on(tuple(range(world)), Split(rows_dim, tuple(map(len, rows.owned))))
+
+
+@lru_cache(maxsize=256)
+def _one_move(source: Annotation, target: Annotation, shape: tuple[int, ...], itemsize: int) -> BsrPlan:
+    """Return the plan that moves one tensor."""
+    return plan_moves([TensorMove(source, target, shape, itemsize)])
+
+
+def move_tensor(
+    tensor: Tensor | None,
+    source: Annotation,
+    target: Annotation,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    table: GroupTable,
+) -> Tensor | None:
+    """Move one tensor; collective. `tensor` is this rank's piece, None where it has none."""
+    like = [torch.empty(0, dtype=dtype)]
+    return run_moves(_one_move(source, target, shape, dtype.itemsize), [tensor], table, like=like)[0]

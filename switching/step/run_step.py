@@ -17,9 +17,8 @@ from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
-from hetu_fx.switching.step.frame import StepFrame
+from hetu_fx.switching.step.frame import StepFrame, ValueRoute, value_routes
 from hetu_fx.switching.step.gradients import Collector
-from hetu_fx.switching.step.outputs import ValueRoute, value_routes
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 
 StepBatch = ReadBatch | AssignedRows

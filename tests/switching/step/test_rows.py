@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Sharding, Split
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.switching.step.row_exchange import at_pipelines, at_ranks
-from hetu_fx.switching.step.rows import RowPlan, plan_rows
+from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks, plan_rows
 
 TWO = Plan((Pipeline((Stage((0, 1)),), share=3, micro_batches=2), Pipeline((Stage((2,)),), share=1)))
 ROWS_BY_RANK = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)

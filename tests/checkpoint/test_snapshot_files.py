@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetu_fx.checkpoint.snapshot_plan import (
+from hetu_fx.checkpoint.snapshot_files import (
     Moment,
     PartTransfer,
     SnapshotPart,

@@ -9,7 +9,7 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.switching.home.buffers import Buffers
+from hetu_fx.switching.home.parameters import Buffers
 
 COLUMNS = Annotation.on((0, 1), Split(0, (2, 1)))
 FUSED = Annotation.on((0, 1), Split(0, (2, 1), outer=2, inner=2))  # two blocks of three pairs of rows

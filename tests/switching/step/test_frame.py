@@ -10,7 +10,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Split
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program
-from hetu_fx.switching.step.outputs import ValueRoute, _with_summed_copies, value_routes
+from hetu_fx.switching.step.frame import ValueRoute, _with_summed_copies, value_routes
 from hetu_fx.switching.step.rows import plan_rows
 from tests.transforms.plans import deduced, program_of
 

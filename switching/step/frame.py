@@ -83,7 +83,7 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
     return tuple(routes)
 
 
-def anchored(routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
+def _anchored(routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
     """Make every output depend on the anchor, also on ranks that computed nothing."""
     held: dict[str, Tensor] = {}
     for route in routes:
@@ -198,7 +198,7 @@ class StepFrame:
         """
         apart = self.trains and not has_loss
         if apart and self._anchor is not None:
-            values = anchored(routes, values, self._anchor)
+            values = _anchored(routes, values, self._anchor)
         returned: dict[str, Tensor] = {}
         for route in routes:
             piece = values.get(route.name, torch.zeros((), dtype=route.dtype))

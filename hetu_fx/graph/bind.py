@@ -19,13 +19,18 @@ def as_call(batch: Batch) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
 
 
+def flatten_batch(batch: Batch) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """Return the structure of a batch and its tensors by input name."""
+    return flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+
+
 def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch by input name.
 
     Raises:
         BatchError: the batch has other keys, or other values that are baked in, than the captured one.
     """
-    tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    tree, tensors = flatten_batch(batch)
     wanted = {leaf.name for leaf in graph.leaves_of(LeafKind.INPUT)}
     if set(tensors) != wanted:
         raise BatchError(

@@ -17,12 +17,12 @@ from torch.export import Dim, ExportedProgram
 from hetu_fx.base.torch_private import without_fake_tensor_cache
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.assemble import Assembly
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no_backward_is_lost, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import Graph
 
-Batch = Mapping[str, Any] | tuple[Any, ...]
 LossFn = Callable[..., torch.Tensor]
 
 
@@ -41,7 +41,7 @@ def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, tr
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
     """
-    input_tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    input_tree, tensors = flatten_batch(batch)
     program = _Program(model, input_tree, tuple(tensors), loss_fn)
     with _mode(model, training), _surroundings():
         exported, example, notes = _export(program, model, tensors)
@@ -86,7 +86,7 @@ class _Program(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
-        args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+        args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
             stack.enter_context(NoStrayParameters())
             stack.enter_context(no_backward_is_lost())

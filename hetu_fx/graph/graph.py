@@ -159,18 +159,13 @@ class Graph:
 
     def clone(self) -> Graph:
         """Return a graph that shares no fx node with this one (example values are shared)."""
-        return self.clone_with_map()[0]
-
-    def clone_with_map(self) -> tuple[Graph, dict[fx.Node, fx.Node]]:
-        """Return a clone, and the map from this graph's nodes to the clone's."""
         fresh = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         result = fresh.graph_copy(self.graph, mapping)
         output = fresh.output(result)
         meta.copy_all_meta(self.output_node, output)
-        mapping[self.output_node] = output
         leaves = tuple(dataclasses.replace(leaf, node=mapping[leaf.node]) for leaf in self.leaves)
-        return self.evolve(graph=fresh, leaves=leaves), mapping
+        return self.evolve(graph=fresh, leaves=leaves)
 
     def evolve(self, **changes: Any) -> Graph:
         """Return this value with some fields replaced."""

@@ -203,16 +203,11 @@ def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     return mode
 
 
-def infer(node: fx.Node, mode: FakeTensorMode | None = None) -> Any:
-    """Compute and set the example value of an op node from those of its arguments; return it.
-
-    Args:
-        node: a call_function node whose node arguments have values.
-        mode: the graph's fake mode, if at hand (looked up otherwise).
-    """
+def infer(node: fx.Node) -> Any:
+    """Compute and set the example value of an op node from those that its node arguments have; return it."""
     args, kwargs = tree_map(_argument_value, (node.args, node.kwargs))
     assert callable(node.target)
-    known = detect_fake_mode(tree_leaves((args, kwargs))) or mode or _fake_mode(node.graph)
+    known = detect_fake_mode(tree_leaves((args, kwargs))) or _fake_mode(node.graph)
     with known, torch.no_grad():
         set_value(node, node.target(*args, **kwargs))
     return value(node)

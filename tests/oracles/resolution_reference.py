@@ -18,10 +18,10 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan
 from hetu_fx.comm_ops.plans.routes import SliceGroup, slice_groups
 from hetu_fx.comm_ops.plans.slices import Dims
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
-from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import CommStep, OpCall, Resolution
 from tests.oracles.annotation_definition import Indices, Part, parts
 from tests.oracles.annotation_reference import Array
+from tests.oracles.traffic import adjoint_calls
 
 Locals = dict[int, Array]
 

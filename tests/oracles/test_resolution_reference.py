@@ -7,11 +7,11 @@ import pytest
 
 from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
-from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
 from tests.oracles.annotation_reference import shard
 from tests.oracles.resolution_reference import run, run_adjoint
+from tests.oracles.traffic import adjoint_calls
 
 VALUE = np.arange(48.0).reshape(12, 4)
 

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from hetu_fx.annotations.annotation import Annotation, cotangent
 from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.ops.table import join_parts, take_part
-from hetu_fx.comm_ops.resolve.lowering import adjoint_calls
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.graph.capture import capture
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -26,6 +25,7 @@ from hetu_fx.transforms.show import op_name
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import captured
+from tests.oracles.traffic import adjoint_calls
 
 Batch = Mapping[str, Tensor] | tuple[Tensor, ...]
 

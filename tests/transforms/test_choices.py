@@ -12,8 +12,8 @@ import transformers as hf
 from torch import Tensor, nn
 
 from hetu_fx.plans.plan import Plan
-from hetu_fx.transforms.lowering.traffic import Traffic, traffic_by_block
 from tests.model_zoo import SAMPLES, TRANSFORMER, VOCABULARY
+from tests.oracles.traffic import Traffic, traffic_by_block
 from tests.transforms.plans import program_of, same_as_one_device, same_in_group, talk
 
 TWO = replace(Plan.tensor_parallel((0, 1), (2, 1)), split=(("*up*weight", 0),))

@@ -12,9 +12,9 @@ from torch import nn
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.lowering.traffic import Traffic, traffic_by_block
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from tests.model_zoo import SAMPLES, example
+from tests.oracles.traffic import Traffic, traffic_by_block
 from tests.transforms.plans import deduced, program_as_one_device, program_of, zoo_program
 
 EXPERTS = (("*.experts.*", 0),)

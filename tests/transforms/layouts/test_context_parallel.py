@@ -10,8 +10,8 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.states import WHOLE, SplitOn
-from hetu_fx.transforms.lowering.traffic import traffic_by_block
 from tests.model_zoo import SAMPLES
+from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.plans import (
     deduced,

@@ -17,9 +17,9 @@ from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.states import SplitOn
-from hetu_fx.transforms.lowering.traffic import traffic_by_block
 from hetu_fx.transforms.specialize.specialize import Specialize
 from tests.model_zoo import NO_DROPOUT, SAMPLES, to_double
+from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case
 from tests.transforms.layouts.test_context_parallel import CUTS, Documents, packed
 from tests.transforms.plans import deduced, device_graph, program_of, same_in_group, talk

@@ -13,7 +13,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.layouts.states import WHOLE, SplitOn
-from hetu_fx.transforms.lowering.traffic import Traffic, traffic_by_block
+from tests.oracles.traffic import Traffic, traffic_by_block
 from tests.transforms.cases import LENGTH, Case
 from tests.transforms.plans import (
     deduced,

@@ -21,7 +21,8 @@ from hetu_fx.program.program import Program
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import recomputed_blocks, segments_of
-from hetu_fx.transforms.lowering.traffic import communications, sends, traffic_by_block
+from hetu_fx.transforms.lowering.traffic import communications, sends
+from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
 from tests.transforms.plans import deduced, device_graph, feeder, program_of, talk, zoo_program
 

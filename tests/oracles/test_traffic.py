@@ -8,8 +8,9 @@ import pytest
 
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
-from hetu_fx.transforms.lowering.traffic import Traffic, communications, traffic_by_block
+from hetu_fx.transforms.lowering.traffic import communications
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
+from tests.oracles.traffic import Traffic, traffic_by_block
 from tests.transforms.plans import device_graph, pipeline, zoo_program
 
 MEGATRON = Traffic({"all_reduce": 2}, {"all_reduce": 2})

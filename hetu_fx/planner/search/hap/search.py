@@ -44,7 +44,7 @@ def search(
     """Return the best program and ratios for all devices of a cluster.
 
     Args:
-        problem: the program; see `from_graph` for a captured model.
+        problem: the program; see `adapter.problem_of` for a captured model.
         cluster: the devices; each takes part.
         collectives: measured ones; None: as the cluster's links have it.
         rules: what the search may do; None: all that is sound.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from hetu_fx.planner.values.device_memory import fixed_bytes
+from hetu_fx.planner.values.device_memory import MOMENTS, fixed_bytes
 from hetu_fx.planner.values.tensor_program import Tensor, TensorProgram
 
 
@@ -120,7 +120,7 @@ def held(tensor: Tensor, layout: Layout, *, zero: int = 1) -> HeldBytes:
             return HeldBytes(spread=whole)
         if not zero:
             return HeldBytes(copied=whole)
-        return HeldBytes(2 * tensor.bytes, 3 * tensor.bytes)
+        return HeldBytes(2 * tensor.bytes, (1 + MOMENTS) * tensor.bytes)
     return held_after(tensor, layout)
 
 

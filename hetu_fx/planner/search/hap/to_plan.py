@@ -3,8 +3,8 @@
 A plan says two things of all devices together: rows for each (data parallel), or one tensor parallel group that
 splits certain factors wherever they stand, and, if asked to, the sequence where it splits none of them. A HAP program
 may mix these op by op. So each of the two is searched again, with nothing else allowed, and the faster one is taken.
-What that costs more than the program is the loss. Factors' names must mean the same in all ops, as `from_graph`
-makes them.
+What that costs more than the program is the loss. Factors' names must mean the same in all ops, as
+`adapter.problem_of` makes them.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from dataclasses import replace
 from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.dispatch.assignment import ANY_LENGTH, times_of
 from hetu_fx.planner.dispatch.dispatch import Dispatch, dispatch
 from hetu_fx.planner.dispatch.pack import Packing, pack, pack_quickly
-from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, TimeFit, fit_times
+from hetu_fx.planner.dispatch.strategy import Scheme, SequenceBatch, Strategy, TimeFit
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.device_orders import ranks_by_node
@@ -31,7 +32,6 @@ from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
 from hetu_fx.planner.values.lengths import ENOUGH, costs_at
 from hetu_fx.planner.values.profile_file import BlockTime
-from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 
@@ -173,9 +173,6 @@ HYDRAULIS = Search(
 )
 
 
-_AMPLE = 1 << 40  # tokens that no row has
-
-
 def fitting_schemes(problem: Problem) -> tuple[Scheme, ...]:
     """Return the schemes of powers of two that hold a token at least."""
     found = (_scheme(problem, tensor_parallel, stages) for tensor_parallel, stages in _shapes(problem))
@@ -199,30 +196,23 @@ def _shapes(problem: Problem) -> Iterator[tuple[int, int]]:
 
 
 def _scheme(problem: Problem, tensor_parallel: int, stages: int) -> Scheme | None:
-    known = problem.profile.by_length
-    priced = {length: _priced(problem, costs, tensor_parallel, stages) for length, costs in known.items()}
+    known, (pipeline, cluster) = problem.profile.by_length, _alone(problem, tensor_parallel, stages)
     time = problem.profile.block_times(problem.cluster.devices[0].kind).get(tensor_parallel)
-    length = _max_length(problem, priced, tensor_parallel * stages, time)
+    priced = stage_costs(pipeline, known[max(known)], cluster)
+    length = _max_length(problem, priced, max(known), tensor_parallel * stages, time)
     if length < 1:
         return None
-    times = _estimated(priced) if time is None else _given(time, math.ceil(problem.costs.num_blocks / stages))
+    blocks = math.ceil(problem.costs.num_blocks / stages)
+    times = times_of(pipeline, known, cluster) if time is None else _given(time, blocks)
     return Scheme(tensor_parallel, stages, times, length)
 
 
-def _priced(problem: Problem, costs: ProgramCosts, size: int, stages: int) -> tuple[StageCosts, ...]:
-    """Return the costs of every stage of one pipeline on devices like the cluster's, in one node."""
+def _alone(problem: Problem, size: int, stages: int) -> tuple[Pipeline, Cluster]:
+    """Return a pipeline on devices like the cluster's, in one node, and a cluster of these."""
     alike = [replace(problem.cluster.devices[0], rank=rank, node="0") for rank in range(size * stages)]
-    cluster = Cluster(tuple(alike), problem.cluster.intra, problem.cluster.inter)
     groups = (tuple(range(start, start + size)) for start in range(0, size * stages, size))
-    return stage_costs(Pipeline(tuple(Stage(ranks) for ranks in groups)), costs, cluster)
-
-
-def _estimated(priced: dict[int, tuple[StageCosts, ...]]) -> TimeFit:
-    """Fit the seconds that the slowest stage takes for a row of each length."""
-    samples = [(length, max(stage.seconds.slope for stage in stages)) for length, stages in priced.items()]
-    fit = fit_times(samples).fit
-    fixed = max(stage.seconds.fixed for stages in priced.values() for stage in stages)
-    return TimeFit(fit.a, fit.b, fit.c + fixed)
+    cluster = Cluster(tuple(alike), problem.cluster.intra, problem.cluster.inter)
+    return Pipeline(tuple(Stage(ranks) for ranks in groups)), cluster
 
 
 def _given(time: BlockTime, blocks: int) -> TimeFit:
@@ -230,17 +220,17 @@ def _given(time: BlockTime, blocks: int) -> TimeFit:
 
 
 def _max_length(
-    problem: Problem, priced: dict[int, tuple[StageCosts, ...]], devices: int, time: BlockTime | None
+    problem: Problem, stages: Sequence[StageCosts], length: int, devices: int, time: BlockTime | None
 ) -> int:
-    """Return the most tokens of a row that all stages have memory for, in whole blocks where there are some."""
-    length, stages = max(priced.items(), key=lambda pair: pair[0])
-    replicas, blocks = (
-        max(1, len(problem.cluster.devices) // devices),
-        math.ceil(problem.costs.num_blocks / len(stages)),
-    )
+    """Return the most tokens of a row that all stages have memory for, in whole blocks where there are some.
+
+    `stages` are priced for rows of `length` tokens.
+    """
+    replicas = max(1, len(problem.cluster.devices) // devices)
+    blocks = math.ceil(problem.costs.num_blocks / len(stages))
     given = 0.0 if time is None else time.bytes_per_token * blocks
     rooms = [_tokens(problem, stages, index, given, length, replicas) for index in range(len(stages))]
-    tokens = math.floor(min(*rooms, _AMPLE))
+    tokens = math.floor(min(*rooms, ANY_LENGTH))
     return tokens // ALIGNMENT * ALIGNMENT if tokens >= ALIGNMENT else tokens
 
 

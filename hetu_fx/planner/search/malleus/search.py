@@ -3,7 +3,7 @@
 Minimise T = max_i m_i max_j y_ij l_ij, the steady seconds of the slowest pipeline, over how devices form
 groups, groups pipelines, layers stages, and micro-batches pipelines (Malleus, SIGMOD 2025, DOI
 10.1145/3725322, and its released planner; each module says where it leaves that). The upper level is here and
-in `groups`; the lower level, exact, in `layers` and `allocate`.
+in `groups`; the lower level, exact, in `layers` and `allocate`; which devices take which place in `mapping`.
 
 Groupings of all nodes are tried in order of their capacity sum 1 / y. A grouping of capacity C takes at least
 

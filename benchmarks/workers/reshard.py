@@ -60,14 +60,15 @@ def contestants(case: Case, shape: tuple[int, int], cluster: Cluster | None, mes
     rank, resolution = dist.get_rank(), case.resolution(shape)
     x = torch.ones(resolution.source.local_shape(rank, shape)) if resolution.source.holds(rank) else torch.empty(0, 0)
     gathered = [call for part in case.by_gathering(shape) for call in part.calls(rank)]
-    ways = {RESOLVED: Lowering(cluster).calls(resolution, rank)}
+    flat = resolution.calls(rank)
+    ways = {RESOLVED: tuple(map(Lowering(cluster).with_algorithm, flat))}
     if cluster is None:
         ways[GATHERED] = tuple(gathered)
     else:
-        ways[FLAT] = resolution.calls(rank)
-        ways[LEVELS] = Lowering(cluster, "two_level").calls(resolution, rank)
-        padded = Lowering(cluster, "padded").calls(resolution, rank)
-        if padded != ways[FLAT] and not case.is_moved(shape):
+        ways[FLAT] = flat
+        ways[LEVELS] = tuple(map(Lowering(cluster, "two_level").with_algorithm, flat))
+        padded = tuple(map(Lowering(cluster, "padded").with_algorithm, flat))
+        if padded != flat and not case.is_moved(shape):
             ways[PADDED] = padded
     steps: dict[str, Step] = {who: partial(run_calls, calls, x) for who, calls in ways.items()}
     if case.placements is not None:

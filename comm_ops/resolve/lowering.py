@@ -8,7 +8,7 @@ from hetu_fx.comm_ops.ops.table import OPS
 from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.plans.choose_algorithm import CHOICES
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution
+from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.errors import ResolveError
 
 
@@ -28,10 +28,6 @@ class Lowering:
             raise ResolveError(f"there is no lowering {self.choice!r}; choose one of {', '.join(CHOICES)}")
         if self.topology is None and self.choice in ("two_level", "padded"):
             raise ResolveError(f"lowering {self.choice!r} needs to know the nodes; give it a topology")
-
-    def calls(self, resolution: Resolution, rank: int) -> tuple[OpCall, ...]:
-        """Return the op calls of `rank`, in order, as `resolution.calls` does, with their algorithms."""
-        return tuple(map(self.with_algorithm, resolution.calls(rank)))
 
     def with_algorithm(self, call: OpCall) -> OpCall:
         """Return a call with its algorithm as the last argument, but where it is flat."""

@@ -11,9 +11,11 @@ EVERY = 4
 
 
 class Screen:
-    """Where the demo tells what happens; it shows nothing itself, for all ranks but one."""
+    """Where the demo tells what happens: in plain lines, or nothing, on all ranks but one."""
 
-    _began: float | None = None
+    def __init__(self, *, shows: bool = True) -> None:
+        self.shows = shows
+        self._began: float | None = None
 
     def head(self, text: str) -> None:
         """Begin a new part; say how long the one before took."""
@@ -50,14 +52,8 @@ class Screen:
             self._print(f"   step {number:3}/{steps}  {text}")
 
     def _print(self, text: str, style: str = "") -> None:
-        """Print lines, on a terminal in a style of rich's."""
-
-
-class Plain(Screen):
-    """Prints lines; a step's now and then."""
-
-    def _print(self, text: str, style: str = "") -> None:
-        print(text, flush=True)
+        if self.shows:
+            print(text, flush=True)
 
 
 class Terminal(Screen):
@@ -66,6 +62,7 @@ class Terminal(Screen):
     def __init__(self) -> None:
         from rich.console import Console
 
+        super().__init__()
         self.console = Console(highlight=False)
         self._progress: Any = None
         self._task: Any = None
@@ -103,11 +100,9 @@ class Terminal(Screen):
 
 def make_screen(*, shows: bool = True) -> Screen:
     """Choose how to show: rich on a terminal where it is installed, else plain lines."""
-    if not shows:
-        return Screen()
-    if not sys.stdout.isatty():
-        return Plain()
+    if not (shows and sys.stdout.isatty()):
+        return Screen(shows=shows)
     try:
         return Terminal()
     except ImportError:
-        return Plain()
+        return Screen()

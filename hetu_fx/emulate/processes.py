@@ -86,7 +86,7 @@ class Crew:
                 case int() as rank, code:
                     self.alive.discard(rank)
                     if code != 0 and status is None:
-                        status, self.failed_rank = _shell_status(code), rank
+                        status, self.failed_rank = (code if code > 0 else 128 - code), rank
                         self._say_failure(rank, code)
                         deadline = self._within_grace(deadline)
                 case None, number:
@@ -200,10 +200,6 @@ def how_ended(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name if code else 'itself'}"
     except ValueError:
         return f"was ended by signal {-code}"
-
-
-def _shell_status(code: int) -> int:
-    return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager

@@ -56,7 +56,10 @@ def rates_text(rates: Mapping[Any, float]) -> str:
 
 def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
     """Read a log. Raises `StateError` for a file that is none; a last line cut short by a kill is left out."""
-    lines = _lines(Path(path))
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot read the log {path}: {error.strerror}") from error
     found: list[Entry] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -69,13 +72,6 @@ def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
     if not found or not isinstance(found[0], dict) or found[0].get("format") != FORMAT:
         raise StateError(f"{path} is not a log of the format {FORMAT!r}; give a file of model.hetu.log")
     return tuple(found)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot read the log {path}: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

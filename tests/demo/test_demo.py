@@ -34,7 +34,7 @@ from hetu_fx.demo.report import (
     draw_run,
     phases,
 )
-from hetu_fx.demo.screen import Plain, Screen, make_screen
+from hetu_fx.demo.screen import Screen, make_screen
 from hetu_fx.demo.settings import FULL, QUICK, DemoSettings
 from hetu_fx.demo.training import health_text
 from hetu_fx.errors import EnvironmentProblem
@@ -209,11 +209,12 @@ def test_equal_weights_have_equal_digests() -> None:
 
 def test_without_a_terminal_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     screen = make_screen()
-    assert isinstance(screen, Plain)
+    assert type(screen) is Screen
     for number in range(1, 9):
         screen.step(number, 8, 2.0, 100.0, USUAL)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["4/8", "8/8"]
-    assert type(make_screen(shows=False)) is Screen
+    make_screen(shows=False).say("hidden")
+    assert capsys.readouterr().out == ""
 
 
 def test_every_part_ends_with_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:

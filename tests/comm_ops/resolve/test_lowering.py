@@ -20,7 +20,8 @@ def cluster(nodes="aabb", intra=FAST, inter=SLOW):
 
 def form(source, target, topology, choice="auto", shape=(24, 12), rank=0):
     resolution = resolve(parse_annotation(source), parse_annotation(target), shape)
-    plain, formed = resolution.calls(rank)[0], Lowering(topology, choice).calls(resolution, rank)[0]
+    plain = resolution.calls(rank)[0]
+    formed = Lowering(topology, choice).with_algorithm(plain)
     assert formed.args[: len(plain.args)] == plain.args
     return str(formed.args[-1]) if len(formed.args) > len(plain.args) else ""
 

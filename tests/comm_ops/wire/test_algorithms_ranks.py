@@ -54,7 +54,7 @@ def outcome(resolution, lowering, rank):
     held = shard(value, resolution.source, generator.standard_normal)
     incoming = shard(weight, cotangent(resolution.target))
     x = torch.from_numpy(held.get(rank, np.zeros((0, 0)))).requires_grad_()
-    y = run(lowering.calls(resolution, rank), x)
+    y = run(map(lowering.with_algorithm, resolution.calls(rank)), x)
     y.backward(torch.from_numpy(incoming.get(rank, np.zeros(tuple(y.shape)))))
     return y.detach(), x.grad
 

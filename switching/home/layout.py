@@ -83,7 +83,8 @@ class HomeLayout(LocalPart):
     @cached_property
     def other_chunks(self) -> tuple[Chunk, ...]:
         """The owned elements that another rank counts, as boxes: (in the global tensor, in the piece)."""
-        return _chunks(self.region, _minus(self.region.local_boxes, self.counted))
+        own = self.region.local_boxes if self.held else ()
+        return _chunks(self.region, _minus(own, self.counted))
 
     @cached_property
     def is_whole_everywhere(self) -> bool:

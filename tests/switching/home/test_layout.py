@@ -69,3 +69,9 @@ def test_summands_and_strangers_are_refused() -> None:
         home_layout(Annotation.on((0, 1), Partial(2)), (4,), 0, 2)
     with pytest.raises(AnnotationError, match="outside a world of 2"):
         home_layout(Annotation.on((0, 2), Duplicate(2)), (4,), 0, 2)
+
+
+def test_a_scalar_has_a_chunk_on_the_rank_that_owns_it_alone() -> None:
+    owner, other = (home_layout(Annotation.on((0,)), (), rank, 2) for rank in range(2))
+    assert [len(chunks) for chunks in (owner.counted_chunks, owner.other_chunks)] == [1, 0]
+    assert (other.counted_chunks, other.other_chunks) == ((), ())

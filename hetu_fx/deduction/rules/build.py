@@ -204,7 +204,8 @@ def title(build: Callable[..., Factoring]) -> str:
 
 def full_name(op: str) -> str:
     """Return "aten.name.overload" for "name" or "name.overload"; full names unchanged."""
-    return (f"aten.{op}.default", f"aten.{op}", op)[op.count(".")]
+    shortened = {0: f"aten.{op}.default", 1: f"aten.{op}"}
+    return shortened.get(op.count("."), op)
 
 
 def dims_of(shape: Shape, prefix: str = "d") -> Dims:

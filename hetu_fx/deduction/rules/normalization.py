@@ -69,7 +69,8 @@ def _per_channel(call: Call, *, instances: bool = False) -> Factoring:
     results = tuple(_channel_or_all(len(shape), dims, channel) for shape in call.results)
     trains = bool(call.arguments.get("training", call.arguments.get("train", True)))
     over_rows = call.position("running_mean") is not None if instances else trains
-    rows, space = (names(dims[:1]) if over_rows else NOTHING), (names(dims[2:]) if over_rows or instances else NOTHING)
+    rows = names(dims[:1]) if over_rows else NOTHING
+    space = names(dims[2:]) if over_rows or instances else NOTHING
     return Factoring(operands, results, whole=rows | space)
 
 

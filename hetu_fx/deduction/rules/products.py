@@ -29,7 +29,8 @@ def matmul(call: Call) -> Factoring:
     rows, columns = min(len(a) - 1, 1), min(len(b) - 1, 1)
     at = len(result) - rows - columns
     batch, k = dims_of(result[:at], "b"), named("k", a[-1])
-    m, n = (tuple(map(named, name, part)) for name, part in (("m", result[at : at + rows]), ("n", result[at + rows :])))
+    m = tuple(named("m", size) for size in result[at : at + rows])
+    n = tuple(named("n", size) for size in result[at + rows :])
     left, right = (*broadcast(a[:-2], batch), *m, k), (*broadcast(b[:-2], batch), k, *n)
     return Factoring((left, right), ((*batch, *m, *n),), linear=EACH)
 

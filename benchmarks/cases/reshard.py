@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import Annotation, parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove
 from hetu_fx.comm_ops.resolve.resolution import MoveStep, Resolution
 from hetu_fx.comm_ops.resolve.resolve import resolve

@@ -15,8 +15,7 @@ from functools import cache, lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape
 from hetu_fx.annotations.region import Intervals, cut, length, merge, offsets, whole
-from hetu_fx.annotations.sharding import Sharding
-from hetu_fx.annotations.states import Partial, Split
+from hetu_fx.annotations.states import Partial, Sharding, Split
 from hetu_fx.comm_ops.plans.transition import Transition
 
 Dims = tuple[Intervals, ...]

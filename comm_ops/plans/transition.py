@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hetu_fx.annotations.annotation import Annotation, Shape
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import Annotation, Shape, parse_annotation
 from hetu_fx.errors import AnnotationError
 
 _CHANGE = re.compile(r"(.*) -> (.*) of (scalar|(?:\d+|\?)(?:x(?:\d+|\?))*)")

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
-from hetu_fx.annotations.sharding import DeviceGroup, Sharding
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State, even_sizes
+from hetu_fx.annotations.states import DeviceGroup, Duplicate, Partial, Sharding, Split, State, even_sizes
 
 
 def dual(top: State | None) -> State | None:

@@ -14,8 +14,7 @@ from enum import Enum
 from functools import lru_cache
 
 from hetu_fx.annotations.annotation import Annotation, Shape, cotangent
-from hetu_fx.annotations.sharding import Sharding
-from hetu_fx.annotations.states import Split
+from hetu_fx.annotations.states import Sharding, Split
 from hetu_fx.comm_ops.plans.cost import Topology
 from hetu_fx.comm_ops.plans.transition import format_shape
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, StepPrices, Steps

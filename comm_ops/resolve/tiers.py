@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.sharding import DeviceGroup, Sharding
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State
+from hetu_fx.annotations.states import DeviceGroup, Duplicate, Partial, Sharding, Split, State
 from hetu_fx.comm_ops.plans.routes import fits, kind_between
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, Steps

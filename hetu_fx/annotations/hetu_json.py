@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.sharding import DeviceGroup, Sharding
-from hetu_fx.annotations.states import Duplicate, Split, State
+from hetu_fx.annotations.states import DeviceGroup, Duplicate, Sharding, Split, State
 from hetu_fx.errors import AnnotationError
 
 _KINDS = ("placeholder", "variable")

@@ -18,8 +18,8 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.cluster.devices import Link
 from hetu_fx.emulate.spec import parse_rate
 from hetu_fx.errors import ClusterError, PlanError
-from hetu_fx.plans.explain import HEADER, device_rows, diff
 from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.prediction import HEADER, device_rows, diff
 
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem

@@ -7,7 +7,7 @@ for devices that are not there. It needs no process group and no torch unless it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -173,16 +173,12 @@ class Cluster(Document):
         return replace(self, devices=tuple(d for d in self.devices if d.rank not in ranks))
 
     def __str__(self) -> str:
-        header = ["device", "kind", "node", "GFLOP/s", "rate", "memory MB", "meeting ms"]
-        rows = [_row(device) for device in self.devices]
-        for name, texts in (("step ms", map(_step, self.devices)), ("MB/s", map(_limit, self.devices))):
-            column = list(texts)
-            if any(column):
-                header.append(name)
-                rows = [[*row, text] for row, text in zip(rows, column, strict=True)]
+        columns = {name: list(map(text, self.devices)) for name, text in _COLUMNS.items()}
+        told = {name: column for name, column in columns.items() if any(column)}
+        rows = list(zip(*told.values(), strict=True))
         pairs = (("intra", self.intra), ("inter", self.inter))
         links = [f"{name} {_link_text(link)}" for name, link in pairs]
-        return "\n".join([table_text(header, rows), f"links: {'; '.join(links)}", *self._estimates()])
+        return "\n".join([table_text(list(told), rows), f"links: {'; '.join(links)}", *self._estimates()])
 
     def _estimates(self) -> list[str]:
         """Say which devices' figures nobody measured or gave."""
@@ -190,20 +186,18 @@ class Cluster(Document):
         return [f"estimates from public figures of their kinds: devices {ranks}"] if ranks else []
 
 
-def _row(device: Device) -> list[str]:
-    speed, memory = f"{device.flops_per_second / 1e9:.4g}", f"{device.memory_bytes / 1e6:.4g}"
-    meeting = f"{device.meeting_now * 1e3:.3g}"
-    return [str(device.rank), device.kind, device.node, speed, f"{device.rate:.3g}", memory, meeting]
-
-
-def _step(device: Device) -> str:
-    """Return what a step takes besides in milliseconds, nothing where nobody has measured it."""
-    return f"{device.step_now * 1e3:.3g}" if device.step_seconds else ""
-
-
-def _limit(device: Device) -> str:
-    """Return the device's own limit in MB/s, nothing where its links set it."""
-    return "" if device.bytes_per_second is None else f"{device.bytes_per_second / 1e6:.4g}"
+_COLUMNS: Mapping[str, Callable[[Device], str]] = {
+    "device": lambda device: str(device.rank),
+    "kind": lambda device: device.kind,
+    "node": lambda device: device.node,
+    "GFLOP/s": lambda device: f"{device.flops_per_second / 1e9:.4g}",
+    "rate": lambda device: f"{device.rate:.3g}",
+    "memory MB": lambda device: f"{device.memory_bytes / 1e6:.4g}",
+    "meeting ms": lambda device: f"{device.meeting_now * 1e3:.3g}",
+    "step ms": lambda device: f"{device.step_now * 1e3:.3g}" if device.step_seconds else "",
+    "MB/s": lambda device: f"{device.bytes_per_second / 1e6:.4g}" if device.bytes_per_second is not None else "",
+}
+"""The table of a cluster; a column where nobody has measured anything, or links set all limits, is left out."""
 
 
 def _link_text(link: Link) -> str:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.annotations.local import local_part
-from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.checkpoint.folders import digest
 from hetu_fx.errors import ExportError
 from hetu_fx.export import FORMAT, OPS

@@ -18,8 +18,7 @@ from hetu_fx.base.documents import nearest, table_text
 from hetu_fx.base.json_values import PAIRS, many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.explain import HEADER, device_rows, rows_text, stage_row
-from hetu_fx.plans.prediction import PREDICTION, Prediction
+from hetu_fx.plans.prediction import HEADER, PREDICTION, Prediction, device_rows, rows_text, stage_row
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
 
 __all__ = [

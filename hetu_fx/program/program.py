@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import sympy
+import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.once import once
@@ -25,6 +28,7 @@ from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
 from hetu_fx.transforms.layouts.work_shares import Split, WorkShares, work_shares
 from hetu_fx.transforms.passes import run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
+from hetu_fx.transforms.specialize.device_graph import LogicalShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,3 +161,45 @@ def sizes_of(program: Program) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: Deduce | None = None) -> DeducedGraph:
     """Put a plan on a program and deduce every value's state; without `deduce`, for typical links."""
     return run_pass(deduce or Deduce(), run_pass(Annotate(plan, wants_values), program.analysed))
+
+
+Bindings = Mapping[sympy.Symbol, int]
+
+
+def bind(leaves: Iterable[Leaf], tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int]:
+    """Return what each symbol of the inputs' shapes stands for in this batch.
+
+    Raises:
+        BatchError: an input is missing, has another rank, or a size that the captured graph fixes.
+    """
+    bindings: dict[sympy.Symbol, int] = {}
+    for leaf in leaves:
+        tensor = tensors[leaf.name]
+        expected = meta.shape(leaf.node)
+        if tensor.dim() != len(expected):
+            raise BatchError(
+                f"input {leaf.name!r} has {tensor.dim()} dims {tuple(tensor.shape)}, but the model was captured with "
+                f"{len(expected)}; pass an example batch of that form to hetu_fx.auto_parallelize"
+            )
+        for dim, (size, actual) in enumerate(zip(expected, tensor.shape, strict=True)):
+            _bind_size(bindings, leaf.name, dim, meta.expression(size), int(actual))
+    return bindings
+
+
+def _bind_size(bindings: dict[sympy.Symbol, int], name: str, dim: int, expected: Any, actual: int) -> None:
+    if isinstance(expected, sympy.Symbol):
+        expected = bindings.setdefault(expected, actual)
+    elif isinstance(expected, sympy.Expr) and expected.free_symbols:
+        expected = expected.subs(bindings)
+        if expected.free_symbols:
+            return
+    if int(expected) != actual:
+        raise BatchError(
+            f"dim {dim} of input {name!r} has size {actual}, but the captured graph needs {int(expected)} there; "
+            f"pad the batch to that size, or call hetu_fx.auto_parallelize with an example of the new size"
+        )
+
+
+def evaluate(shape: LogicalShape, bindings: Bindings) -> tuple[int, ...]:
+    """Return a logical shape in numbers."""
+    return tuple(int(size.subs(bindings)) if isinstance(size, sympy.Expr) else size for size in shape)

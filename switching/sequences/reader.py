@@ -31,8 +31,7 @@ from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, form_of
-from hetu_fx.program.program import Program
-from hetu_fx.program.sizes import bind
+from hetu_fx.program.program import Program, bind
 from hetu_fx.switching.sequences.form import SequenceForm, SequenceOptions, form_of_sequences, longest_row
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant

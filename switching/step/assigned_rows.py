@@ -22,8 +22,7 @@ from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, input_tensors
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.program import Program
-from hetu_fx.program.sizes import Bindings, bind
+from hetu_fx.program.program import Bindings, Program, bind
 from hetu_fx.switching.step.batches import MicroBatchRows
 from hetu_fx.switching.step.rows import RowPlan
 

@@ -14,8 +14,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import input_tensors
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, batch_of, form_of
-from hetu_fx.program.program import Program
-from hetu_fx.program.sizes import Bindings, bind
+from hetu_fx.program.program import Bindings, Program, bind
 from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
 
 

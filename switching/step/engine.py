@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.plans.schedule import Order, Phase
-from hetu_fx.program.sizes import Bindings
+from hetu_fx.program.program import Bindings
 from hetu_fx.switching.step.stage_p2p import StageP2P
 from hetu_fx.switching.step.timer import ComputeTimer
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, ResultKind, SlotKind

@@ -16,7 +16,7 @@ from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, cotan
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
-from hetu_fx.program.sizes import Bindings, evaluate
+from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.switching.bridge.bridge import Bridge
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector, UsedAnywhere

@@ -24,7 +24,7 @@ from hetu_fx.comm_ops.wire.bsr_run import exchange, prepare, unpack
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
 from hetu_fx.plans.schedule import Order, departures
-from hetu_fx.program.sizes import Bindings, evaluate
+from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
 
 Shapes = tuple[tuple[int, ...], ...]

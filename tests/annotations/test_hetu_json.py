@@ -2,8 +2,8 @@
 
 import pytest
 
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.annotations.hetu_json import read_leaf, read_leaves, write_leaf
-from hetu_fx.annotations.text import parse_annotation
 from hetu_fx.errors import AnnotationError
 
 WEIGHT = {

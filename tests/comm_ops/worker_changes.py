@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hetu_fx.annotations.annotation import DeviceGroup, cotangent
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import DeviceGroup, cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.comm_ops.wire.bsr_run import run_moves

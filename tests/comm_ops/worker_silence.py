@@ -12,7 +12,7 @@ from time import sleep
 import torch
 import torch.distributed as dist
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.resolve.resolve import resolve
 from hetu_fx.errors import CommError
 

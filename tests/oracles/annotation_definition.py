@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.sharding import Sharding
-from hetu_fx.annotations.states import Partial, Split
+from hetu_fx.annotations.states import Partial, Sharding, Split
 
 Indices = npt.NDArray[np.int64]
 

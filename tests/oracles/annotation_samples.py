@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.annotations.sharding import DeviceGroup, Sharding
-from hetu_fx.annotations.states import Duplicate, Partial, Split, State
+from hetu_fx.annotations.states import DeviceGroup, Duplicate, Partial, Sharding, Split, State
 from hetu_fx.errors import AnnotationError
 
 

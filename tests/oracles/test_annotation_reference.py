@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from tests.oracles.annotation_reference import shard, unshard
 
 

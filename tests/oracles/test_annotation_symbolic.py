@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.errors import AnnotationError
 from tests.oracles.annotation_samples import random_annotation
 from tests.oracles.annotation_symbolic import describe, granule

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import OpCall
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge

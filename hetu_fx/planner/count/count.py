@@ -9,7 +9,7 @@ tables that only one of them reaches are computed wherever they are read, and cr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetu_fx.base.torch_private import OpOverload, schema, tree_leaves, tree_map
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
-from hetu_fx.planner.count.liveness import owners, program_memory
+from hetu_fx.planner.count.liveness import program_memory
+from hetu_fx.planner.count.peaks import EVERYWHERE
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
@@ -258,6 +259,24 @@ class _Profile:
 
     def _last_use(self, node: fx.Node) -> int:
         return max((self.part_of(user) for user in node.users if user in self._mixed), default=0)
+
+
+def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node], int]) -> dict[fx.Node, int]:
+    """Return the part that every node's value belongs to, by number.
+
+    What batch or parameters alone reach is computed where it is read: it belongs to the part that reads it, and where
+    several do to EVERYWHERE, as each stage then has one.
+
+    Args:
+        graph: the program.
+        mixed: nodes that both batch and parameters reach.
+        part_of: the number of such a node's part.
+    """
+    readers: dict[fx.Node, set[int]] = {}
+    for node in reversed(graph.graph.nodes):
+        users = (readers[user] for user in node.users)
+        readers[node] = {part_of(node)} if node in mixed or node.op == "output" else set[int]().union(*users)
+    return {node: next(iter(parts)) if len(parts) == 1 else EVERYWHERE for node, parts in readers.items()}
 
 
 def is_view(node: fx.Node) -> bool:

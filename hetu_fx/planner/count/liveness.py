@@ -8,7 +8,7 @@ that several read, as parts in different stages do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,29 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from hetu_fx.base.torch_private import FakeTensorMode, tree_leaves
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.peaks import EVERYWHERE, Held, Owner, RecomputeSegments, Result, Run, Sharing, all_pieces
+from hetu_fx.planner.count.peaks import Held, Owner, RecomputeSegments, Result, Run, Sharing, all_pieces
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.footprint import Again, PartMemory, ProgramMemory, Segment
 from hetu_fx.planner.values.line import Amount
 from hetu_fx.transforms.layouts.work_shares import WorkShares
-
-
-def owners(graph: Graph, mixed: Collection[fx.Node], part_of: Callable[[fx.Node], int]) -> dict[fx.Node, int]:
-    """Return the part that every node's value belongs to, by number.
-
-    What batch or parameters alone reach is computed where it is read: it belongs to the part that reads it, and where
-    several do to EVERYWHERE, as each stage then has one.
-
-    Args:
-        graph: the program.
-        mixed: nodes that both batch and parameters reach.
-        part_of: the number of such a node's part.
-    """
-    readers: dict[fx.Node, set[int]] = {}
-    for node in reversed(graph.graph.nodes):
-        users = (readers[user] for user in node.users)
-        readers[node] = {part_of(node)} if node in mixed or node.op == "output" else set[int]().union(*users)
-    return {node: next(iter(parts)) if len(parts) == 1 else EVERYWHERE for node, parts in readers.items()}
 
 
 def program_memory(

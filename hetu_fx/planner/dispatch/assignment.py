@@ -24,8 +24,7 @@ from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
 from hetu_fx.planner.price.stage import stage_costs
 from hetu_fx.planner.price.step import ends_of, places_of
 from hetu_fx.planner.price.step_end import end_seconds
-from hetu_fx.planner.values.lengths import costs_at
-from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.program import ProgramCosts, costs_at
 from hetu_fx.plans.plan import Pipeline, Plan
 
 Rows = tuple[tuple[int, ...], ...]

@@ -25,7 +25,6 @@ from itertools import accumulate
 import numpy as np
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.dispatch.lower_bounds import row_bound
 from hetu_fx.planner.dispatch.makespan import EPSILON, Assigning, Effort, assign
 from hetu_fx.planner.dispatch.rows import NO_ROWS, RowAssignment, grouped, quick_rows, sweep_counts
 from hetu_fx.planner.dispatch.strategy import Scheme, check_each_once
@@ -118,6 +117,18 @@ def _packing(scheme: Scheme, lengths: Sequence[int], found: RowAssignment, bound
     return replace(made, bound_seconds=min(bound, made.seconds))  # sums in another order may round otherwise
 
 
+def _row_bound(seconds: Sequence[float], rows: int) -> float:
+    """Return seconds that the slowest of so many rows cannot stay below; `seconds` fall.
+
+    Rows share the work; and of the first k rows + 1 sequences some row gets k + 1, the least of them at least.
+    """
+    bound = sum(seconds) / rows
+    for count in range(1, (len(seconds) - 1) // rows + 2):
+        last = (count - 1) * rows + 1
+        bound = max(bound, sum(seconds[last - count : last]))
+    return bound
+
+
 class _Sweep:
     """The best rows of all numbers of rows, and what none gets below."""
 
@@ -134,7 +145,7 @@ class _Sweep:
 
     def _try(self, count: int) -> float:
         """Look for better rows; return what others must beat."""
-        least = row_bound(self._seconds, count)
+        least = _row_bound(self._seconds, count)
         bound = self._scheme.seconds(least, count)
         if bound < self._worth:
             self._take(count, self._exact(count) if self._is_small else self._assigned(count, least))

@@ -150,11 +150,6 @@ class Strategy:
         """Return the longest sequence that some pipeline can hold."""
         return self.pipelines[0].max_length
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """Tell whether all pipelines have one scheme."""
-        return len(set(self.pipelines)) == 1
-
     def __str__(self) -> str:
         counts = Counter(self.pipelines).items()
         return " + ".join(f"{count}x{scheme}" if count > 1 else str(scheme) for scheme, count in counts)

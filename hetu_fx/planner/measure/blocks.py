@@ -36,8 +36,7 @@ from hetu_fx.planner.measure.fit import (
 )
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.program.program import Program, deduce_program
-from hetu_fx.program.sizes import Bindings, evaluate
+from hetu_fx.program.program import Bindings, Program, deduce_program, evaluate
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import lower

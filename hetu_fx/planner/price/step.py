@@ -4,18 +4,23 @@ A step takes the slowest pipeline, (4) of `price.stage`, then its end (`price.st
 replicas in which rows meet sum them in between.
 
 Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
+
+A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
+more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
+less it holds, so that the fewest that fit are found by bisection.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.placement import device_bytes, holders_of, stops_of, tied_holders
+from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, holders_of, places_in, stops_of, tied_holders
 from hetu_fx.planner.price.stage import (
     StageCosts,
     pipeline_seconds,
@@ -23,9 +28,10 @@ from hetu_fx.planner.price.stage import (
 )
 from hetu_fx.planner.price.step_end import end_seconds, sync_seconds, update_line
 from hetu_fx.planner.values.device_memory import Terms
+from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import Tied
-from hetu_fx.plans.plan import Pipeline, Plan, pipeline_rows
+from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
@@ -201,3 +207,63 @@ class Columns:
 def _with(column: Sequence[int], pipeline: int, rank: int) -> tuple[int, ...]:
     """Return the column of a stage without blocks: with its own device instead of that which has the next block."""
     return (*column[:pipeline], rank, *column[pipeline + 1 :])
+
+
+def least_blocks(count: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the least number, 0 to `count`, of blocks recomputed that fits; None if not even all of them do."""
+    if fits(0):
+        return 0
+    if not count or not fits(count):
+        return None
+    return bisect_left(range(1, count), True, key=fits) + 1
+
+
+def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> tuple[Plan, Prediction] | None:
+    """Return a plan with the least recompute that fits memory, and its prediction; None where nothing fits.
+
+    Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
+    """
+    bare = _with_counts(plan, {}) if options.recompute else plan
+    prediction = predict(bare, costs, cluster)
+    if not memory_problems(prediction, cluster, options.memory_fraction):
+        return bare, prediction
+    counts = _least_counts(bare, costs, cluster, options.memory_fraction) if options.recompute else None
+    if counts is None:
+        return None
+    found = _with_counts(bare, counts)
+    return found, predict(found, costs, cluster)
+
+
+def _least_counts(
+    plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float
+) -> dict[tuple[int, int], int] | None:
+    """Return how many blocks each (pipeline, stage) has to recompute; None where a device does not fit with all."""
+    counts: dict[tuple[int, int], int] = {}
+    for place in places_in(plan, costs, {device.rank: device.speed for device in cluster.devices}):
+        limit = int(cluster.device(place.rank).memory_bytes * fraction)
+        stage = plan.pipelines[place.pipeline].stages[place.stage]
+        least = _least(place, stage, limit, costs.under(plan))
+        if least is None:
+            return None
+        key = place.pipeline, place.stage
+        counts[key] = max(counts.get(key, 0), least)
+    return counts
+
+
+def _least(place: PlacedDevice, stage: Stage, limit: int, costs: ProgramCosts) -> int | None:
+    def fits(blocks: int) -> bool:
+        own = costs.kept_by(replace(stage, recompute=blocks), place.piece.start)
+        return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
+
+    return least_blocks(place.piece.stop - place.piece.start, fits)
+
+
+def _with_counts(plan: Plan, counts: dict[tuple[int, int], int]) -> Plan:
+    """Return the plan with so many blocks of each (pipeline, stage) recomputed, none where none are named."""
+    if not counts and not any(stage.recompute for *_, stage in plan.stages):
+        return plan
+    pipelines = []
+    for i, pipeline in enumerate(plan.pipelines):
+        stages = [replace(stage, recompute=counts.get((i, j), 0)) for j, stage in enumerate(pipeline.stages)]
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    return replace(plan, pipelines=tuple(pipelines))

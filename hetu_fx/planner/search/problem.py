@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.recompute import fitted
-from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.price.step import fitted, predict
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts

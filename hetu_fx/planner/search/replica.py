@@ -12,8 +12,8 @@ from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.recompute import least_blocks
 from hetu_fx.planner.price.stage import compute_lines, forward_lines, pipeline_seconds, tensor_parallel_lines
+from hetu_fx.planner.price.step import least_blocks
 from hetu_fx.planner.price.step_end import update_line
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.values.device_memory import in_flight

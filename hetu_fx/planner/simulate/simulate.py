@@ -17,10 +17,9 @@ from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.step import places_of, row_sum_seconds
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.simulate.events import play
-from hetu_fx.planner.simulate.jobs import Jobs, ring_traffic
+from hetu_fx.planner.simulate.jobs import Jobs, Simulation, ring_traffic, simulation
 from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane, buckets
 from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
-from hetu_fx.planner.simulate.result import Simulation, simulation
 from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.values.device_memory import MOMENTS, HeldShard
 from hetu_fx.planner.values.line import Line

@@ -1,6 +1,6 @@
 """Plans on links: relays where the link between nodes is what costs."""
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves, plan_on_links, seconds_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import Senders, TensorMove, plan_moves
 from tests.oracles.bsr_reports import LowestRank, RoundRobin, plan_each
 

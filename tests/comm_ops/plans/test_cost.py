@@ -1,6 +1,6 @@
 """Costs follow the links: latency per hop, the slowest link of a ring, the busiest end of a message plan."""
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.plans.cost import (
     all_reduce_cost,
     cheapest_all_reduce_cost,

@@ -1,6 +1,6 @@
 """Which devices of unequal groups meet: the groups of Hetu v2's examples (fact sheet 1.3)."""
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.plans.routes import fits, groups_of, slice_groups
 from hetu_fx.comm_ops.plans.transition import Transition
 from hetu_fx.comm_ops.resolve.resolution import TopStep

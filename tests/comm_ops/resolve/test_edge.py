@@ -1,6 +1,6 @@
 """Prices: bytes decide, or seconds where links are known; what cannot be beaten settles."""
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, StepPrices
 from hetu_fx.comm_ops.resolve.resolve import resolve
 

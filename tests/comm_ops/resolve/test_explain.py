@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.comm_ops.resolve.explain import explain
 from hetu_fx.comm_ops.resolve.resolve import resolve

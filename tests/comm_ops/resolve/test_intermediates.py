@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.resolve.intermediates import cut_copies, partial_on_top, reduced, scattered
 from tests.oracles.annotation_definition import parts
 from tests.oracles.annotation_samples import random_annotation

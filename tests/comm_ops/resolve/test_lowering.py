@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.plans import cost
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hetu_fx.annotations.annotation import cotangent
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import cotangent, parse_annotation
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge

@@ -9,8 +9,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from hetu_fx.annotations.annotation import Annotation, Sharding, Split, cotangent
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import Annotation, Sharding, Split, cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep

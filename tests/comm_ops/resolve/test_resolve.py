@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetu_fx.annotations.annotation import cotangent
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import cotangent, parse_annotation
 from hetu_fx.comm_ops.resolve.resolve import Refusal, RefusedError, resolve, resolve_edge
 from hetu_fx.errors import ResolveError
 from tests.comm_ops.worker_changes import EDGES

@@ -2,9 +2,8 @@
 
 import pytest
 
-from hetu_fx.annotations.sharding import Sharding
-from hetu_fx.annotations.states import Duplicate, Partial, Split
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
+from hetu_fx.annotations.states import Duplicate, Partial, Sharding, Split
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge
 from hetu_fx.comm_ops.resolve.tiers import SplitLevel, across_groups, along_axes, refine, restore, same_top
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetu_fx.annotations.annotation import cotangent
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import cotangent, parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.resolve.lowering import Lowering
 from hetu_fx.comm_ops.resolve.resolve import resolve

@@ -16,8 +16,7 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.count.count import FlopCounter, example_rows, program_costs
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.program.program import make_program
-from hetu_fx.program.sizes import bind
+from hetu_fx.program.program import bind, make_program
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
 from tests.planner.examples import paper

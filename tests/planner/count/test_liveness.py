@@ -6,8 +6,7 @@ from torch import Tensor, fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.planner.count.count import example_rows, program_costs
-from hetu_fx.planner.count.liveness import owners
+from hetu_fx.planner.count.count import example_rows, owners, program_costs
 from hetu_fx.planner.count.peaks import EVERYWHERE
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.footprint import highest_at

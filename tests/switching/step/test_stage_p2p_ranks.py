@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hetu_fx.annotations.text import parse_annotation
+from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.plans.schedule import actions

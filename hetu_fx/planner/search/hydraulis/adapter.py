@@ -30,8 +30,8 @@ from hetu_fx.planner.search.hydraulis.pool import ALIGNMENT, LengthVariant, prop
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
-from hetu_fx.planner.values.lengths import ENOUGH, costs_at
 from hetu_fx.planner.values.profile_file import BlockTime
+from hetu_fx.planner.values.program import ENOUGH, costs_at
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import Prediction
 

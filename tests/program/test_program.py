@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind
-from hetu_fx.program.sizes import bind, evaluate
+from hetu_fx.program.program import bind, evaluate
 
 
 class Pooled(nn.Module):

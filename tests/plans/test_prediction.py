@@ -1,9 +1,8 @@
 from dataclasses import replace
 
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.plans.explain import device_rows
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.prediction import DeviceCost, Prediction, device_rows
 from tests.planner.examples import paper, transformer
 
 

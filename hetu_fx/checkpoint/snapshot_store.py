@@ -55,7 +55,7 @@ class SnapshotWriter:
         self.life = from_first(table, secrets.token_hex(8))
         self.holders = holders(of_all(table, node_name()))
         self.last: Moment | None = None  # the newest that is known to be whole
-        self._aside = _own_table(table)
+        self._aside = _own_table(table, self.life)
         self._executor = ThreadPoolExecutor(1, "hetu_fx_snapshots")
         self._pending: Future[None] | None = None
 
@@ -124,8 +124,8 @@ def _failure_of(act: Any) -> CheckpointError | None:
     return None
 
 
-def _own_table(table: GroupTable) -> GroupTable:
-    """Return the table of all ranks with a group beside that of the steps; collective."""
+def _own_table(table: GroupTable, life: str) -> GroupTable:
+    """Return the table of all ranks with a group beside those of the steps and of other writers; collective."""
     if table.size == 1:
         return table
     if "cpu" not in device_types(table.base):
@@ -133,7 +133,7 @@ def _own_table(table: GroupTable) -> GroupTable:
             "snapshots are sent from host memory, which the process group cannot; "
             "call init_process_group('cpu:gloo,cuda:nccl'), or leave that to hetu_fx"
         )
-    return table.beside("snapshots", is_whole=True)
+    return table.beside(f"snapshots {life}", is_whole=True)
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,24 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx emulate`."""
     parser.usage = "hetu-fx emulate --speeds 0.8,0.4,0.2,0.2 [options] -- COMMAND ..."
     parser.add_argument("--speeds", type=parse_speeds, metavar="S,S,...", help="cores per rank")
-    parser.add_argument("--memory", type=parse_memory, default=(), metavar="M,M,...", help="like 2G,512M,-")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="spread the ranks over N nodes")
-    parser.add_argument("--link", type=parse_rate, metavar="RATE", help="rate between nodes, like 200mbit")
-    parser.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank only")
-    parser.add_argument("--no-prefix", action="store_true", help="do not name the rank in front of each line")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end everything after this time")
     parser.add_argument(
-        "--grace", type=float, default=10.0, metavar="SECONDS", help="time for the others when a rank fails"
+        "--memory",
+        type=parse_memory,
+        default=(),
+        metavar="M,M,...",
+        help="memory limit per rank, like 2G,512M,- (-: none)",
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="spread the ranks over N nodes")
+    parser.add_argument("--link", type=parse_rate, metavar="RATE", help="bandwidth between nodes, like 200mbit")
+    parser.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank only")
+    parser.add_argument("--no-prefix", action="store_true", help="do not prefix lines with their rank")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end all ranks after this time")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time for the other ranks to exit after one fails (default: 10)",
     )
     _add_limit(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
@@ -64,7 +74,7 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--limit", choices=get_args(LimitChoice), default="auto", help="how speeds are made")
+    parser.add_argument("--limit", choices=get_args(LimitChoice), default="auto", help="how speeds are enforced")
 
 
 def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -104,8 +114,14 @@ def _call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx demo`."""
-    parser.add_argument("--quick", action="store_true", help="a smaller version of the same")
-    parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER, metavar="FOLDER", help="what it writes")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=DEFAULT_FOLDER,
+        metavar="FOLDER",
+        help="folder for the report, its pictures and JSON",
+    )
     _add_limit(parser)
 
 
@@ -136,18 +152,22 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx launch`."""
     parser.usage = "hetu-fx launch --nproc N [options] -- SCRIPT [ARGUMENTS]"
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="processes on this machine")
-    parser.add_argument("--min-nproc", type=int, metavar="M", help="go on with as few when some are lost (default: N)")
-    parser.add_argument("--max-losses", type=int, default=100, metavar="L", help="give up after as many")
-    rejoin = "start a lost one again so much later; it joins at a step's end (default: only where too few are left)"
+    parser.add_argument(
+        "--min-nproc", type=int, metavar="M", help="continue with as few when some are lost (default: N)"
+    )
+    parser.add_argument(
+        "--max-losses", type=int, default=100, metavar="L", help="give up after so many lost processes (default: 100)"
+    )
+    rejoin = "replace a lost process after this time; it joins at a step's end (default: only where too few are left)"
     for name, default, what in (
-        ("stopped", 10.0, "end one that gives no sign of life (default: 10)"),
-        ("stuck", 600.0, "end who is missing in a communication (default: 600)"),
-        ("grace", 30.0, "for the others to leave their groups (default: 30)"),
+        ("stopped", 10.0, "end a process that sends no heartbeat for so long (default: 10)"),
+        ("stuck", 600.0, "end a process that others wait for in a collective for so long (default: 600)"),
+        ("grace", 30.0, "time for the other processes to leave their groups (default: 30)"),
         ("rejoin", None, rejoin),
     ):
         option = "--grace" if name == "grace" else f"--{name}-after"
         parser.add_argument(option, dest=f"{name}_seconds", type=float, default=default, metavar="SECONDS", help=what)
-    parser.add_argument("--events", type=Path, metavar="FILE", help="write what happens, a line of JSON each")
+    parser.add_argument("--events", type=Path, metavar="FILE", help="log starts, losses and joins as lines of JSON")
 
 
 def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -31,12 +31,29 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
         "       hetu-fx emulate --speeds 0.8,0.4,0.2,0.2 -- hetu-fx measure MODULE:FUNCTION"
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODULE:FUNCTION", help="returns (model, example batch); left out: devices only"
+        "model",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="returns (model, example batch); without it, devices and links only",
     )
-    parser.add_argument("--cluster", type=Path, default=Path("cluster.json"), metavar="FILE", help="what to write")
-    parser.add_argument("--profile", type=Path, default=Path("profile.json"), metavar="FILE", help="what to write")
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        default=Path("cluster.json"),
+        metavar="FILE",
+        help="cluster file to write (default: cluster.json)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="profile file to write (default: profile.json)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: the one of the process's local rank")
-    parser.add_argument("--seconds", type=float, default=90.0, metavar="S", help="for blocks, about")
+    parser.add_argument(
+        "--seconds", type=float, default=90.0, metavar="S", help="time budget for the blocks, about (default: 90)"
+    )
 
 
 def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -37,11 +37,13 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="OTHER", help="show what changes from another plan file")
     parser.add_argument("--cluster", metavar="FILE", help="devices and links to plan for (hetu_fx.cluster/1)")
     parser.add_argument("--profile", metavar="FILE", help="what the model costs (hetu_fx.profile/1)")
-    parser.add_argument("--search", metavar="NAME", help="how to search: see docs/planning.md")
-    parser.add_argument("--rows", type=int, metavar="N", help="rows of a step, instead of the profile's")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan; of several, each with its length")
+    parser.add_argument("--search", metavar="NAME", help="search strategy, see docs/planning.md (default: auto)")
+    parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch (default: the profile's)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the plan file; where the search finds several, one per length"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
-    parser.add_argument("--no-cache", action="store_true", help="search even if the same has been asked before")
+    parser.add_argument("--no-cache", action="store_true", help="search again, even if this question has been answered")
     _add_changes(parser)
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from hetu_fx.base.torch_private import parameter_slots
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import Batch, as_call, input_tensors
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch, input_tensors
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.containers import Constant, Opaque, flatten, walk
+from hetu_fx.graph.containers import Constant, Opaque, walk
 from hetu_fx.program.program import Program, make_program
 
 Forward = Callable[..., Any]
@@ -102,14 +102,14 @@ def batch_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappin
 
 def example_size(example: Batch, programs: Programs, program: Program) -> tuple[int, int]:
     """Return the rows and the sequence length (0: none) of an example batch; the program was traced with other rows."""
-    args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+    args, kwargs = as_call(example)
     tensors = input_tensors(program.graph, batch_of(programs.signature, args, kwargs))
     return program.num_rows(tensors), program.longest(tensors)
 
 
 def form_of(batch: Batch, training: bool) -> str:
     """Return a text that is equal for batches that one captured program can run."""
-    tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+    tree, tensors = flatten_batch(batch)
     parts = [f"{name}:{str(t.dtype).removeprefix('torch.')}[{t.dim()}]" for name, t in sorted(tensors.items())]
     parts += sorted(f"{leaf.name}={leaf.value!r}" for leaf in walk(tree) if isinstance(leaf, Constant))
     parts += sorted(f"{leaf.name}:{leaf.type_name}" for leaf in walk(tree) if isinstance(leaf, Opaque))

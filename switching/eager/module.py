@@ -22,7 +22,7 @@ from hetu_fx.annotations.annotation import Sharding
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import Batch
+from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.containers import (
     Constant,
     Opaque,
@@ -90,7 +90,7 @@ class EagerModule:
         self.model, self.loss_fn = model, loss_fn
         self._caller = _Caller(model, self.forward, loss_fn)
         self._has_rows: dict[str, bool] = {}
-        args, kwargs = ((), example) if isinstance(example, Mapping) else (tuple(example), {})
+        args, kwargs = as_call(example)
         self.read(args, kwargs, training=True)  # notes which inputs have rows
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> EagerBatch:
@@ -100,7 +100,7 @@ class EagerModule:
             BatchError: they do not fit the forward, or have no rows, or not the same number of them.
         """
         batch = batch_of(self.signature, args, kwargs)
-        tree, tensors = flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+        tree, tensors = flatten_batch(batch)
         row_inputs = self._row_inputs(tensors)
         rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else -1 for name in row_inputs}
         if len(set(rows.values())) != 1 or -1 in rows.values():

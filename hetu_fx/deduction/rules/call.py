@@ -86,20 +86,21 @@ class Call:
         """Return how many dims the first operand has."""
         return len(self.operands[0].shape)
 
-    def integer(self, argument: str) -> int:
-        """Return a fixed integer argument, 0 if it is absent or None."""
+    def integer(self, argument: str, default: int = 0) -> int:
+        """Return a fixed integer argument, `default` if it is absent or None."""
         value = self.arguments.get(argument)
-        return 0 if value is None else int(value)
+        return default if value is None else int(value)
 
-    def dim(self, argument: str = "dim", rank: int | None = None) -> int:
+    def dim(self, argument: str = "dim", rank: int | None = None, default: int = 0) -> int:
         """Return a dim argument counted from the front, of the first operand if no rank is given."""
-        return self.integer(argument) % max(self.rank if rank is None else rank, 1)
+        return self.integer(argument, default) % max(self.rank if rank is None else rank, 1)
 
-    def dims(self, argument: str = "dim") -> tuple[int, ...]:
+    def dims(self, argument: str = "dim", rank: int | None = None) -> tuple[int, ...]:
         """Return a list-of-dims argument counted from the front; all dims if it is absent, None or empty."""
         value = self.arguments.get(argument)
         given = [value] if isinstance(value, int) else value
-        return tuple(dim % max(self.rank, 1) for dim in given) if given else tuple(range(self.rank))
+        count = self.rank if rank is None else rank
+        return tuple(dim % max(count, 1) for dim in given) if given else tuple(range(count))
 
     def at(self, argument: str, element: int | None = None) -> Path:
         """Return the path of an argument, or of an element of a list argument."""

@@ -40,6 +40,7 @@ from hetu_fx.program.program import Bindings, Program, deduce_program, evaluate
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import lower
+from hetu_fx.transforms.passes import run_pass
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -138,11 +139,11 @@ def shard_of(program: Program, block: int, degree: int) -> BlockShard:
     pairs = zip(groups, (block, 1, count - block - 1), strict=True)
     plan = Plan((Pipeline(tuple(Stage(devices, blocks=blocks) for devices, blocks in pairs)),))
     deduced = deduce_program(program, plan, wants_values=False)
-    device = Specialize(groups[1][0])(deduced)
+    device = run_pass(Specialize(groups[1][0]), deduced)
     assert device is not None, "the plan has the rank"
     _leave_communication_out(device.graph)
     table = GroupTable.dry(device.rank, _STAGES * degree)
-    return BlockShard(program, deduced, device, table, lower(Checkpoint()(device), None))
+    return BlockShard(program, deduced, device, table, lower(run_pass(Checkpoint(), device), None))
 
 
 def _leave_communication_out(graph: fx.Graph) -> None:

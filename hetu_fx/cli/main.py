@@ -66,7 +66,7 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="time for the other ranks to exit after one fails (default: 10)",
+        help="time for the other ranks to exit after one fails (default: %(default)g)",
     )
     _add_limit(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
@@ -156,13 +156,17 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         "--min-nproc", type=int, metavar="M", help="continue with as few when some are lost (default: N)"
     )
     parser.add_argument(
-        "--max-losses", type=int, default=100, metavar="L", help="give up after so many lost processes (default: 100)"
+        "--max-losses",
+        type=int,
+        default=100,
+        metavar="L",
+        help="give up after so many lost processes (default: %(default)g)",
     )
     rejoin = "replace a lost process after this time; it joins at a step's end (default: only where too few are left)"
     for name, default, what in (
-        ("stopped", 10.0, "end a process that sends no heartbeat for so long (default: 10)"),
-        ("stuck", 600.0, "end a process that others wait for in a collective for so long (default: 600)"),
-        ("grace", 30.0, "time for the other processes to leave their groups (default: 30)"),
+        ("stopped", 10.0, "end a process that sends no heartbeat for so long (default: %(default)g)"),
+        ("stuck", 600.0, "end a process that others wait for in a collective for so long (default: %(default)g)"),
+        ("grace", 30.0, "time for the other processes to leave their groups (default: %(default)g)"),
         ("rejoin", None, rejoin),
     ):
         option = "--grace" if name == "grace" else f"--{name}-after"

@@ -41,18 +41,22 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("cluster.json"),
         metavar="FILE",
-        help="cluster file to write (default: cluster.json)",
+        help="cluster file to write (default: %(default)s)",
     )
     parser.add_argument(
         "--profile",
         type=Path,
         default=Path("profile.json"),
         metavar="FILE",
-        help="profile file to write (default: profile.json)",
+        help="profile file to write (default: %(default)s)",
     )
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: the one of the process's local rank")
     parser.add_argument(
-        "--seconds", type=float, default=90.0, metavar="S", help="time budget for the blocks, about (default: 90)"
+        "--seconds",
+        type=float,
+        default=90.0,
+        metavar="S",
+        help="time budget for the blocks, about (default: %(default)g)",
     )
 
 

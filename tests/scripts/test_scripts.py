@@ -1,0 +1,85 @@
+"""A selection of what scripts do to their model, each in one of the settings of two processes, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tests.scripts.crew import Crew, crew
+from tests.scripts.run import plain_outcome, verdict_of
+from tests.scripts.script import Script, scripts
+from tests.scripts.settings import SETTINGS
+from tests.scripts.verdict import Kind, Raised, Returned, is_expected, judge
+
+TURNS = ("dp2", "tp2")
+EVERY = 2  # of how many scripts one is selected; python -m tests.scripts runs all in all settings
+
+Crews = Callable[[str], Crew]
+
+
+def _selected() -> list[tuple[Script, str]]:
+    picked = list(scripts().values())[::EVERY]
+    return [(one, [s for s in TURNS if s in one.settings][i % 2]) for i, one in enumerate(picked) if _in_turns(one)]
+
+
+def _in_turns(script: Script) -> bool:
+    return set(TURNS) <= set(script.settings)
+
+
+@pytest.fixture(scope="module")
+def crews() -> Iterator[Crews]:
+    with ExitStack() as stack:
+        made: dict[str, Crew] = {}
+
+        def of(setting: str) -> Crew:
+            if setting not in made:
+                made[setting] = stack.enter_context(crew(setting, SETTINGS[setting].world if setting else 1))
+            return made[setting]
+
+        yield of
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("script", "setting"), [pytest.param(*c, id=f"{c[0].name} / {c[1]}") for c in _selected()])
+def test_a_script_comes_out_as_on_one_device_or_is_refused_by_name(script: Script, setting: str, crews: Crews) -> None:
+    expected = plain_outcome(script, crews(""))
+    verdict = verdict_of(script, expected, crews(setting), SETTINGS[setting].world)
+    assert is_expected(script, verdict), f"{verdict.kind.value}: {verdict.why}"
+
+
+def _script(refused: str = "") -> Script:
+    return Script("does nothing", "none", lambda job: {}, refused)
+
+
+def test_equal_results_are_right() -> None:
+    one = Returned({"loss": torch.tensor(2.0), "text": "a", "losses": [1.0, 2.0]})
+    assert judge(_script(), one, {0: one, 1: one}, 2).kind is Kind.RIGHT
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"loss": torch.tensor(2.001)}, {"loss": torch.tensor([2.0])}, {"loss": torch.tensor(2.0).double()}, {}],
+    ids=["value", "shape", "dtype", "missing"],
+)
+def test_a_difference_on_one_rank_is_found(other: dict[str, torch.Tensor]) -> None:
+    one = Returned({"loss": torch.tensor(2.0)})
+    assert judge(_script(), one, {0: one, 1: Returned(other)}, 2).kind is Kind.DIFFERENT
+
+
+def test_a_rank_that_says_nothing_hangs_and_a_foreign_error_is_a_crash() -> None:
+    one, foreign = Returned({}), Raised(False, "RuntimeError: invalid python storage", "")
+    assert judge(_script(), one, {0: one}, 2).kind is Kind.HANG
+    assert judge(_script(), one, {0: one, 1: foreign}, 2).kind is Kind.CRASH
+
+
+def test_a_refusal_counts_where_it_is_announced_and_reaches_all_ranks() -> None:
+    one, refusal = Returned({}), Raised(True, "StateError: call full_tensor() on every rank", "")
+    announced, other = _script("full_tensor"), _script("something else")
+    both = {0: refusal, 1: refusal}
+    assert is_expected(announced, judge(announced, one, both, 2))
+    assert not is_expected(_script(), judge(_script(), one, both, 2))
+    assert judge(other, one, both, 2).kind is Kind.CRASH
+    assert judge(announced, one, {0: refusal, 1: one}, 2).kind is Kind.CRASH

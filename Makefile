@@ -50,7 +50,7 @@ test: setup
 	  $(PYTEST) -m gpu --timeout 600 || [ $$? = 5 ]; fi
 
 parity: setup
-	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m distributed --timeout 3600
+	@HETU_FX_PARITY=full $(PYTEST) tests/end_to_end -m "distributed and not gpu" --timeout 3600
 
 lint: setup
 	@$(BIN)/ruff check .

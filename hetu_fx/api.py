@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -111,11 +113,20 @@ def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:
     original = runtime.execution.forward
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return runtime.run(args, kwargs)
 
-    object.__setattr__(model, "forward", forward)
+    # A method, without a trail to the original: what others wrap it in they can take off again, and find this below.
+    del forward.__dict__["__wrapped__"]
+    forward.__signature__ = _as_method(inspect.signature(original))  # type: ignore[attr-defined]
+    object.__setattr__(model, "forward", MethodType(forward, model))
     object.__setattr__(model, "no_sync", runtime.no_sync)
     object.__setattr__(model, "hetu", handle)
     for framework in frameworks():
         framework.adopt(model)
+
+
+def _as_method(bound: inspect.Signature) -> inspect.Signature:
+    """Return the signature that a function must have to show this one once it is bound."""
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return bound.replace(parameters=[itself, *bound.parameters.values()])

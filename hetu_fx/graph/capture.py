@@ -81,7 +81,7 @@ class _Program(nn.Module):
         self.names = names
         # Not as a submodule: what a loss module holds is a constant of the program, no state of the model.
         self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
-        self.autocasts = _ambient_autocasts()
+        self.autocasts = ambient_autocasts()
         self.output = _OutputStructure()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,7 +100,8 @@ class _Program(nn.Module):
             return (*values.values(), self.loss_fn(output, *args, **kwargs))
 
 
-def _ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+def ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the kinds of devices for which torch.autocast is on, and the dtype that it casts to."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
@@ -122,7 +123,7 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 def _surroundings() -> Iterator[None]:
     """Trace with gradients on, ambient autocast off, and give back the random state as it was."""
     with contextlib.ExitStack() as stack:
-        for kind, _ in _ambient_autocasts():
+        for kind, _ in ambient_autocasts():
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -112,8 +112,8 @@ def _write_casts(node: fx.Node, device_type: str, low: torch.dtype) -> None:
     if first.device.type != device_type and first.device.type != "meta":
         return
     target = low if first.dtype == low else torch.float32
-    node.args = fx.node.map_arg(node.args, lambda arg: _cast(arg, node, target, low))
-    node.kwargs = fx.node.map_arg(node.kwargs, lambda arg: _cast(arg, node, target, low))
+    node.args = fx.node.map_arg(node.args, lambda arg: _cast(arg, node, target))
+    node.kwargs = fx.node.map_arg(node.kwargs, lambda arg: _cast(arg, node, target))
 
 
 def _has_autocast_kernel(target: Any, device_type: str) -> bool:
@@ -123,9 +123,8 @@ def _has_autocast_kernel(target: Any, device_type: str) -> bool:
     return dispatch_has_kernel(dispatch_name(target), key)
 
 
-def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype, low: torch.dtype) -> fx.Node:
-    castable = meta.is_tensor(argument) and meta.dtype(argument) in (torch.float32, low)
-    if not castable or meta.dtype(argument) == target:
+def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype) -> fx.Node:
+    if not _is_castable(argument) or meta.dtype(argument) == target:
         return argument
     if (known := _known_cast(argument, user, target)) is not None:
         return known
@@ -134,6 +133,11 @@ def _cast(argument: fx.Node, user: fx.Node, target: torch.dtype, low: torch.dtyp
     meta.copy_meta(user, cast)
     meta.infer(cast)
     return cast
+
+
+def _is_castable(argument: fx.Node) -> bool:
+    """Tell whether autocast casts a value: floating point, but for float64 (one region inside another mixes halves)."""
+    return meta.is_tensor(argument) and meta.dtype(argument).is_floating_point and meta.dtype(argument) != torch.float64
 
 
 def _known_cast(argument: fx.Node, user: fx.Node, target: torch.dtype) -> fx.Node | None:

@@ -13,7 +13,7 @@ from torch import nn
 from hetu_fx.base.torch_private import parameter_slots
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch, input_tensors
-from hetu_fx.graph.capture import capture
+from hetu_fx.graph.capture import ambient_autocasts, capture
 from hetu_fx.graph.containers import Constant, Opaque, walk
 from hetu_fx.program.program import Program, make_program
 
@@ -23,13 +23,16 @@ Forward = Callable[..., Any]
 class Programs:
     """Finds or captures the program for a batch.
 
-    `forward` is the model's own forward; batches are brought to its keyword form where its signature allows.
+    `forward` is the model's own forward; batches are brought to its keyword form where its signature allows. It is what
+    somebody has `replaced` that of the model's class with, if anybody has.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.forward: Forward = model.forward
+        self.replaced: Forward | None = model.__dict__.get("forward")
         self.signature = inspect.signature(self.forward)
+        self._parameters = tuple(model.parameters())
         self._programs: dict[str, Program] = {}
 
     @property
@@ -52,17 +55,22 @@ class Programs:
 
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; captures the model the first time."""
-        key = form_of(batch, training)
+        key = self.form(batch, training)
         if key not in self._programs:
             self._programs[key] = self.trace(batch, training)
         return self._programs[key]
+
+    def form(self, batch: Batch, training: bool) -> str:
+        """Return what `form_of` does, and the precision of the parameters: `model.to(dtype)` changes it later."""
+        dtypes = [_short(parameter.dtype) for parameter in self._parameters]
+        return f"{form_of(batch, training)} parameters {' '.join(dtypes if len(set(dtypes)) > 1 else dtypes[:1])}"
 
     def trace(self, batch: Batch, training: bool) -> Program:
         """Capture the model for batches like this one, with this one's sizes as the example's."""
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
         # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
         # has some cannot be swapped for its home tensor.
-        with _plain_parameters(self.model), _own_forward(self.model):
+        with _plain_parameters(self.model), _own_forward(self.model, self.replaced):
             graph = capture(self.model, batch, loss_fn=self._loss_fn_for(batch, training), training=training)
         return make_program(graph, frozen)
 
@@ -110,20 +118,28 @@ def example_size(example: Batch, programs: Programs, program: Program) -> tuple[
 def form_of(batch: Batch, training: bool) -> str:
     """Return a text that is equal for batches that one captured program can run."""
     tree, tensors = flatten_batch(batch)
-    parts = [f"{name}:{str(t.dtype).removeprefix('torch.')}[{t.dim()}]" for name, t in sorted(tensors.items())]
+    parts = [f"{name}:{_short(t.dtype)}[{t.dim()}]" for name, t in sorted(tensors.items())]
     parts += sorted(f"{leaf.name}={leaf.value!r}" for leaf in walk(tree) if isinstance(leaf, Constant))
     parts += sorted(f"{leaf.name}:{leaf.type_name}" for leaf in walk(tree) if isinstance(leaf, Opaque))
-    parts += [f"autocast {kind}" for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    parts += [f"autocast {kind} {_short(dtype)}" for kind, dtype in ambient_autocasts()]
+    parts += [f"default {_short(torch.get_default_dtype())}"]
     return ("training " if training else "evaluation ") + " ".join(parts)
 
 
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @contextmanager
-def _own_forward(model: nn.Module) -> Iterator[None]:
-    """Let the model's class run its own forward for a while."""
+def _own_forward(model: nn.Module, replaced: Forward | None) -> Iterator[None]:
+    """Let the model run its own forward for a while: its class's, or what somebody had `replaced` it with."""
     patched = model.__dict__.pop("forward", None)
+    if replaced is not None:
+        model.__dict__["forward"] = replaced
     try:
         yield
     finally:
+        model.__dict__.pop("forward", None)
         if patched is not None:
             model.__dict__["forward"] = patched
 

@@ -119,6 +119,21 @@ def test_autocast_regions_are_written_out_as_casts() -> None:
     assert_same_as_eager(model, graph, (torch.randn(4, 6),), 0.0)
 
 
+def one_half_in_another(self: Program, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = self.linear(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = y @ x.t()
+            both = torch.cat([z, z.float()])
+    return both.sum() + (z.half() @ y).float().sum()
+
+
+def test_autocast_regions_of_unlike_halves_may_stand_in_each_other() -> None:
+    model = Program(one_half_in_another).train()
+    graph = capture(model, (torch.randn(5, 6),))
+    assert_same_as_eager(model, graph, (torch.randn(4, 6),), 0.0)
+
+
 def test_ambient_autocast_is_written_out_as_casts() -> None:
     model = Program(batch_norm).train()
     x = torch.randn(5, 6)

@@ -1,12 +1,42 @@
-"""accelerate leaves a parallel model alone, and its optimizer is found inside its wrapper."""
+"""accelerate leaves a parallel model alone but for its precision, and its optimizer is found inside its wrapper."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
-from hetu_fx.integrations.accelerate import mark_prepared, torch_optimizer
+import hetu_fx
+from hetu_fx.errors import StateError
+from hetu_fx.integrations.accelerate import ask_for_precision, mark_prepared, torch_optimizer
+
+BATCH = {"x": torch.linspace(-1, 1, 24).reshape(4, 6), "y": torch.linspace(1, 2, 12).reshape(4, 3)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.layer(x)
+        return {"loss": (made - y).square().mean(), "made": made}
+
+
+def parallel(model: Net) -> Net:
+    return hetu_fx.auto_parallelize(model, BATCH, plan=hetu_fx.Plan.single(0), outputs="all")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
 
 
 def test_prepare_leaves_a_marked_model_and_the_wrapped_optimizer_is_found() -> None:
@@ -18,3 +48,45 @@ def test_prepare_leaves_a_marked_model_and_the_wrapped_optimizer_is_found() -> N
     assert wrapped is not optimizer
     assert torch_optimizer(wrapped) is optimizer
     assert torch_optimizer(optimizer) is optimizer
+
+
+@pytest.mark.parametrize("order", ["accelerator first", "model first", "prepared before"])
+def test_the_accelerators_precision_is_the_models_in_every_order(order: str) -> None:
+    def run(precision: str, model: Net, make: bool) -> dict[str, torch.Tensor]:
+        AcceleratorState._reset_state(True)
+        if make and order == "model first":
+            model = parallel(model)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        if make and order == "accelerator first":
+            model = parallel(model)
+        model = accelerator.prepare(model)
+        if make and order == "prepared before":
+            model = parallel(model)
+        made: dict[str, torch.Tensor] = model(**BATCH)
+        return made
+
+    plain, made, whole = run("bf16", Net(), False), run("bf16", Net(), True), run("no", Net(), True)
+    assert torch.equal(made["made"], plain["made"])
+    assert not torch.equal(made["made"], whole["made"])
+    assert made["made"].dtype is made["loss"].dtype is torch.float32
+
+
+def test_unwrapping_a_model_takes_the_precision_off_again() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(parallel(Net()))
+    low = model(**BATCH)["made"]
+    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert unwrapped is model
+    assert torch.equal(model(**BATCH)["made"], Net()(**BATCH)["made"])
+    with accelerator.autocast():
+        assert torch.equal(model(**BATCH)["made"].float(), low)
+
+
+def test_a_model_is_asked_once_and_not_for_eight_bits() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(parallel(Net()))
+    forward = model.forward
+    assert accelerator.prepare(model).forward == forward
+    accelerator.state._mixed_precision = "fp8"
+    with pytest.raises(StateError, match="use mixed_precision='bf16'"):
+        ask_for_precision(accelerator, Net())

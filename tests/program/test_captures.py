@@ -26,6 +26,9 @@ class Summing(nn.Module):
 def anything(*tensors: Tensor) -> None: ...
 
 
+def parallel(*tensors: Tensor) -> None: ...
+
+
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[Programs, list[bool]]:
     """Programs that are not captured, and the modes in which they would have been."""
@@ -68,11 +71,31 @@ def test_names_dims_dtypes_and_constants_change_the_form(other: dict[str, Any]) 
     assert form_of(other, True) != form_of({"x": torch.ones(2, 3)}, True)
 
 
-def test_the_mode_and_autocast_change_the_form() -> None:
+def test_the_mode_and_the_precision_change_the_form() -> None:
     batch = {"x": torch.ones(2, 3)}
-    with torch.autocast("cpu"):
-        half = form_of(batch, True)
-    assert len({form_of(batch, True), form_of(batch, False), half}) == 3
+    found = {form_of(batch, True), form_of(batch, False)}
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            found.add(form_of(batch, True))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found.add(form_of(batch, True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(found) == 5
+
+
+def test_the_precision_of_any_parameter_changes_the_form() -> None:
+    model, batch = Summing(), {"x": torch.ones(2, 3)}
+    programs = Programs(model, None)
+    forms = [programs.form(batch, True)]
+    model.layer.bias.data = model.layer.bias.data.half()
+    forms.append(programs.form(batch, True))
+    model.half()
+    forms.append(programs.form(batch, True))
+    model.float()
+    assert len(set(forms)) == 3
+    assert programs.form(batch, True) == forms[0]
 
 
 def test_a_form_is_captured_once_for_each_mode(programs: tuple[Programs, list[bool]]) -> None:
@@ -88,12 +111,16 @@ def test_asking_for_the_training_program_before_there_is_one_says_what_to_do() -
         _ = Programs(Summing(), None).training
 
 
-def test_the_models_class_forward_is_captured_not_the_patched_one() -> None:
+@pytest.mark.parametrize("before", [None, anything], ids=["of its class", "replaced before"])
+def test_the_models_own_forward_is_captured_not_the_one_of_a_parallel_model(before: Any) -> None:
     model = Summing()
-    model.forward = anything  # type: ignore[assignment]
-    with captures._own_forward(model):
-        assert model.forward.__func__ is Summing.forward
-    assert model.forward is anything
+    if before is not None:
+        model.forward = before
+    programs = Programs(model, None)
+    model.forward = parallel  # type: ignore[assignment]
+    with captures._own_forward(model, programs.replaced):
+        assert model.forward is before if before else model.forward.__func__ is Summing.forward
+    assert model.forward is parallel
 
 
 def test_a_program_is_known_by_its_graph_whatever_the_sizes_of_its_example() -> None:

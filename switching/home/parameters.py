@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.local import local_part, write_part
-from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
+from hetu_fx.base.once import once
+from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.switching.home.layout import HomeLayout
@@ -74,7 +75,7 @@ class Buffers:
     """Reads and writes parts of a model's buffers.
 
     A stage that updates a buffer (running statistics) writes the part it has; `sync` makes all ranks' copies equal
-    again and is needed before another layout reads them.
+    again and is needed before another layout, or the user, reads them.
     """
 
     def __init__(self, model: nn.Module, table: GroupTable) -> None:
@@ -98,25 +99,34 @@ class Buffers:
     def sync(self) -> None:
         """Bring every buffer that stages have written up to date on all ranks; collective."""
         stale, self._stale = self._stale, {}
-        if self.table.size == 1 or not stale:
+        names = sorted(name for name, annotation in stale.items() if not self._is_everywhere(name, annotation))
+        if not names:
             return
-        names = sorted(stale)
-        everyone = tuple(range(self.table.size))
-        whole = Annotation.on(everyone, Duplicate(len(everyone)))
         buffers = [self._buffer(name) for name in names]
-        moves = [
-            TensorMove(stale[name], whole, tuple(buffer.shape), buffer.element_size())
-            for name, buffer in zip(names, buffers, strict=True)
-        ]
         rank = self.table.rank
         parts = [
             local_part(buffer, stale[name], rank) if stale[name].holds(rank) else None
             for name, buffer in zip(names, buffers, strict=True)
         ]
-        moved = run_moves(plan_moves(moves), parts, self.table, like=buffers)
+        plan = self._plan(
+            tuple((stale[name], tuple(b.shape), b.element_size()) for name, b in zip(names, buffers, strict=True))
+        )
+        moved = run_moves(plan, parts, self.table, like=buffers)
         for buffer, fresh in zip(buffers, moved, strict=True):
             if fresh is not None:
                 buffer.copy_(fresh)
+
+    def _is_everywhere(self, name: str, annotation: Annotation) -> bool:
+        shape = tuple(self._buffer(name).shape)
+        ranks = range(self.table.size)
+        return all(annotation.holds(rank) and annotation.local_shape(rank, shape) == shape for rank in ranks)
+
+    @once
+    def _plan(self, written: tuple[tuple[Annotation, tuple[int, ...], int], ...]) -> BsrPlan:
+        """Return how buffers come to all ranks from where they were written; the same in every step."""
+        everyone = tuple(range(self.table.size))
+        whole = Annotation.on(everyone, Duplicate(len(everyone)))
+        return plan_moves([TensorMove(annotation, whole, shape, size) for annotation, shape, size in written])
 
     def _buffer(self, name: str) -> Tensor:
         return self.model.get_buffer(name)

@@ -66,6 +66,7 @@ class _GraphStep(StepFrame):
             values = self._run_under_autograd(micro_batches, compute)
         if self.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
+            self.inputs.buffers.sync()  # scripts read buffers where they stand
         made = self._returned(values) if self.wants_values else {}
         if not self.program.loss_name:
             return LossAndOutput(None, self.program.graph.rebuild(made))

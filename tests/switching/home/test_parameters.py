@@ -51,7 +51,7 @@ def test_a_rank_writes_its_part_only(buffers: Buffers) -> None:
 
 def test_a_written_buffer_is_stale_until_it_is_synchronised(buffers: Buffers) -> None:
     assert not buffers._stale
-    buffers.write({"mean": torch.ones(4)}, {"mean": COLUMNS})
+    buffers.write({"mean": torch.ones(6)}, {"mean": Annotation.on((0,))})
     assert buffers._stale
     buffers.sync()
     assert not buffers._stale

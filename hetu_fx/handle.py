@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
@@ -287,6 +289,27 @@ class Handle:
         log = RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
         self._runtime.watch(log)
         return log
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        """Make the model the plain module inside a with block, with whole parameters on every process.
+
+            with model.hetu.whole():
+                tokens = model.generate(prompt)
+
+        Entering is collective: every process enters, and gathers what it has not. Inside nothing is sent, so that a
+        process may do what it likes with its own inputs, or nothing: call the model or its submodules, with hooks,
+        caches and branches on values. A with block inside another is free. On leaving, the parameters are what they
+        were, the same objects.
+
+        Parameters are to be read inside: a backward that reaches them is refused (`torch.autograd.grad` of inputs is
+        not), and so is writing to them or to buffers that are saved. Copies are kept for the next time as long as
+        they take no more than `idle_bytes`, until the next training step.
+
+        Raises:
+            StateError: on every process, where one has no room for all parameters. On leaving, on the process whose
+                parameters or buffers have been written.
+        """
+        return self._runtime.whole.opened()
 
     def save(self, folder: str | Path, **options: Any) -> None:
         """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `save_model`'s.

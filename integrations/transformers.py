@@ -1,15 +1,16 @@
-"""transformers: files that `from_pretrained` reads, and what its models call the inputs of sequences."""
+"""transformers: files that `from_pretrained` reads, generation, and what its models call the inputs of sequences."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from hetu_fx import Framework, WeightNames, register_framework
+from hetu_fx import Framework, Handle, WeightNames, register_framework
 
 
 @runtime_checkable
@@ -37,9 +38,34 @@ def config_writer(model: nn.Module) -> Callable[[Path], None] | None:
     return write
 
 
+@runtime_checkable
+class Generates(Protocol):
+    """A model that generates sequences, by many calls of itself."""
+
+    hetu: Handle
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what it generates."""
+
+
+def generate_whole(model: nn.Module) -> None:
+    """Have a model generate as the plain module: every process from its own prompts, nothing sent between its calls."""
+    if not isinstance(model, Generates):
+        return
+    generate = model.generate
+
+    @functools.wraps(generate)
+    def generate_inside(*args: Any, **kwargs: Any) -> Any:
+        with model.hetu.whole():
+            return generate(*args, **kwargs)
+
+    object.__setattr__(model, "generate", generate_inside)
+
+
 register_framework(
     Framework(
         name="transformers",
+        adopt=generate_whole,
         config_writer=config_writer,
         weights=WeightNames(
             whole="model.safetensors",

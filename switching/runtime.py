@@ -41,6 +41,7 @@ from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
 from hetu_fx.switching.step.timer import ComputeTimer, clock_of
 from hetu_fx.switching.step.variant import Variant
 from hetu_fx.switching.variants import Variants
+from hetu_fx.switching.whole import WholeModule
 
 _log = logging.getLogger("hetu_fx.variants")
 
@@ -81,6 +82,7 @@ class Runtime:
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
+        self.whole = WholeModule(model, table, self.buffers, settings.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest
@@ -179,7 +181,9 @@ class Runtime:
                 batch.rehearse(variant, inputs)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one batch; collective."""
+        """Run one batch; collective, unless the model is the plain module now."""
+        if self.whole.is_open:
+            return self.execution.forward(*args, **kwargs)
         self.times.begin(perf_counter())
         with using(self.table):
             batch, facts = self._agree(args, kwargs)
@@ -235,6 +239,8 @@ class Runtime:
         self._become(first.variant)
         self._settle()
         self.step += self._trains
+        if self._trains:
+            self.whole.drop()
         made, timer, built = [], ComputeTimer(self.clock), len(self.idle.events)
         for part in division.parts:
             self._become(part.variant)

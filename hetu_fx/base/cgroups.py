@@ -46,6 +46,21 @@ def _memory_limit_of(folder: Path) -> int | None:
     return None if limit is None or limit >= 1 << 60 else limit
 
 
+def memory_left_within(mounts: str, own: str) -> tuple[tuple[str, int], ...]:
+    """Return (cgroup, bytes) of the same cgroups as `memory_limits_within`: what each has left of its limit.
+
+    Pages of files that have not been used for a while are given back when memory is asked for: they count as left.
+    """
+    limits = {folder: _memory_limit_of(folder) for folder in _around(mounts, own, "memory")}
+    return tuple((str(f), max(0, limit - _memory_used(f))) for f, limit in limits.items() if limit is not None)
+
+
+def _memory_used(folder: Path) -> int:
+    used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
+    pages = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+    return int(used or 0) - int(pages.get("total_inactive_file") or pages.get("inactive_file") or 0)
+
+
 def _around(mounts: str, own: str, controller: str) -> list[Path]:
     """Return the process's cgroup that has a controller and those around it, up to where the hierarchy is mounted."""
     root = _v1_root(mounts, controller)

@@ -68,6 +68,8 @@ dispatch_name: Callable[[Any], str] = attrgetter("_name")  # as the dispatcher's
 version: Callable[[Tensor], int] = attrgetter("_version")  # how often it has been written in place
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one, however many objects stand for it
 parameter_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")  # takes tensors of any kind
+buffer_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
+not_saved: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")  # buffers that are no state
 
 
 def is_written(argument: Any) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hetu_fx.base.cgroups import memory_limits_within, read
+from hetu_fx.base.cgroups import memory_left_within, memory_limits_within, read
 
 
 def node_name() -> str:
@@ -31,9 +31,24 @@ def memory_limits(device: str, root: Path = Path("/")) -> tuple[tuple[str, int],
     return (("machine", _machine_bytes(root)), *memory_limits_within(mounts, own))
 
 
-def _machine_bytes(root: Path) -> int:
+def memory_left(device: torch.device, root: Path = Path("/")) -> tuple[tuple[str, int], ...]:
+    """Return what is left now of every limit on this rank's memory, as (name of what is limited, bytes).
+
+    Names tell ranks that share a limit: those of host memory have the node's name.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        name = getattr(torch.cuda.get_device_properties(device), "uuid", device)
+        return ((f"cuda {name}", int(free) + cached),)
+    mounts, own = read(root / "proc/self/mounts"), read(root / "proc/self/cgroup")
+    found = (("machine", _machine_bytes(root, "MemAvailable")), *memory_left_within(mounts, own))
+    return tuple((f"{name} of node {node_name()}", size) for name, size in found)
+
+
+def _machine_bytes(root: Path, which: str = "MemTotal") -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
+        if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -1,0 +1,232 @@
+"""The plain module for a while: whole parameters on every rank that nothing inside has to fetch.
+
+Entering is collective: ranks agree that all enter, that each has room, and gather what has changed since the last time.
+Inside, the module's parameters are plain tensors and its forward is its own, so that a rank may run what it likes, or
+nothing. The home parameters are put aside, not replaced: they are the same objects afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.base.torch_private import buffer_slots, not_saved, parameter_slots, version
+from hetu_fx.cluster.host import memory_left
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, of_all
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.errors import StateError
+from hetu_fx.switching.home.ops import HomeTensor, gather_whole
+from hetu_fx.switching.home.parameters import Buffers
+from hetu_fx.switching.home.tensor import mark_written
+
+_MESSAGE_BYTES = 64 << 20  # of whole parameters that are gathered at once: as much again is needed meanwhile
+
+Left = tuple[tuple[str, int], ...]
+"""What is left of each limit on a rank's memory, by the name of what is limited."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A whole parameter, of the home parameter as it was when this was made."""
+
+    home: HomeTensor
+    version: int
+    whole: nn.Parameter
+
+    @property
+    def is_current(self) -> bool:
+        return version(self.home) == self.version
+
+
+class WholeModule:
+    """A model that can be made the plain module for a while.
+
+    Args:
+        model: the user's.
+        table: its ranks.
+        buffers: of the model.
+        keeps_bytes: what copies may take on a rank between two entries.
+
+    Attributes:
+        is_open: it is the plain module now.
+    """
+
+    def __init__(self, model: nn.Module, table: GroupTable, buffers: Buffers, keeps_bytes: int) -> None:
+        self.model, self.table, self.buffers, self.keeps_bytes = model, table, buffers, keeps_bytes
+        self.is_open = False
+        self._copies: dict[int, _Copy] = {}
+
+    def drop(self) -> None:
+        """Free the copies that are kept between entries."""
+        self._copies = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[nn.Module]:
+        """Make the model the plain module inside; entering is collective, unless it is that already.
+
+        Raises:
+            StateError: on every rank, where one has no room for all parameters. On leaving, on this rank: parameters
+                or buffers have been written or replaced inside.
+        """
+        if self.is_open:
+            yield self.model
+            return
+        with using(self.table), torch.inference_mode(False), torch.no_grad():
+            stand_ins = self._enter()
+        placed = _placed(self.model, stand_ins)
+        self.is_open = True
+        try:
+            yield self.model
+        finally:
+            self.is_open = False
+            replaced = [place for place in placed if place.is_replaced]
+            written = [place for place in placed if not place.is_replaced and place.is_written]
+            for place in placed:
+                place.slots[place.name] = place.original
+            self._leave({id(place.original): place.original for place in written})
+        self._check([*replaced, *written] if self.table.size > 1 else replaced)
+
+    def _enter(self) -> dict[int, Tensor]:
+        """Agree with all ranks that all enter, and make what is missing.
+
+        Returns what stands for parameters and buffers, by their identity; parameters that are whole share memory.
+        """
+        homes = [parameter for parameter in map(_as_home, self.model.parameters()) if parameter is not None]
+        moved = [home for home in homes if not home.home_layout.is_whole_everywhere]
+        self._copies = {key: copy for key, copy in self._copies.items() if copy.is_current}
+        lacks = any(id(home) not in self._copies for home in moved)
+        facts = LocalFacts(rows=0, signature="the entry of model.hetu.whole()", counts=(float(lacks),))
+        if agree(self.table, facts).counts[0]:
+            self._gather(moved)
+        self.buffers.sync()
+        kept = self._copies
+        wholes: dict[int, Tensor] = {id(h): kept[id(h)].whole if id(h) in kept else _constant(h.local, h) for h in homes}
+        if self.table.size == 1:  # whatever is written is what all ranks have
+            return wholes
+        return wholes | {id(buffer): buffer.clone() for buffer in self.model.buffers()}
+
+    def _gather(self, homes: Sequence[HomeTensor]) -> None:
+        """Gather whole parameters, some at a time; collective."""
+        self.drop()
+        sizes = [home.numel() * home.itemsize for home in homes]
+        check_room(of_all(self.table, memory_left(homes[0].device)), sum(sizes) + min(sum(sizes), _MESSAGE_BYTES))
+        for some in _in_messages(homes, sizes):
+            for home, whole in zip(some, gather_whole(some), strict=True):
+                self._copies[id(home)] = _Copy(home, version(home), _constant(whole, home))
+
+    def _leave(self, written: Mapping[int, Tensor]) -> None:
+        """Free what is not to be kept: copies that were written, or all if they are too large."""
+        for key, original in written.items():
+            if self._copies.pop(key, None) is None and isinstance(original, HomeTensor):
+                mark_written([original])  # the stand-in shares its memory
+        if sum(copy.whole.numel() * copy.whole.itemsize for copy in self._copies.values()) > self.keeps_bytes:
+            self.drop()
+
+    def _check(self, changed: Sequence[_Place]) -> None:
+        """Refuse what was changed inside, where it does not reach what all ranks have."""
+        names = [place.full_name for place in changed if place.is_state]
+        if names:
+            raise StateError(
+                f"{names} were written or replaced inside model.hetu.whole(), where each process has copies of its "
+                f"own; change parameters outside of it, on all processes alike, train outside of it, and call "
+                f"model.eval() for modules that write their running statistics"
+            )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A slot of a module, what stood in it, what stands in it meanwhile, and the version of that."""
+
+    full_name: str
+    slots: dict[str, Any]
+    name: str
+    original: Tensor
+    stand_in: Tensor
+    version: int
+    is_state: bool
+
+    @property
+    def is_replaced(self) -> bool:
+        return self.slots.get(self.name) is not self.stand_in
+
+    @property
+    def is_written(self) -> bool:
+        return version(self.stand_in) != self.version
+
+
+def _placed(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> list[_Place]:
+    """Put tensors in the places of those that they stand for."""
+    found = []
+    for prefix, module in model.named_modules():
+        for slots in (parameter_slots(module), buffer_slots(module)):
+            for name, tensor in slots.items():
+                if id(tensor) not in stand_ins:
+                    continue
+                made, full = stand_ins[id(tensor)], f"{prefix}.{name}" if prefix else name
+                is_state = name not in not_saved(module)
+                found.append(_Place(full, slots, name, tensor, made, version(made), is_state))
+    for place in found:
+        place.slots[place.name] = place.stand_in
+    return found
+
+
+def _as_home(parameter: Tensor) -> HomeTensor | None:
+    return parameter if type(parameter) is HomeTensor else None
+
+
+def check_room(left: Sequence[Left], needed: int) -> None:
+    """Refuse to make whole copies where a rank has no room for them; ranks share limits of one name.
+
+    Args:
+        left: by rank.
+        needed: bytes that every rank needs.
+
+    Raises:
+        StateError: names the ranks and what is short.
+    """
+    sharers = [name for limits in left for name, _ in limits]
+    short = [
+        f"rank {rank} has {size} bytes left of {name!r}, which {sharers.count(name)} ranks share"
+        for rank, limits in enumerate(left)
+        for name, size in limits
+        if size < needed * sharers.count(name)
+    ]
+    if short:
+        raise StateError(
+            f"model.hetu.whole() needs {needed} bytes on every rank for the whole parameters: {'; '.join(short)}; free "
+            f"memory there, start fewer processes per machine, or call the parallel model itself, which gathers less"
+        )
+
+
+def _in_messages(homes: Sequence[HomeTensor], sizes: Sequence[int]) -> Iterator[list[HomeTensor]]:
+    """Yield the parameters in lists of at most so many bytes, or of one."""
+    some: list[HomeTensor] = []
+    room = _MESSAGE_BYTES
+    for home, size in zip(homes, sizes, strict=True):
+        if some and size > room:
+            yield some
+            some, room = [], _MESSAGE_BYTES
+        some.append(home)
+        room -= size
+    if some:
+        yield some
+
+
+def _constant(whole: Tensor, home: HomeTensor) -> nn.Parameter:
+    """Return a whole parameter that takes part in autograd, but has no gradient of its own."""
+    made = nn.Parameter(whole.detach(), requires_grad=home.requires_grad)
+    if home.requires_grad:
+        made.register_hook(_refuse_gradient)
+    return made
+
+
+def _refuse_gradient(gradient: Tensor) -> NoReturn:
+    raise StateError(
+        "a backward reached the parameters inside model.hetu.whole(), where they have no gradients; train outside of "
+        "it, or take torch.autograd.grad(loss, inputs) for gradients of inputs alone"
+    )

@@ -39,7 +39,7 @@ def config_writer(model: nn.Module) -> Callable[[Path], None] | None:
 
 
 @runtime_checkable
-class Generates(Protocol):
+class _Generates(Protocol):
     """A model that generates sequences, by many calls of itself."""
 
     hetu: Handle
@@ -48,9 +48,9 @@ class Generates(Protocol):
         """Return what it generates."""
 
 
-def generate_whole(model: nn.Module) -> None:
+def _generate_whole(model: nn.Module) -> None:
     """Have a model generate as the plain module: every process from its own prompts, nothing sent between its calls."""
-    if not isinstance(model, Generates):
+    if not isinstance(model, _Generates):
         return
     generate = model.generate
 
@@ -65,7 +65,7 @@ def generate_whole(model: nn.Module) -> None:
 register_framework(
     Framework(
         name="transformers",
-        adopt=generate_whole,
+        adopt=_generate_whole,
         config_writer=config_writer,
         weights=WeightNames(
             whole="model.safetensors",

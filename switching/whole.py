@@ -104,11 +104,14 @@ class WholeModule:
         if agree(self.table, facts).counts[0]:
             self._gather(moved)
         self.buffers.sync()
-        kept = self._copies
-        wholes: dict[int, Tensor] = {id(h): kept[id(h)].whole if id(h) in kept else _constant(h.local, h) for h in homes}
+        wholes: dict[int, Tensor] = {id(home): self._whole(home) for home in homes}
         if self.table.size == 1:  # whatever is written is what all ranks have
             return wholes
         return wholes | {id(buffer): buffer.clone() for buffer in self.model.buffers()}
+
+    def _whole(self, home: HomeTensor) -> nn.Parameter:
+        kept = self._copies.get(id(home))
+        return _constant(home.local, home) if kept is None else kept.whole
 
     def _gather(self, homes: Sequence[HomeTensor]) -> None:
         """Gather whole parameters, some at a time; collective."""

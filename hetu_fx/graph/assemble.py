@@ -148,7 +148,7 @@ class Assembly:
     def _notes(self) -> Iterator[str]:
         for leaf in walk(self.output_tree):
             if isinstance(leaf, Opaque):
-                yield f"output {leaf.name!r} of type {leaf.type_name} is not returned: it becomes None"
+                yield f"output {leaf.name!r} of type {leaf.type_name} is not returned: it says so when it is used"
         for leaf in walk(self.input_tree):
             if isinstance(leaf, Opaque):
                 yield f"input {leaf.name!r} is of type {leaf.type_name}: it is baked in as it is"

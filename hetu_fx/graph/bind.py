@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.containers import Constant, Tree, flatten, walk
+from hetu_fx.graph.containers import Constant, Opaque, Tree, flatten, walk
 from hetu_fx.graph.graph import Graph, LeafKind
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -22,6 +22,22 @@ def as_call(batch: Batch) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 def flatten_batch(batch: Batch) -> tuple[Tree, dict[str, torch.Tensor]]:
     """Return the structure of a batch and its tensors by input name."""
     return flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
+
+
+def check_no_objects(batch: Batch) -> None:
+    """Refuse objects whose values no graph follows, and of whose rows nothing is known: caches, arrays, and the like.
+
+    Raises:
+        BatchError: the batch has some.
+    """
+    tree, _ = flatten_batch(batch)
+    found = [f"{leaf.name!r} ({leaf.type_name})" for leaf in walk(tree) if isinstance(leaf, Opaque)]
+    if found:
+        raise BatchError(
+            f"the batch has objects that are neither tensors, plain values nor containers of them: {', '.join(found)}; "
+            f"pass tensors, and call a model with its cache (past_key_values) inside `with model.hetu.whole():`, as "
+            f"model.generate does"
+        )
 
 
 def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:

@@ -7,11 +7,14 @@ and positions that leads to them, joined by dots; a bare tensor has the name "".
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from hetu_fx.errors import StateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,45 @@ class Entries:
 
 Tree = TensorSlot | Constant | Opaque | Items | Entries
 
-PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+
+
+class Withheld:
+    """Stands in an output for an object that a parallel step cannot bring back, such as a cache; says so when used."""
+
+    __slots__ = ("name", "type_name")
+
+    def __init__(self, name: str, type_name: str) -> None:
+        self.name, self.type_name = name, type_name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Withheld) and (self.name, self.type_name) == (other.name, other.type_name)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.type_name))
+
+    def __repr__(self) -> str:
+        return f"Withheld({self.name!r}, {self.type_name})"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # others ask whether there is such a method
+            raise AttributeError(name)
+        self._refuse()
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise StateError(
+            f"output {self.name!r} is a {self.type_name} of all ranks' rows, spread over devices, and is not brought "
+            f"back from a parallel step; call the model inside `with model.hetu.whole():`, as model.generate does"
+        )
 
 
 def flatten(value: Any) -> tuple[Tree, dict[str, torch.Tensor]]:
@@ -144,5 +185,18 @@ def map_leaves(tree: Tree, change: Callable[[TensorSlot | Constant | Opaque], Tr
 
 
 def without_opaque(tree: Tree) -> Tree:
-    """Return the tree with None in the place of every opaque object."""
-    return map_leaves(tree, lambda leaf: Constant(leaf.name, None) if isinstance(leaf, Opaque) else leaf)
+    """Return the tree with what says that it is withheld in the place of every opaque object."""
+    return map_leaves(tree, lambda leaf: _withheld(leaf) if isinstance(leaf, Opaque) else leaf)
+
+
+def _withheld(leaf: Opaque) -> Constant:
+    return Constant(leaf.name, Withheld(leaf.name, leaf.type_name))
+
+
+def loss_alone(tree: Tree) -> Tree:
+    """Return the tree of an output of which only the loss is wanted: None in the place of what is withheld."""
+
+    def blank(leaf: TensorSlot | Constant | Opaque) -> Tree:
+        return Constant(leaf.name, None) if isinstance(leaf, Constant) and isinstance(leaf.value, Withheld) else leaf
+
+    return map_leaves(tree, blank)

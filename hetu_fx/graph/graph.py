@@ -20,7 +20,7 @@ from torch import fx
 
 from hetu_fx.graph import meta
 from hetu_fx.graph.blocks import block_index
-from hetu_fx.graph.containers import Tree, unflatten
+from hetu_fx.graph.containers import Tree, loss_alone, unflatten
 
 
 class LeafKind(StrEnum):
@@ -129,7 +129,8 @@ class Graph:
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """Build the user's output container from output values by name; what is left out becomes None."""
-        return unflatten(self.output_tree, values)
+        has_others = any(leaf.name in values for leaf, _ in self.outputs_of(OutputKind.VALUE))
+        return unflatten(self.output_tree if has_others else loss_alone(self.output_tree), values)
 
     @property
     def num_blocks(self) -> int:

@@ -16,7 +16,7 @@ from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
-from hetu_fx.graph.containers import unflatten
+from hetu_fx.graph.containers import loss_alone, unflatten
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
@@ -192,10 +192,11 @@ class _EagerStep(StepFrame):
         forms = tell(self.table, told)
         form = common_form(forms)
         values = self._values(forms, form, made)
+        tree = form.tree if values else loss_alone(form.tree)
         if not form.loss_name:
-            return LossAndOutput(None, unflatten(form.tree, values))
+            return LossAndOutput(None, unflatten(tree, values))
         loss = values[form.loss_name] = self.global_loss(self._local_loss(form, made), made is not None)
-        return LossAndOutput(loss, unflatten(form.tree, values))
+        return LossAndOutput(loss, unflatten(tree, values))
 
     def _own_rows(self) -> dict[str, Tensor]:
         per_row = {name: self.batch.tensors[name] for name in self.batch.row_inputs}

@@ -22,7 +22,7 @@ from hetu_fx.annotations.annotation import Sharding
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import Batch, as_call, flatten_batch
+from hetu_fx.graph.bind import Batch, as_call, check_no_objects, flatten_batch
 from hetu_fx.graph.containers import (
     Constant,
     Opaque,
@@ -100,6 +100,7 @@ class EagerModule:
             BatchError: they do not fit the forward, or have no rows, or not the same number of them.
         """
         batch = batch_of(self.signature, args, kwargs)
+        check_no_objects(batch)
         tree, tensors = flatten_batch(batch)
         row_inputs = self._row_inputs(tensors)
         rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else -1 for name in row_inputs}

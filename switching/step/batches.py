@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
-from hetu_fx.graph.bind import input_tensors
+from hetu_fx.graph.bind import check_no_objects, input_tensors
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, batch_of, form_of
 from hetu_fx.program.program import Bindings, Program, bind
@@ -70,10 +70,11 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     """Read the arguments of a call of the model.
 
     Raises:
-        BatchError: they do not fit the model's forward or the captured program.
+        BatchError: they do not fit the model's forward or the captured program, or are objects that no graph takes.
         CaptureError: the program cannot be captured.
     """
     batch = batch_of(programs.signature, args, kwargs)
+    check_no_objects(batch)
     program = programs.find(batch, training)
     tensors = input_tensors(program.graph, batch)
     count = program.num_rows(tensors)

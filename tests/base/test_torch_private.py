@@ -125,6 +125,8 @@ def examples() -> Mapping[str, Any]:
         "_version": torch.zeros(2),
         "_cdata": torch.zeros(2).untyped_storage(),
         "_parameters": nn.Linear(2, 2),
+        "_buffers": nn.Linear(2, 2),
+        "_non_persistent_buffers_set": nn.Linear(2, 2),
         "_foreach_supported_types": optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,

@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from hetu_fx.cluster.host import memory_limits, node_name
+from hetu_fx.cluster.host import memory_left, memory_limits, node_name
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -11,7 +12,7 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def machine(root: Path, cgroup: str, mounts: str = "") -> Path:
-    write(root, "proc/meminfo", "MemTotal:     1000 kB\nMemFree: 5 kB\n")
+    write(root, "proc/meminfo", "MemTotal:     1000 kB\nMemFree: 5 kB\nMemAvailable: 900 kB\n")
     write(root, "proc/self/cgroup", cgroup)
     write(root, "proc/self/mounts", mounts)
     return root
@@ -35,6 +36,16 @@ def test_memory_of_v1_cgroups_ignores_no_limit(tmp_path: Path) -> None:
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert memory_limits("cpu", machine(tmp_path, "")) == (("machine", 1024000),)
+
+
+def test_what_is_left_counts_unused_pages_of_files_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETU_FX_NODE", "n")
+    root = machine(tmp_path, "0::/job\n", f"cgroup2 {tmp_path}/sys/fs/cgroup cgroup2 rw 0 0\n")
+    write(root, "sys/fs/cgroup/job/memory.max", "300000\n")
+    write(root, "sys/fs/cgroup/job/memory.current", "250000\n")
+    write(root, "sys/fs/cgroup/job/memory.stat", "anon 100\ninactive_file 50000\n")
+    folder = tmp_path / "sys/fs/cgroup/job"
+    assert memory_left(torch.device("cpu"), root) == (("machine of node n", 921600), (f"{folder} of node n", 100000))
 
 
 def test_the_node_name_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import enum
+import pickle
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from hetu_fx.errors import BatchError
-from hetu_fx.graph.bind import input_tensors
+from hetu_fx.errors import BatchError, StateError
+from hetu_fx.graph.bind import check_no_objects, input_tensors
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, flatten, unflatten, walk, without_opaque
+from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, flatten, loss_alone, unflatten, walk, without_opaque
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -56,7 +59,28 @@ def test_unknown_objects_are_opaque_and_can_be_dropped() -> None:
     tree, _ = flatten({"cache": iter(()), "x": torch.ones(1), "n": 3})
     kinds = [type(leaf) for leaf in walk(tree)]
     assert kinds == [Opaque, TensorSlot, Constant]
-    assert unflatten(without_opaque(tree), {})["cache"] is None
+    made = unflatten(without_opaque(tree), {})["cache"]
+    assert made is not None
+    assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made)
+    for use in (lambda: made.get_seq_length(), lambda: made[0], lambda: len(made), lambda: list(made)):
+        with pytest.raises(StateError, match=r"output 'cache' is a tuple_iterator .* model.hetu.whole\(\)"):
+            use()
+    assert unflatten(loss_alone(without_opaque(tree)), {})["cache"] is None
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+def test_members_of_an_enumeration_are_plain_values() -> None:
+    tree, _ = flatten({"kind": Kind.ONE})
+    assert list(walk(tree)) == [Constant("kind", Kind.ONE)]
+
+
+def test_a_batch_with_objects_is_refused() -> None:
+    check_no_objects({"x": torch.ones(1), "n": [3, None]})
+    with pytest.raises(BatchError, match=r"'cache' \(object\).*whole"):
+        check_no_objects({"x": torch.ones(1), "cache": object()})
 
 
 class Scaled(torch.nn.Module):

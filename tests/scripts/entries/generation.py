@@ -240,8 +240,7 @@ def _(job: Job) -> Results:
                 found = model(**mine)
     model.train()
     trained(job, model, batch)
-    logits = [value for value in (found.values() if isinstance(found, dict) else found) if value.dim()][0]
-    return {"logits": job.gathered(logits), **job.parameters(model), **job.buffers(model)}
+    return {"logits": job.gathered(found["logits"]), **job.parameters(model), **job.buffers(model)}
 
 
 @script("saves by save_pretrained inside whole()")

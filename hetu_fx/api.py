@@ -15,6 +15,7 @@ from torch import nn
 
 from hetu_fx.base.frameworks import frameworks
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, prepare
@@ -43,6 +44,7 @@ def auto_parallelize(
     warm: bool = False,
     idle_bytes: int = IDLE_BYTES,
     homes_follow: bool = True,
+    wait_seconds: float | None = None,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
 
@@ -72,6 +74,10 @@ def auto_parallelize(
             is more is evicted, what was used longest ago first, and made again when it is needed.
         homes_follow: where devices become slow, or recover, and another plan takes over, the parameters and the
             optimizer's state change their owners too if that pays; `optimizer` must be known. False: they stay.
+        wait_seconds: how long a process waits in a call for another one that is elsewhere: in the script's own code, in
+            another call, or gone. After that all raise a DivergedError that says where each of them is. One that is at
+            work inside hetu_fx (it captures, compiles, computes) is waited for. None: HETU_FX_WAIT_SECONDS in the
+            environment, or 60; math.inf: as long as process groups wait.
 
     With capture="eager" a plan's pipelines must each be one stage of one device and one micro-batch
     (`Plan.data_parallel`). The loss (the model's or loss_fn's) must be a mean over its rows: each device's is weighted
@@ -92,7 +98,9 @@ def auto_parallelize(
     if data not in ("per_rank", "global"):
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
     shared = data == "global"
-    settings = Settings(shared, outputs, seed, idle_bytes=idle_bytes, homes_follow=homes_follow)
+    settings = Settings(
+        shared, outputs, seed, idle_bytes=idle_bytes, homes_follow=homes_follow, wait_seconds=patience(wait_seconds)
+    )
     preparation = Preparation(
         model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
     )

@@ -15,6 +15,7 @@ HetuFxError
  |- CheckpointError      a checkpoint that is missing, torn or of another model
  |- ExportError          an export folder that cannot be written or read
  `- CommError            a collective that failed or timed out
+     `- DivergedError    ranks make different calls, or one has left: the others would wait for ever
 
 Messages say what, where, the values, and the way out.
 """
@@ -84,3 +85,7 @@ class ExportError(HetuFxError):
 
 class CommError(HetuFxError):
     """A collective operation failed or ran out of time."""
+
+
+class DivergedError(CommError):
+    """A rank has left the path that all must take together; the message says where each of them is."""

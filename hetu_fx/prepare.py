@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from hetu_fx.base.frameworks import launchers
+from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, together
-from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
-from hetu_fx.comm_ops.wire.shutdown import opening_connections
+from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
 from hetu_fx.graph.bind import as_call
 from hetu_fx.planner.captured_program import CapturedProgram
@@ -65,7 +66,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     examples of unequal sizes differ), and on what follows from that.
     """
     join_world()
-    table = GroupTable(wanted.process_group)
+    table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
     _warn_if_alone(table)
     _check_group(table)
     execution, program, example, plans, cluster = together(table, lambda: _found(wanted))
@@ -151,6 +152,7 @@ def join_world() -> None:
         else:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        remember(get_default_group())
 
 
 def _warn_if_alone(table: GroupTable) -> None:

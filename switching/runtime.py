@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.plans.plan import Plan
@@ -184,6 +185,7 @@ class Runtime:
         """Run one batch; collective, unless the model is the plain module now."""
         if self.whole.is_open:
             return self.execution.forward(*args, **kwargs)
+        note("model(...)", is_step=True)
         self.times.begin(perf_counter())
         with using(self.table):
             batch, facts = self._agree(args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetu_fx.comm_ops.wire.common_path import WAIT_SECONDS
 from hetu_fx.errors import StateError
 
 IDLE_BYTES = 1 << 30
@@ -20,6 +21,7 @@ class Settings:
         seed: of all random numbers that the model draws.
         idle_bytes: what variants that do not run may keep on a rank.
         homes_follow: parameters' homes follow plans that are made for the devices' rates.
+        wait_seconds: for which a rank waits for one that is elsewhere.
     """
 
     shared: bool
@@ -27,6 +29,7 @@ class Settings:
     seed: int | None
     idle_bytes: int = IDLE_BYTES
     homes_follow: bool = True
+    wait_seconds: float = WAIT_SECONDS
 
     def __post_init__(self) -> None:
         if self.idle_bytes < 0:

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from hetu_fx.base.torch_private import store_of_world
 from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.common_path import CommonPath, join_path, path_over, watch_path
 from hetu_fx.comm_ops.wire.process_group import (
     GroupCreation,
     create_group,
@@ -25,7 +27,8 @@ from hetu_fx.comm_ops.wire.process_group import (
     timeout_of,
     world_group,
 )
-from hetu_fx.comm_ops.wire.shutdown import release_at_exit
+from hetu_fx.comm_ops.wire.shutdown import can_sever, release_at_exit
+from hetu_fx.comm_ops.wire.waits import waiting
 from hetu_fx.errors import CommError
 
 
@@ -52,15 +55,6 @@ def set_working(work: PausedByWaits | None) -> None:
 # How many tables each base group has seen: with the base's name it makes group names that are new and that
 # all ranks agree on. Counted per group object, so that a rank that joins a new world counts as the others.
 _tables_over: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-
-
-_waits: list[tuple[str, float]] = []  # communications under way, in all threads
-
-
-def oldest_wait() -> tuple[str, float] | None:
-    """Return what this process waits for, and since when (time.perf_counter); None if it does not communicate."""
-    waits = list(_waits)
-    return min(waits, key=lambda wait: wait[1], default=None)
 
 
 class GroupTable:
@@ -103,13 +97,14 @@ class GroupTable:
         self.rank, self.size, self.timeout, self._name = rank, size, timeout, name
         self._globals = tuple(range(size))
         self._base: ProcessGroup | None = None
+        self._path: CommonPath | None = None
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}
         self._staged: dict[torch.device, bool] = {}
 
     def _bind(self, base: ProcessGroup, name: str | None) -> None:
-        self._base = base
+        self._base, self._path = base, path_over(base)
         self._globals = tuple(dist.get_process_group_ranks(base))
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
         if name is None:
@@ -126,7 +121,7 @@ class GroupTable:
         """
         if name not in self._beside:
             own = f"{self._name}/{name}"
-            base = self._connected(self._globals, f"{own}/whole", tuple(range(self.size))) if is_whole else self.base
+            base = self._whole(own) if is_whole else self.base
             self._beside[name] = GroupTable(base, timeout=self.timeout, name=own)
             self._beside[name].creations = self.creations
             self._beside[name].pauses_work = False
@@ -134,7 +129,16 @@ class GroupTable:
 
     def release(self) -> None:
         """Let the groups go; the table can communicate no longer."""
-        self._groups, self._base = {}, None
+        self._groups, self._base, self._path = {}, None, None
+
+    @property
+    def path(self) -> CommonPath | None:
+        """Return what watches that its ranks take one path; None if nobody does, or where a thread waits aside."""
+        return self._path if self.pauses_work else None
+
+    def _whole(self, name: str) -> ProcessGroup:
+        """Return another group of all ranks; collective."""
+        return self._connected(self._globals, f"{name}/whole", tuple(range(self.size)))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -142,11 +146,10 @@ class GroupTable:
         start, working = perf_counter(), _working if self.pauses_work else None
         if working is not None:
             working.pause()
-        _waits.append((what, start))
         try:
-            yield
+            with waiting(what, self.path):
+                yield
         finally:
-            _waits.remove((what, start))
             if working is not None:
                 working.resume()
             self._tell(what, start, perf_counter())
@@ -206,7 +209,9 @@ class GroupTable:
 
     def _connected(self, members: Sequence[int], name: str, ranks: tuple[int, ...]) -> ProcessGroup:
         start = perf_counter()
-        with guarded("group creation", ranks):
+        with guarded("group creation", ranks, self):
+            if self._path is not None:
+                self._path.meet(name, members)
             group = create_group(list(members), name, self.timeout)
         self.creations.append(GroupCreation(ranks, perf_counter() - start))
         return group
@@ -216,13 +221,17 @@ class GroupTable:
 def guarded(what: str, ranks: Sequence[int], table: GroupTable | None = None) -> Iterator[None]:
     """Turn torch.distributed's errors (a dead peer, a time-out) into CommError; count as waiting of `table`.
 
-    None: of the active one.
+    None: of the active one. The error is a DivergedError where a rank has left the path that all must take.
     """
     table = table or active()
+    if table.path is not None:
+        table.path.check()
     try:
         with table.waiting(what):
             yield
     except (RuntimeError, ValueError) as error:
+        if table.path is not None:
+            table.path.explain(what)
         raise CommError(
             f"{what} of ranks {list(ranks)} failed on rank {table.rank}: {error}; "
             "a peer is dead, stuck, or runs another plan"
@@ -249,10 +258,30 @@ def active() -> GroupTable:
         return own
     if _active is not None:
         return _active
-    if _default is None or _default._base is not world_group():
+    base = _watched(world_group())
+    if _default is None or _default._base is not base:
         # Named, as ranks may come here at different times, or some not at all.
-        _default = GroupTable(name="default")
+        _default = GroupTable(base, name="default")
     return _default
+
+
+def _watched(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group of the same ranks whose messages can be ended, if there is one."""
+    path = path_over(group)
+    return group if path is None or path.group is None else path.group
+
+
+def watched_group(process_group: ProcessGroup | None, seconds: float) -> ProcessGroup | None:
+    """Watch from now on that the ranks of a group (None: of the world) take one path; return a group of them.
+
+    Each waits so many seconds for another that is elsewhere. Messages of the group that is returned can be ended:
+    where the user's own cannot, it is another one, made by the first call, which is collective.
+    """
+    base = process_group or world_group()
+    path = base and watch_path(base, store_of_world, dist.get_rank(base), dist.get_world_size(base), seconds)
+    if base is None or path is None or path.group is not None:
+        return _watched(base)
+    return join_path(path, base if can_sever(base) else _whole_of(base))
 
 
 @contextmanager
@@ -276,3 +305,8 @@ def _using_here(table: GroupTable) -> Iterator[None]:
         yield
     finally:
         _beside.table = before
+
+
+def _whole_of(base: ProcessGroup) -> ProcessGroup:
+    table = GroupTable(base, name="watched")
+    return table._whole(table._name)

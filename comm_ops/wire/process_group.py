@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hetu_fx.base.torch_private import backend_of, get_default_group, new_named_group, timeout_of_backend
-from hetu_fx.comm_ops.wire.shutdown import opening_connections
+from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def create_group(members: list[int], name: str, timeout: timedelta) -> ProcessGr
     unequal numbers of groups (the normal case for unequal devices) never meet (seen in torch 2.13).
     """
     with opening_connections():
-        return new_named_group(members, members.index(dist.get_rank()), name, timeout)
+        return remember(new_named_group(members, members.index(dist.get_rank()), name, timeout))
 
 
 def world_group() -> ProcessGroup | None:

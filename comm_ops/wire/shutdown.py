@@ -89,6 +89,7 @@ _FOLDER = "/proc/self/fd"
 
 _lock = threading.Lock()
 _known: set[str] = set()
+_ours: WeakSet[ProcessGroup] = WeakSet()  # groups all of whose connections are known
 _before: list[set[str]] = []  # what was open when each recording under way began
 
 
@@ -104,6 +105,17 @@ def opening_connections() -> Iterator[None]:
         with _lock:
             _before.remove(before)
             _known.update(set(_sockets()) - before)
+
+
+def remember(group: ProcessGroup) -> ProcessGroup:
+    """Note that all connections of a group were opened inside `opening_connections`, and return it."""
+    _ours.add(group)
+    return group
+
+
+def can_sever(group: ProcessGroup) -> bool:
+    """Tell whether `sever` ends the messages of a group: the user's own groups are left alone."""
+    return group in _ours
 
 
 def sever() -> int:

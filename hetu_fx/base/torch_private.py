@@ -183,6 +183,14 @@ def new_named_group(members: list[int], me: int, name: str, timeout: timedelta) 
     return group
 
 
+def store_of_world() -> Store:
+    """Return what the ranks of the world have met in, by a connection of its own where it is one."""
+    store: Any = _world.pg_map[_get_default_group()][1]
+    kind = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
+    found: Store = store.clone() if isinstance(kind, TCPStore) else store
+    return found
+
+
 def forget_group_count() -> None:
     """Count groups from 0 again: torch names them by their number, which must be that of the other ranks."""
     _world.group_count = 0

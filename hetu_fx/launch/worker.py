@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hetu_fx.checkpoint import joining
-from hetu_fx.comm_ops.wire.groups import oldest_wait
 from hetu_fx.comm_ops.wire.shutdown import leave_world, sever
+from hetu_fx.comm_ops.wire.waits import oldest_wait
 from hetu_fx.errors import CommError
 from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel
 from hetu_fx.launch.launcher import JobLauncher
@@ -90,7 +90,7 @@ class Worker:
     def _beat(self) -> None:
         while True:
             wait = oldest_wait()
-            waits = {} if wait is None else {"waits_for": wait[0], "seconds": time.perf_counter() - wait[1]}
+            waits = {} if wait is None else {"waits_for": wait.what, "seconds": time.perf_counter() - wait.start}
             self.channel.send("beat", **waits)
             time.sleep(self.beat_seconds)
 

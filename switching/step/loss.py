@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import make_subclass
+from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.switching.home.async_tensor import Pending
@@ -84,6 +85,7 @@ class GlobalLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """Give every rank of a stage all of the gradient."""
+        note("loss.backward()")
         guessed = ctx.gradient.begin(gradient)
         ctx.timer.start()
         return (guessed * ctx.scale).to(ctx.dtype), None, None, None, None

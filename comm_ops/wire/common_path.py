@@ -1,0 +1,234 @@
+"""All ranks take one path: who waits for a rank that does not come gets an error that says where everybody is.
+
+A thread of every process tells the store where its process stands, and, while that waits, reads where the others do.
+Once it has waited too long for one that is elsewhere, it leaves the verdict in the store and cuts the connections of
+its groups (gloo cannot be aborted), so that every wait of every rank ends; what comes out of the wait is the verdict.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from weakref import WeakKeyDictionary
+
+from torch.distributed import ProcessGroup
+
+from hetu_fx.base.torch_private import PrefixStore, Store
+from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
+from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
+from hetu_fx.comm_ops.wire.standings import Standing, Standings
+from hetu_fx.comm_ops.wire.waits import Wait, oldest_wait
+from hetu_fx.errors import DivergedError, EnvironmentProblem
+
+WAIT_SECONDS = 60.0
+VARIABLE = "HETU_FX_WAIT_SECONDS"
+
+_LONGEST_PAUSE = 2.0
+_SHORTEST_PAUSE = 0.05
+_POLL_SECONDS = 0.002
+_VERDICT = f"verdict/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # an earlier start may have left its own
+
+_log = logging.getLogger("hetu_fx.waits")
+
+
+def patience(asked: float | None) -> float:
+    """Return the seconds that ranks wait for one that is elsewhere: as asked, else as the environment says, else 60.
+
+    `hetu-fx launch` watches its processes itself, so that there it is infinite unless someone asks.
+
+    Raises:
+        EnvironmentProblem: it is no number above 0.
+    """
+    told = os.environ.get(VARIABLE)
+    default = math.inf if "HETU_FX_START" in os.environ else WAIT_SECONDS
+    try:
+        seconds = asked if asked is not None else default if told is None else float(told)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        name = VARIABLE if asked is None else "wait_seconds"
+        value = repr(told) if asked is None else asked
+        raise EnvironmentProblem(f"{name} is {value}; give seconds above 0, or 'inf' to wait as long as groups do")
+    return seconds
+
+
+class CommonPath:
+    """Watches that the ranks of a world take one path.
+
+    Args:
+        store: where they meet; nobody else waits in it by this connection.
+        rank, size: this process among them.
+        seconds: for which it waits for one that is elsewhere.
+
+    Attributes:
+        broken: the verdict, once a rank has left the path: nothing can be communicated any more.
+        group: all ranks, by connections that can be cut; None before it is made.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self._store, self.rank, self._others = store, rank, [other for other in range(size) if other != rank]
+        self.seconds = seconds
+        self.broken: str | None = None
+        self.group: ProcessGroup | None = None
+        self._process, self._beat, self._known = os.getpid(), 0, Standings()
+        self._inside_until = perf_counter()
+        self._warned: Wait | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_common_path")
+        self._thread.start()
+        finish_at_exit(self)
+
+    @property
+    def _pause(self) -> float:
+        return min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, self.seconds / 20))
+
+    # In the threads that communicate.
+
+    def check(self) -> None:
+        """Raise DivergedError if a rank has left the path."""
+        if self.broken is not None:
+            raise DivergedError(self.broken)
+
+    def meet(self, name: str, members: Sequence[int]) -> None:
+        """Wait until all `members` (this rank among them) have come to a meeting of that name, which there is once."""
+        self._store.set(f"met/{name}/{self.rank}", "here")
+        absent = [f"met/{name}/{member}" for member in members]
+        while absent:
+            self.check()
+            absent = [key for key in absent if not self._store.check([key])]
+            time.sleep(_POLL_SECONDS if absent else 0)
+
+    def explain(self, what: str) -> None:
+        """Raise DivergedError if waiting for `what` has failed because a rank has left."""
+        try:
+            self._hear_verdict()
+            self._known.hear({other: self._read(other) for other in self._others}, 0.0)
+            own = replace(self._standing(), waits_for=what, seconds=0.0)
+            if self.broken is None and (left := self._known.astray(own, math.inf)):
+                self._break(self._known.verdict(self.rank, own, left, math.inf))
+        except RuntimeError:  # the store is gone, with the rank that served it
+            _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
+        self.check()
+
+    def finish(self) -> None:
+        """Watch no more; the others do not wait for this rank."""
+        self.leave("")
+        self.group = None
+        for base in [base for base, path in _over.items() if path is self]:
+            del _over[base]
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this process ends."""
+        if self._over.is_set() or self._process != os.getpid():
+            return
+        self._over.set()
+        self._thread.join(2 * _LONGEST_PAUSE)
+        try:
+            self._tell(self._standing(left=why))
+        except RuntimeError:  # the store is gone: the others know
+            return
+
+    # In the thread that watches.
+
+    def _work(self) -> None:
+        before = perf_counter()
+        while not self._over.wait(self._pause):
+            now = perf_counter()
+            try:
+                self._tell(self._standing())
+                self._look(now, min(now - before, 2 * self._pause))
+            except RuntimeError as error:
+                _log.info("rank %d: the store is gone, nobody is watched: %s", self.rank, error)
+                return
+            before = now
+
+    def _standing(self, left: str | None = None) -> Standing:
+        self._beat += 1
+        now, where, wait = perf_counter(), whereabouts(), oldest_wait(self)
+        if where.call:
+            self._inside_until = now
+        since = max(self._inside_until, last.at) if wait is None else wait.start
+        waits_for = "" if wait is None else wait.what
+        return Standing(self._beat, where.call, where.place, waits_for, now - since, last.text, last.steps, left)
+
+    def _tell(self, standing: Standing) -> None:
+        self._store.set(f"at/{self.rank}", standing.write())
+
+    def _hear_verdict(self) -> None:
+        if self.broken is None and self._store.check([_VERDICT]):
+            self.broken = self._store.get(_VERDICT).decode()
+
+    def _look(self, now: float, passed: float) -> None:
+        """Take in a verdict; while this rank waits, see whether it does so in vain."""
+        self._hear_verdict()
+        if self.broken is not None:
+            sever()  # again and again: connections may just be being opened
+            return
+        wait = oldest_wait(self)
+        if wait is None or now - wait.start < self.seconds / 4:
+            self._known = Standings()
+            return
+        self._known.hear({other: self._read(other) for other in self._others}, passed)
+        self._judge(wait, self._standing())
+
+    def _read(self, rank: int) -> Standing | None:
+        key = f"at/{rank}"
+        return Standing.read(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def _judge(self, wait: Wait, own: Standing) -> None:
+        if not own.waits_for:
+            return
+        if astray := self._known.astray(own, self.seconds):
+            self._break(self._known.verdict(self.rank, own, astray, self.seconds))
+        elif self._warned is not wait and (late := self._known.astray(own, self.seconds / 2)):
+            self._warned = wait
+            told = self._known.verdict(self.rank, own, late, self.seconds / 2)
+            _log.warning("after %g s all processes end with an error: %s", self.seconds, told)
+
+    def _break(self, text: str) -> None:
+        self._store.compare_set(_VERDICT, "", text)
+        self.broken = self._store.get(_VERDICT).decode()
+        sever()
+
+
+_over: WeakKeyDictionary[ProcessGroup, CommonPath] = WeakKeyDictionary()
+
+
+def path_over(group: ProcessGroup | None) -> CommonPath | None:
+    """Return what watches the ranks of a group; None if nobody does."""
+    return None if group is None else _over.get(group)
+
+
+def watch_path(group: ProcessGroup, store: Callable[[], Store], rank: int, size: int, seconds: float) -> CommonPath | None:
+    """Watch the ranks of a group from now on, and wait so many seconds for each; None if that is for ever."""
+    path = _over.get(group)
+    if path is not None:
+        path.seconds = seconds
+    elif math.isfinite(seconds) and size > 1:
+        path = _over[group] = CommonPath(PrefixStore(f"hetu_fx/path/{group.group_name}", store()), rank, size, seconds)
+    return path
+
+
+def join_path(path: CommonPath, group: ProcessGroup) -> ProcessGroup:
+    """Let a group of the same ranks be watched too, the one whose connections can be cut."""
+    path.group, _over[group] = group, path
+    return group
+
+
+@atexit.register
+def _tell_end() -> None:
+    """Tell the others why this process ends, before its connections do."""
+    error = getattr(sys, "last_value", None)
+    place = place_of(error)
+    why = "" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}"
+    for path in tuple(_over.values()):
+        path.leave(why)
+

@@ -1,0 +1,114 @@
+"""Where every rank stands, and whether one has left the path that all must take together.
+
+Pure: what the ranks have told goes in, whom to name comes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+WAY_OUT = (
+    "Every process must make the same calls of the model, of its loss and of its parameters, in the same order. If one "
+    "has work of its own to do for longer (it evaluates, it saves), give the others more patience: "
+    "auto_parallelize(wait_seconds=600), or HETU_FX_WAIT_SECONDS=600 in the environment"
+)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands.
+
+    Attributes:
+        beat: counts up, so that others see that it lives.
+        call: of ours that it is in; "" in the user's own code.
+        place: the user's line at which it is.
+        waits_for: what it waits for; "" if it waits for nobody.
+        seconds: for which it has waited, or been in the user's own code.
+        last: its last call, "" if there was none.
+        steps: calls of models so far.
+        left: why its process has ended; None while it runs.
+    """
+
+    beat: int = 0
+    call: str = ""
+    place: str = ""
+    waits_for: str = ""
+    seconds: float = 0.0
+    last: str = ""
+    steps: int = 0
+    left: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Standing:
+        """Read what `write` wrote."""
+        return cls(**json.loads(text))
+
+    def write(self) -> str:
+        """Return it as text."""
+        return json.dumps(asdict(self))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is at work in a call of ours."""
+        return bool(self.call) and not self.waits_for
+
+    def __str__(self) -> str:
+        done = f"its last call was {self.last}, after {self.steps} calls of the model" if self.last else "no call yet"
+        if self.left is not None:
+            return f"has left the program{self.left and f' ({self.left})'}; {done}"
+        if self.waits_for:
+            return f"has waited {self.seconds:.1f} s for others ({self.waits_for}) at {self.place}"
+        if self.call:
+            return f"is at work at {self.place}"
+        return f"has been in its own code for {self.seconds:.1f} s, now at {self.place}; {done}"
+
+
+@dataclass
+class Standings:
+    """What this rank knows of the others: what they have told, and for how long they have told nothing new."""
+
+    told: dict[int, Standing | None] = field(default_factory=dict)
+    silent: dict[int, float] = field(default_factory=dict)
+
+    def hear(self, told: Mapping[int, Standing | None], seconds: float) -> None:
+        """Take in what each has told last; so much time has passed since the last call."""
+        for rank, standing in told.items():
+            before = self.told.get(rank)
+            is_new = standing is not None and (before is None or standing.beat != before.beat)
+            self.silent[rank] = 0.0 if is_new or rank not in self.told else self.silent[rank] + seconds
+        self.told = dict(told)
+
+    def astray(self, own: Standing, bound: float) -> tuple[int, ...]:
+        """Return the ranks that this one waits for in vain: they have left, or are not in its call for `bound` seconds.
+
+        A rank that is at work in a call of ours will come. Where all wait, some in other calls, those are named.
+        """
+        left = tuple(rank for rank, standing in self.told.items() if standing is not None and standing.left is not None)
+        if left or own.seconds < bound:
+            return left
+        here = {r: s for r, s in self.told.items() if s is not None and self.silent[r] < bound / 2}
+        if any(standing.is_busy for standing in here.values()):
+            return ()
+        away = [r for r, s in here.items() if not s.call and s.seconds >= bound]
+        if gone := sorted({*away, *(self.told.keys() - here.keys())}):
+            return tuple(gone)
+        waiting = {r: s for r, s in here.items() if s.waits_for and s.seconds >= bound / 2}
+        elsewhere = tuple(r for r, s in waiting.items() if s.call != own.call)
+        return elsewhere if waiting.keys() == self.told.keys() else ()
+
+    def verdict(self, rank: int, own: Standing, astray: tuple[int, ...], bound: float) -> str:
+        """Say who has left the common path, and where every rank stands, `rank` being this one."""
+        named = ", ".join(f"rank {other}" for other in astray)
+        lines = {rank: str(own), **{other: self._spelled(other, bound) for other in self.told}}
+        told = "\n".join(f"  rank {r}: {lines[r]}" for r in sorted(lines))
+        return f"{named} did not come to where rank {rank} waits, at {own.place or own.waits_for}:\n{told}\n{WAY_OUT}"
+
+    def _spelled(self, rank: int, bound: float) -> str:
+        standing, silent = self.told[rank], self.silent[rank]
+        if standing is None:
+            return "has not called hetu_fx.auto_parallelize"
+        if standing.left is None and silent >= bound / 2:
+            return f"has given no sign of life for {silent:.1f} s (stopped, dead, or deep in a call); before, it {standing}"
+        return str(standing)

@@ -109,7 +109,8 @@ def _shown(frames: Stack) -> str:
     frame, line = frames[0]
     code = linecache.getline(frame.f_code.co_filename, line).strip()[:_SHOWN_CHARACTERS]
     script = next(((f, n) for f, n in frames if _module(f) == "__main__"), (frame, line))
-    via = "" if script[0] is frame else f", from {_short(*script)}"
+    is_other = script[0] is not frame and not script[0].f_code.co_filename.startswith("<")
+    via = f", from {_short(*script)}" if is_other else ""
     return _short(frame, line) + (f" ({code})" if code else "") + via
 
 

@@ -14,14 +14,16 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hetu_fx.base.torch_private import PrefixStore, Store
+from hetu_fx.base.torch_private import PrefixStore, Store, is_member_of
 from hetu_fx.comm_ops.wire.calls import last, place_of, whereabouts
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit, sever
 from hetu_fx.comm_ops.wire.standings import Standing, Standings
@@ -64,8 +66,8 @@ class CommonPath:
     """Watches that the ranks of a world take one path.
 
     Args:
+        base: the group of all ranks as the user has it; the watch ends with it.
         store: where they meet; nobody else waits in it by this connection.
-        rank, size: this process among them.
         seconds: for which it waits for one that is elsewhere.
 
     Attributes:
@@ -73,9 +75,10 @@ class CommonPath:
         group: all ranks, by connections that can be cut; None before it is made.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
-        self._store, self.rank, self._others = store, rank, [other for other in range(size) if other != rank]
-        self.seconds = seconds
+    def __init__(self, base: ProcessGroup, store: Store, seconds: float) -> None:
+        self._base, self._store, self.seconds = weakref.ref(base), store, seconds
+        self.rank = dist.get_rank(base)
+        self._others = [other for other in range(dist.get_world_size(base)) if other != self.rank]
         self.broken: str | None = None
         self.group: ProcessGroup | None = None
         self._process, self._beat, self._known = os.getpid(), 0, Standings()
@@ -121,9 +124,12 @@ class CommonPath:
     def finish(self) -> None:
         """Watch no more; the others do not wait for this rank."""
         self.leave("")
+        self._forget()
+
+    def _forget(self) -> None:
         self.group = None
-        for base in [base for base, path in _over.items() if path is self]:
-            del _over[base]
+        for base in [base for base, path in tuple(_over.items()) if path is self]:
+            _over.pop(base, None)
 
     def leave(self, why: str) -> None:
         """Tell the others that this process ends."""
@@ -142,6 +148,10 @@ class CommonPath:
         before = perf_counter()
         while not self._over.wait(self._pause):
             now = perf_counter()
+            base = self._base()
+            if base is None or not is_member_of(base):
+                self._forget()
+                return
             try:
                 self._tell(self._standing())
                 self._look(now, min(now - before, 2 * self._pause))
@@ -207,13 +217,13 @@ def path_over(group: ProcessGroup | None) -> CommonPath | None:
     return None if group is None else _over.get(group)
 
 
-def watch_path(group: ProcessGroup, store: Callable[[], Store], rank: int, size: int, seconds: float) -> CommonPath | None:
+def watch_path(group: ProcessGroup, store: Callable[[], Store], seconds: float) -> CommonPath | None:
     """Watch the ranks of a group from now on, and wait so many seconds for each; None if that is for ever."""
     path = _over.get(group)
     if path is not None:
         path.seconds = seconds
-    elif math.isfinite(seconds) and size > 1:
-        path = _over[group] = CommonPath(PrefixStore(f"hetu_fx/path/{group.group_name}", store()), rank, size, seconds)
+    elif math.isfinite(seconds) and dist.get_world_size(group) > 1:
+        path = _over[group] = CommonPath(group, PrefixStore(f"hetu_fx/path/{group.group_name}", store()), seconds)
     return path
 
 
@@ -231,4 +241,3 @@ def _tell_end() -> None:
     why = "" if error is None else f"{type(error).__name__}: {error}{place and f', at {place}'}"
     for path in tuple(_over.values()):
         path.leave(why)
-

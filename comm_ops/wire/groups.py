@@ -278,7 +278,7 @@ def watched_group(process_group: ProcessGroup | None, seconds: float) -> Process
     where the user's own cannot, it is another one, made by the first call, which is collective.
     """
     base = process_group or world_group()
-    path = base and watch_path(base, store_of_world, dist.get_rank(base), dist.get_world_size(base), seconds)
+    path = None if base is None else watch_path(base, store_of_world, seconds)
     if base is None or path is None or path.group is not None:
         return _watched(base)
     return join_path(path, base if can_sever(base) else _whole_of(base))

@@ -110,5 +110,5 @@ class Standings:
         if standing is None:
             return "has not called hetu_fx.auto_parallelize"
         if standing.left is None and silent >= bound / 2:
-            return f"has given no sign of life for {silent:.1f} s (stopped, dead, or deep in a call); before, it {standing}"
+            return f"has given no sign of life for {silent:.1f} s (is it stopped, or dead?); before, it {standing}"
         return str(standing)

@@ -186,9 +186,14 @@ def new_named_group(members: list[int], me: int, name: str, timeout: timedelta) 
 def store_of_world() -> Store:
     """Return what the ranks of the world have met in, by a connection of its own where it is one."""
     store: Any = _world.pg_map[_get_default_group()][1]
-    kind = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store
+    kind = getattr(store, "_underlying_non_prefix_store", store)
     found: Store = store.clone() if isinstance(kind, TCPStore) else store
     return found
+
+
+def is_member_of(group: ProcessGroup) -> bool:
+    """Tell whether this process is (still) in a group."""
+    return group in _world.pg_map
 
 
 def forget_group_count() -> None:

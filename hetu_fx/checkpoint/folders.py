@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from hetu_fx.base.documents import sync
-from hetu_fx.comm_ops.wire.consensus import together
+from hetu_fx.comm_ops.wire.consensus import from_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import CheckpointError, HetuFxError, OtherRankError
 
@@ -52,10 +50,8 @@ def replaced_folder(folder: Path, table: GroupTable, kind: FolderKind | None = N
     ranks, where one cannot write.
     """
     folder, kind = folder.absolute(), kind or CHECKPOINT
-    token = [secrets.token_hex(4)]
-    if table.size > 1:
-        dist.broadcast_object_list(token, src=table.to_global(0), group=table.base)
-    staging = folder.parent / f".{folder.name}.new-{token[0]}"
+    token = from_first(table, secrets.token_hex(4))
+    staging = folder.parent / f".{folder.name}.new-{token}"
     try:
         together(table, lambda: _begin(folder, staging, kind) if table.rank == 0 else None)
         try:
@@ -64,7 +60,7 @@ def replaced_folder(folder: Path, table: GroupTable, kind: FolderKind | None = N
             shutil.rmtree(staging, ignore_errors=True)
             raise
         together(table, lambda: _sync_files(staging))
-        together(table, lambda: _commit(folder, staging, token[0], kind) if table.rank == 0 else None)
+        together(table, lambda: _commit(folder, staging, token, kind) if table.rank == 0 else None)
     except (OSError, OtherRankError) as error:
         raise kind.error(f"cannot write {folder}: {error}; is the disk full, or not writable?") from error
 

@@ -130,6 +130,7 @@ def examples() -> Mapping[str, Any]:
         "_foreach_supported_types": optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,
+        "_underlying_non_prefix_store": torch._C._distributed_c10d.PrefixStore,
         "_get_backend": group,
         "_device_types": group,
         "_timeout": torch._C._distributed_c10d.Backend.Options,

@@ -1,0 +1,52 @@
+"""What a process says of itself: its last call, and the user's line that it is at, found on the stack."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hetu_fx.comm_ops.wire import calls
+from hetu_fx.comm_ops.wire.calls import LastCall, note, place_of, whereabouts
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "last", LastCall())
+
+
+def _seen_from_a_thread() -> calls.Whereabouts:
+    found = []
+    thread = threading.Thread(target=lambda: found.append(whereabouts()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_last_call_is_noted_with_the_users_line() -> None:
+    note("model(...)", is_step=True)
+    assert calls.last.text.startswith("model(...) at test_calls.py:")
+    assert (calls.last.steps, calls.last.thread) == (1, threading.get_ident())
+
+
+def test_a_thread_sees_the_line_that_the_user_is_at() -> None:
+    found = _seen_from_a_thread()
+    assert found.call == ""
+    assert found.place.startswith("test_calls.py:")
+
+
+def test_a_backward_that_runs_is_a_call_of_ours_at_the_line_that_asked_for_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    found = []
+    x.register_hook(lambda gradient: found.append(_seen_from_a_thread()))
+    x.sum().backward()
+    assert found[0].call == "_engine_run_backward"
+    assert "(x.sum().backward())" in found[0].place
+
+
+def test_an_errors_place_is_the_users_line_that_it_passed_last() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(2) @ torch.ones(3)
+    assert place_of(caught.value).startswith("test_calls.py:")
+    assert place_of(None) == ""

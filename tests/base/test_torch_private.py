@@ -17,7 +17,7 @@ from torch.optim import optimizer
 from tests.house import trees
 
 HOME = "hetu_fx.base.torch_private"
-PUBLIC = {"_exit", "_make", "_replace"}  # documented of os and of named tuples
+PUBLIC = {"_current_frames", "_exit", "_getframe", "_make", "_replace"}  # documented of sys, os and named tuples
 ASKED_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr", "object", "attrgetter", "methodcaller")
 
 

@@ -72,6 +72,7 @@ class GroupTable:
     listener: Callable[[str, float, float], None] | None = None
     topology: Topology | None = None
     pauses_work = True  # its messages are waited for by the thread that computes
+    _path: CommonPath | None = None
 
     def __init__(
         self,
@@ -97,7 +98,6 @@ class GroupTable:
         self.rank, self.size, self.timeout, self._name = rank, size, timeout, name
         self._globals = tuple(range(size))
         self._base: ProcessGroup | None = None
-        self._path: CommonPath | None = None
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self.creations: list[GroupCreation] = []
         self._beside: dict[str, GroupTable] = {}

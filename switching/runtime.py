@@ -23,6 +23,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.parameters import Buffers
+from hetu_fx.switching.home.shared import SharedHomes
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.plan import SwitchPlan
@@ -74,6 +75,7 @@ class Runtime:
         self.model, self.table, self.execution, self.homes = model, table, execution, homes
         self.settings = settings
         self.buffers = Buffers(model, table)
+        self.shared = SharedHomes(table, homes)
         self.variants = Variants(execution, table, homes)
         self.current = ""
         self._syncs_gradients = True
@@ -189,6 +191,7 @@ class Runtime:
         self.times.begin(perf_counter())
         with using(self.table):
             batch, facts = self._agree(args, kwargs)
+            self.shared.forget()
             for watcher in self._watchers:
                 watcher.observe(facts)
             division = batch.divide(self.variants.able(), self.variants.health.rates)

@@ -8,6 +8,7 @@ import torch
 
 from hetu_fx.base.torch_private import (
     disabled_torch_function,
+    is_parameter,
     make_subclass,
     schema,
     tree_leaves,
@@ -99,10 +100,16 @@ def show(value: Any, origin: Origin) -> Any:
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on gathered operands. Collective: every rank must make the same call."""
+    """Run an op on gathered operands. Collective: every rank must make the same call.
+
+    Where a rank has asked tensors for their memory (those of a state dict that it writes), it works on that alone.
+    """
     if schema(func).name.removeprefix("aten::") in _REFUSED:
         raise StateError(f"{func} cannot be done to a home tensor; assign p.data = new_values instead")
     homes = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is HomeTensor]
+    kept = [None if is_parameter(home) else home.kept_whole() for home in homes]
+    if all(whole is not None for whole in kept) and not schema(func).is_mutable:
+        return func(*tree_map(_kept, args), **tree_map(_kept, kwargs))
     wholes = dict(zip(map(id, homes), gather_whole(homes), strict=True))
     plain_args, plain_kwargs = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
@@ -111,6 +118,10 @@ def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             _write_back(leaf, wholes[id(leaf)])
     owners = {id(wholes[id(home)]): (wholes[id(home)], home) for home in homes}
     return tree_map(lambda leaf: _give_back(func, leaf, homes[0], owners), result)
+
+
+def _kept(value: Any) -> Any:
+    return value.kept_whole() if type(value) is HomeTensor else value
 
 
 def _write_back(home: HomeTensor, whole: torch.Tensor) -> None:

@@ -29,7 +29,15 @@ from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.home.gathered import WholeView, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.pointwise import LOCAL_OPS, find_local
-from hetu_fx.switching.home.tensor import FIND_HANDLER, OPS, Handler, HomeTensor, cut_like, gather_whole
+from hetu_fx.switching.home.tensor import (
+    FIND_HANDLER,
+    OPS,
+    Handler,
+    HomeTensor,
+    counting_writes,
+    cut_like,
+    gather_whole,
+)
 
 __all__ = ["HomeLayout", "HomeTensor", "PendingNorm", "WholeView", "gather_whole", "home_layout"]
 
@@ -236,7 +244,7 @@ def _admit_to_foreach() -> None:
             types.append(HomeTensor)
 
 
-OPS.update(LOCAL_OPS | _REDUCE_OPS)
+OPS.update({op: counting_writes(op, handler) for op, handler in (LOCAL_OPS | _REDUCE_OPS).items()})
 FIND_HANDLER[:] = [_find_handler]
 _admit_to_foreach()
 

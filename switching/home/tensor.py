@@ -8,7 +8,7 @@ cut again). Import it from `hetu_fx.switching.home.ops`, which fills the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -19,19 +19,23 @@ from hetu_fx.base.torch_private import (
     is_parameter,
     make_wrapper_subclass,
     mark_parameter,
+    schema,
     set_versions,
     version,
 )
 from hetu_fx.comm_ops.wire.collectives import gather_segments
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
+from hetu_fx.switching.home.memory import AsksForWhole
 
+T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OPS: dict[Any, Handler] = {}
 FIND_HANDLER: list[Callable[[Any], Handler]] = []
+READ_WHOLE: list[Callable[[HomeTensor], torch.Tensor]] = []  # filled by `shared`: how one rank alone reads the whole
 
 
-class HomeTensor(torch.Tensor):
+class HomeTensor(AsksForWhole):
     """A tensor of global shape of which this rank owns `local`, as `home_layout` says.
 
     Point-wise ops and optimizer kernels act on the piece. Sums, means, dots and norms give the global value
@@ -72,7 +76,7 @@ class HomeTensor(torch.Tensor):
         """Run an op by its entry in OPS, which is looked for once per op."""
         handler = OPS.get(func)
         if handler is None:
-            handler = OPS[func] = FIND_HANDLER[0](func)
+            handler = OPS[func] = counting_writes(func, FIND_HANDLER[0](func))
         return handler(func, args, kwargs or {})
 
     if not TYPE_CHECKING:  # or any name would pass as an attribute
@@ -134,12 +138,14 @@ class HomeTensor(torch.Tensor):
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be pickled: a file would hold one rank's piece only."""
-        raise StateError(
-            f"a home tensor of shape {tuple(self.shape)} cannot be pickled: this rank holds only a piece of "
-            "it. Save with model.hetu.save(folder), or take full_tensor() on every rank first"
-        )
+    @property
+    def shares_memory(self) -> bool:
+        """Whether every rank owns the whole."""
+        return self.home_layout.is_whole_everywhere
+
+    def gathered(self) -> torch.Tensor:
+        """Return a copy of the whole on this rank; the others need not ask too, but see `switching.home.shared`."""
+        return READ_WHOLE[0](self) if READ_WHOLE else gather_whole([self])[0]
 
     # The protocol of torch.distributed.checkpoint (_checkpointable._Checkpointable).
 
@@ -182,6 +188,34 @@ def wrap(local: torch.Tensor, layout: HomeLayout, requires_grad: bool = False) -
     home.local = local
     home.home_layout = layout
     return home
+
+
+_writing: list[Any] = []  # the ops that are writing
+_writes = 0  # begun so far
+
+
+def counting_writes(op: Any, handler: Handler) -> Handler:
+    """Have a handler tell while it writes, if it does: other threads read pieces (see `undisturbed`)."""
+    if not schema(op).is_mutable:
+        return handler
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        global _writes
+        _writes += 1
+        _writing.append(func)
+        try:
+            return handler(func, args, kwargs)
+        finally:
+            _writing.pop()
+
+    return run
+
+
+def undisturbed(read: Callable[[], T]) -> T | None:
+    """Read pieces in another thread than the one that computes; None if something was written meanwhile."""
+    before = _writes
+    found = None if _writing else read()
+    return found if before == _writes else None
 
 
 def mark_written(homes: Sequence[HomeTensor]) -> None:

@@ -45,10 +45,22 @@ def test_a_piece_of_another_shape_is_refused() -> None:
         HomeTensor.from_full(torch.zeros(4, 6), ALONE)
 
 
-def test_pickling_is_refused_with_the_way_out() -> None:
-    for save in (pickle.dumps, lambda home: torch.save(home, io.BytesIO())):
-        with pytest.raises(StateError, match=r"model\.hetu\.save\(folder\)"):
-            save(parameter())
+def test_pickles_hold_plain_tensors() -> None:
+    home = parameter()
+    buffer = io.BytesIO()
+    torch.save({"w": home.detach()}, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer)["w"]) is torch.Tensor
+    assert type(pickle.loads(pickle.dumps(home))) is nn.Parameter
+    assert torch.equal(pickle.loads(pickle.dumps(home)), torch.arange(24.0).view(6, 4))
+
+
+def test_one_process_shares_its_memory_as_any_tensor() -> None:
+    home = parameter().detach()
+    home.numpy()[0, 0] = 7
+    assert home.data_ptr() == home.local.data_ptr()  # type: ignore[attr-defined]
+    assert (home.tolist()[0], home.sum().item()) == ([7.0, 1.0, 2.0, 3.0], 283.0)
+    assert home.share_memory_().is_shared()
 
 
 def test_deep_copies_share_nothing_but_the_layout() -> None:

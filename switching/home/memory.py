@@ -1,0 +1,118 @@
+"""A tensor without memory of its own gives the memory of the whole to whoever asks: pickles, arrays, pointers.
+
+`torch.save`, safetensors and numpy need memory. What they are given is gathered when they ask, and not before: a state
+dict is made of references, as torch's own is. The whole that a pointer leads into stays as long as the tensor that was
+asked, or until that is written; tensors that share a piece (the names of tied parameters) share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hetu_fx.base.torch_private import is_parameter, version
+from hetu_fx.errors import StateError
+
+_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by piece: its version, and a reference to the whole
+_kept_by_long_lived: WeakValueDictionary[int, AsksForWhole] = WeakValueDictionary()
+
+
+class AsksForWhole(torch.Tensor):
+    """A tensor of which this rank has a piece only, to those who ask for memory: they get that of the whole."""
+
+    local: torch.Tensor
+    _kept: tuple[int, torch.Tensor]
+
+    def gathered(self) -> torch.Tensor:
+        """Return the whole tensor on this rank, without the others' taking part where that is possible."""
+        raise NotImplementedError
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the whole is this rank's own piece, and so on every rank."""
+        raise NotImplementedError
+
+    def kept_whole(self) -> torch.Tensor | None:
+        """Return the whole that this very tensor was asked for, if it has not been written since."""
+        kept = self.__dict__.get("_kept")
+        return kept[1] if kept is not None and kept[0] == version(self.local) else None
+
+    def whole(self, *, keep: bool = False) -> torch.Tensor:
+        """Return the whole tensor; `keep` it as long as this tensor lives and stays as it is."""
+        if self.shares_memory:
+            return self.local
+        now = version(self.local)
+        shared = _shared.get(self.local)
+        found = shared[1]() if shared is not None and shared[0] == now else None
+        if found is None:
+            found = self.gathered()
+            _shared[self.local] = (now, ref(found))
+        if keep:
+            self._kept = (now, found)
+            if is_parameter(self):
+                _kept_by_long_lived[id(self)] = self
+        return found
+
+    def data_ptr(self) -> int:
+        """Return the address of the whole tensor, which stays while this tensor lives and is not written."""
+        return self.whole(keep=True).data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the whole tensor; writing to it is not writing to this one."""
+        return self.whole(keep=True).untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole tensor as an array: read-only where it is a copy."""
+        array = self.whole().detach().requires_grad_(self.requires_grad).numpy(force=force)
+        if not self.shares_memory:
+            array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the whole tensor as nested lists."""
+        return self.whole().tolist()
+
+    def item(self) -> Any:
+        """Return the only element."""
+        return self.whole().item()
+
+    def __float__(self) -> float:
+        return float(self.whole())
+
+    def __int__(self) -> int:
+        return int(self.whole())
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Give the whole tensor to another library."""
+        return self.whole(keep=True).__dlpack__(**options)
+
+    def is_shared(self) -> bool:
+        """Tell whether this rank's piece is in memory that processes share."""
+        return bool(self.local.is_shared())
+
+    def share_memory_(self) -> Self:
+        """Share the memory with other processes where the whole is here. Raises StateError elsewhere."""
+        if not self.shares_memory:
+            raise StateError(
+                f"a tensor of shape {tuple(self.shape)}, of which this rank holds a piece only, cannot be put into "
+                f"memory that processes share; share a copy, made by full_tensor() on every rank"
+            )
+        self.local.share_memory_()
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the plain tensor, or parameter, that it is in all."""
+        plain = self.whole(keep=not is_parameter(self)).detach()
+        if is_parameter(self):
+            return torch.nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+        return plain.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def let_go_of_wholes() -> None:
+    """Let go of the wholes that were kept for pointers into parameters: those live longer than any pointer is used."""
+    for _, tensor in _kept_by_long_lived.items():
+        tensor.__dict__.pop("_kept", None)
+    _kept_by_long_lived.clear()

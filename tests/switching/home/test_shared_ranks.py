@@ -1,0 +1,175 @@
+"""Whole tensors for whoever asks for memory, on three gloo ranks: on one of them alone, or on all."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import StateError
+from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx.switching.home.shared import SharedHomes
+
+WORLD = 3
+HOMES = {
+    "uneven": ((10, 6), Annotation.on((0, 1, 2), Split(0, (7, 0, 3)))),
+    "columns": ((4, 12), Annotation.on((2, 0, 1), Split(1, (1, 2, 1), outer=3))),
+    "alone": ((8,), Annotation.on((1,))),
+    "copies": ((6, 6), Annotation.on((0, 1, 2), Duplicate(3))),
+    "scalar": ((), Annotation.on((2,))),
+}
+SECONDS = 1.0
+
+
+def value(name: str) -> Tensor:
+    shape, _ = HOMES[name]
+    generator = torch.Generator().manual_seed(list(HOMES).index(name))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+class Run(nn.Module):
+    """Home parameters under their names, which the ranks may read of each other."""
+
+    def __init__(self, rank: int, seconds: float = 60.0) -> None:
+        super().__init__()
+        for name, (shape, annotation) in HOMES.items():
+            home = HomeTensor.from_full(value(name), home_layout(annotation, shape, rank, WORLD))
+            self.register_parameter(name, nn.Parameter(home))
+        self.shared = SharedHomes(GroupTable(), dict(self.named_parameters()), seconds)
+
+    def write(self, factor: float) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(factor)
+
+
+def loaded(tensors: Any) -> dict[str, Tensor]:
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    buffer.seek(0)
+    found: dict[str, Tensor] = torch.load(buffer)
+    return found
+
+
+def assert_whole(found: dict[str, Tensor], factor: float = 1.0) -> None:
+    assert found.keys() == HOMES.keys()
+    for name, tensor in found.items():
+        assert type(tensor) is Tensor
+        assert torch.equal(tensor, value(name) * factor)
+
+
+def check_one_rank_alone_saves_while_the_others_go_on(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    for saver in range(world):
+        if rank == saver:
+            assert_whole(loaded(run.state_dict()))
+            save_file(run.state_dict(), folder / "whole.safetensors")
+            assert_whole(load_file(folder / "whole.safetensors"))
+        dist.barrier()
+
+
+def check_all_ranks_ask_and_write_at_once(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    for turn in range(8):
+        assert_whole({name: torch.tensor(p.numpy(force=True)) for name, p in run.named_parameters()}, 2.0**turn)
+        run.write(2.0)
+
+
+def check_an_optimizers_state_is_saved_by_one_rank(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    plain = [nn.Parameter(value(name)) for name in HOMES]
+    optimizers = [torch.optim.AdamW(parameters) for parameters in (run.parameters(), plain)]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    if rank == 0:
+        found, wanted = loaded(optimizers[0].state_dict())["state"], optimizers[1].state_dict()["state"]
+        assert found.keys() == wanted.keys()
+        for number, state in wanted.items():
+            assert all(torch.equal(found[number][key], state[key]) for key in state)  # type: ignore[index]
+    dist.barrier()
+
+
+def check_a_rank_that_has_gone_on_refuses(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    if rank:
+        run.write(2.0)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(StateError, match="'uneven' as it was after 0 writes, and this rank has gone on and made 1"):
+            run.uneven.detach().numpy()
+    dist.barrier()
+
+
+def check_a_rank_that_does_not_write_is_waited_for_a_bounded_time(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    if rank == 0:
+        run.write(2.0)
+        with pytest.raises(StateError, match=r"'uneven' after 1 writes, and this rank has made 0 in 1 s"):
+            run.uneven.detach().numpy()
+    dist.barrier()
+
+
+def check_tensors_without_a_name_are_read_by_all_or_refused(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    with torch.no_grad():
+        doubled = {name: parameter * 2 for name, parameter in run.named_parameters()}
+    if rank == 0:
+        with pytest.raises(StateError, match=r"shape \(10, 6\) that is neither a parameter.*call full_tensor\(\)"):
+            doubled["uneven"].tolist()
+    dist.barrier()
+    assert_whole({name: torch.tensor(tensor.tolist(), dtype=torch.float64) for name, tensor in doubled.items()}, 2.0)
+
+
+def check_tied_names_share_what_they_are_given(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    first, second = run.uneven.detach(), run.uneven.detach()
+    assert first.data_ptr() == second.data_ptr() == first.untyped_storage().data_ptr()
+    if rank == 0:
+        assert first.view(-1)[-1].data_ptr() == second.data_ptr() + (first.numel() - 1) * first.itemsize
+    pair = loaded({"first": first, "second": second})
+    assert pair["first"].data_ptr() == pair["second"].data_ptr()
+    before = first.data_ptr()
+    run.write(2.0)
+    assert torch.equal(torch.tensor(first.tolist()), value("uneven").float() * 2)
+    assert before  # kept by `second` until it is asked again
+
+
+def check_parameters_are_pickled_as_plain_ones(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    if rank == 1:
+        found = pickle.loads(pickle.dumps(run.uneven))
+        assert type(found) is nn.Parameter
+        assert torch.equal(found, value("uneven"))
+    dist.barrier()
+
+
+def check_arrays_of_pieces_are_read_only(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    assert not run.uneven.detach().numpy().flags.writeable
+    assert np.asarray(run.copies.detach()).flags.writeable
+    with pytest.raises(RuntimeError, match="requires grad"):
+        run.uneven.numpy()
+    assert float(run.scalar) == run.scalar.item() == value("scalar").item()
+    with pytest.raises(StateError, match=r"cannot be put into memory that processes share.*full_tensor\(\)"):
+        run.uneven.share_memory_()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_three_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD)[name] if report]
+    assert not failures, "\n".join(failures)

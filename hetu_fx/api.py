@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, TypeVar
@@ -16,9 +18,11 @@ from torch import nn
 from hetu_fx.base.frameworks import frameworks
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.common_path import patience
+from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, prepare
+from hetu_fx.program.captures import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
 from hetu_fx.switching.runtime import Runtime
@@ -93,6 +97,7 @@ def auto_parallelize(
     Raises:
         HetuFxError: on every process; says what, where, the values and the way out.
     """
+    as_it_was(model)
     if hasattr(model, "hetu"):
         raise StateError("this model is parallel already; use model.hetu.add_variant(plan) to give it another plan")
     if data not in ("per_rank", "global"):
@@ -104,16 +109,38 @@ def auto_parallelize(
     preparation = Preparation(
         model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile
     )
-    runtime, adaptation = prepare(preparation)
-    rehoming = Rehoming(runtime, adaptation, [] if optimizer is None else [optimizer])
+    handle = _make_parallel(preparation)
+    if warm:
+        handle.warm(batch)
+    return model
+
+
+def _make_parallel(wanted: Preparation) -> Handle:
+    runtime, adaptation = prepare(wanted)
+    rehoming = Rehoming(runtime, adaptation, [] if wanted.optimizer is None else [wanted.optimizer])
     # In this order: what a plan for new rates is made for, which devices are left, and then where homes are to be.
     runtime.watch(adaptation, rehoming, HomesFollow(runtime, adaptation, rehoming))
     runtime.when_idle(adaptation.stand_by)
     handle = Handle(runtime, adaptation, rehoming)
-    _attach(model, runtime, handle)
-    if warm:
-        handle.warm(batch)
-    return model
+    plain = PlainAgain(wanted.model)
+    _attach(wanted.model, runtime, handle)
+    attach_copying(wanted.model, plain, partial(_recipe, wanted, runtime))
+    return handle
+
+
+def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
+    """Return what makes a copy of the model parallel as the model is now, without a hold on the model."""
+    names = sorted(runtime.variants, key=lambda name: name != runtime.current)
+    plans = tuple(runtime.variants[name].plan for name in names)
+    settled = replace(
+        wanted, model=nn.Identity(), batch=(), plan=plans, cluster=None, optimizer=None, settings=runtime.settings
+    )
+
+    def parallelize(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        batch = batch_of(inspect.signature(model.forward), args, kwargs)
+        _make_parallel(replace(settled, model=model, batch=batch))
+
+    return parallelize
 
 
 def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:

@@ -34,6 +34,7 @@ from hetu_fx.switching.adapt.replanning import Conditions, Planner
 from hetu_fx.switching.eager.execution import EagerExecution
 from hetu_fx.switching.graph_execution import GraphExecution
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
+from hetu_fx.switching.home.ops import HomeTensor, layout_of
 from hetu_fx.switching.home.parameters import move_home, move_optimizer_state
 from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.runtime import Runtime
@@ -239,4 +240,5 @@ def _checked(
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.model.named_parameters()}
     annotations = homes_near(priced[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
+    layouts |= {name: layout_of(home) for name, home in wanted.model.named_parameters() if isinstance(home, HomeTensor)}
     return priced, layouts

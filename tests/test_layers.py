@@ -24,7 +24,7 @@ FLOORS = (
     "integrations",
     "launch",
     "api",
-    "handle",
+    "handle copies",
     "prepare",
     "checkpoint export report",
     "switching.adapt",

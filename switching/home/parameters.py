@@ -20,12 +20,13 @@ from hetu_fx.switching.home.ops import HomeTensor
 def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
     """Replace every parameter by a home parameter that is the same object, so that optimizers keep working.
 
-    The values are rank 0's, as under DistributedDataParallel; collective. Returns the home parameters by first
-    name, in the model's order.
+    The values are rank 0's, as under DistributedDataParallel; collective. What is a home parameter already (in a copy
+    of a parallel model) stays as it is. Returns the home parameters by first name, in the model's order.
     """
     parameters = dict(model.named_parameters())
-    pieces = _pieces_of_first(parameters, layouts, table)
-    for name, parameter in parameters.items():
+    others = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, HomeTensor)}
+    pieces = _pieces_of_first(others, layouts, table)
+    for name, parameter in others.items():
         gradient, parameter.grad = parameter.grad, None
         home = HomeTensor(pieces[name], layouts[name])
         torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))

@@ -9,6 +9,7 @@ made more.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -30,9 +31,6 @@ from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.memory import let_go_of_wholes
 from hetu_fx.switching.home.tensor import READ_WHOLE, HomeTensor, gather_whole, undisturbed
 
-SECONDS = 60.0
-"""How long a rank waits for another."""
-
 _PAUSE_SECONDS = 0.002
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
 _LEAVING = "is leaving"
@@ -48,11 +46,12 @@ class SharedHomes:
     Args:
         table: the ranks.
         homes: the home parameters by name.
-        seconds: how long a rank waits for another.
+        seconds: how long a rank waits for another; None: as HETU_FX_WAIT_SECONDS says, else a minute.
     """
 
-    def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float = SECONDS) -> None:
-        self.rank, self.size, self.seconds = table.rank, table.size, seconds
+    def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float | None = None) -> None:
+        self.rank, self.size = table.rank, table.size
+        self.seconds = float(os.environ.get("HETU_FX_WAIT_SECONDS", 60)) if seconds is None else seconds
         self.homes = {name: _home(parameter) for name, parameter in homes.items()}
         self._parameters = dict(homes)
         self._index: dict[int, tuple[Key, HomeTensor]] = {}
@@ -64,7 +63,7 @@ class SharedHomes:
         if self.size > 1:
             listener = Listener(_weakly(self._answer))
             finalize(self, listener.close)
-            self._caller = Caller(of_all(table, listener.address), seconds + _MARGIN_SECONDS)
+            self._caller = Caller(of_all(table, listener.address), self.seconds + _MARGIN_SECONDS)
             finish_at_exit(self)
 
     def key_of(self, home: HomeTensor) -> Key | None:

@@ -1,0 +1,98 @@
+"""Copies of parallel models: a deep copy is a parallel model of its own, a pickle holds the plain model, whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+Parallelize = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
+"""Makes a copy parallel as the model was when it was copied, for a batch like this one; collective."""
+
+
+class PlainAgain:
+    """What a parallel model carries in its `__dict__` beside what it had before.
+
+    Args:
+        model: before anything is attached.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = dict(model.__dict__)
+        self._names: Collection[str] = ()
+
+    def is_attached(self, model: nn.Module) -> None:
+        """Know what has been attached since."""
+        before = self._before
+        self._names = [name for name, value in model.__dict__.items() if value is not before.get(name, self)]
+        self._before = {name: before[name] for name in self._names if name in before}
+
+    def take_off(self, model: nn.Module) -> None:
+        """Take off what was attached to the model."""
+        for name in self._names:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(self._before)
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Take off within a block what was attached to the model."""
+        now = {name: model.__dict__[name] for name in self._names if name in model.__dict__}
+        self.take_off(model)
+        try:
+            yield
+        finally:
+            model.__dict__.update(now)
+
+
+_waiting: WeakKeyDictionary[nn.Module, PlainAgain] = WeakKeyDictionary()
+
+
+def attach_copying(model: nn.Module, plain: PlainAgain, recipe: Callable[[], Parallelize]) -> None:
+    """Let a parallel model be copied and pickled; the last that is attached to it.
+
+    Args:
+        model: the model, with all else that is attached.
+        plain: was made before anything was attached.
+        recipe: called when the model is copied.
+    """
+
+    def deep_copy(itself: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        with plain.of(itself):
+            made = copy.deepcopy(itself, memo)
+        _attach_later(made, recipe())
+        return made
+
+    def reduced(itself: nn.Module, protocol: Any) -> Any:
+        with plain.of(itself):
+            told = tuple(itself.__reduce_ex__(protocol))
+            return *told[:2], *(dict(part) if isinstance(part, dict) else part for part in told[2:])
+
+    object.__setattr__(model, "__deepcopy__", MethodType(deep_copy, model))
+    object.__setattr__(model, "__reduce_ex__", MethodType(reduced, model))
+    plain.is_attached(model)
+
+
+def _attach_later(made: nn.Module, parallelize: Parallelize) -> None:
+    """Have a copy made parallel when it is first called, as that takes all ranks and a batch."""
+
+    def forward(itself: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        as_it_was(itself)
+        parallelize(itself, args, kwargs)
+        return itself.forward(*args, **kwargs)
+
+    plain = PlainAgain(made)
+    object.__setattr__(made, "forward", MethodType(forward, made))
+    attach_copying(made, plain, lambda: parallelize)
+    _waiting[made] = plain
+
+
+def as_it_was(model: nn.Module) -> None:
+    """Take off a copy what would make it parallel at its first call; nothing from any other model."""
+    plain = _waiting.pop(model, None)
+    if plain is not None:
+        plain.take_off(model)

@@ -75,7 +75,7 @@ class Runtime:
         self.model, self.table, self.execution, self.homes = model, table, execution, homes
         self.settings = settings
         self.buffers = Buffers(model, table)
-        self.shared = SharedHomes(table, homes)
+        self.shared = SharedHomes(table, homes, settings.wait_seconds)
         self.variants = Variants(execution, table, homes)
         self.current = ""
         self._syncs_gradients = True

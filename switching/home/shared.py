@@ -9,7 +9,6 @@ made more.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -46,12 +45,12 @@ class SharedHomes:
     Args:
         table: the ranks.
         homes: the home parameters by name.
-        seconds: how long a rank waits for another; None: as HETU_FX_WAIT_SECONDS says, else a minute.
+        seconds: how long a rank waits for another; not longer than messages of the table do.
     """
 
-    def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float | None = None) -> None:
+    def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float) -> None:
         self.rank, self.size = table.rank, table.size
-        self.seconds = float(os.environ.get("HETU_FX_WAIT_SECONDS", 60)) if seconds is None else seconds
+        self.seconds = min(seconds, table.timeout.total_seconds())
         self.homes = {name: _home(parameter) for name, parameter in homes.items()}
         self._parameters = dict(homes)
         self._index: dict[int, tuple[Key, HomeTensor]] = {}

@@ -113,6 +113,11 @@ class Program:
                     longest = max(longest, int(tensors[leaf.name].shape[dim]))
         return longest
 
+    @cached_property
+    def in_float16(self) -> bool:
+        """Tell whether gradients may be of float16, in which small ones vanish and large ones overflow."""
+        return any(meta.is_tensor(node) and meta.dtype(node) == torch.float16 for node in self.flow.differentiable)
+
     @property
     def mixes_rows(self) -> bool:
         """Tell whether rows meet in the middle of the model (or its batch is fixed): no micro-batches then."""

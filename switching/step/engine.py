@@ -72,6 +72,7 @@ class Engine:
         train: bool,
         timer: ComputeTimer,
         skips_empty: bool = True,
+        root: float = 1.0,
         before_last_backward: Callable[[], None] | None = None,
     ) -> StageOutcome:
         """Run this stage's actions in order; gradients accumulate in the leaves among `shared`.
@@ -84,6 +85,7 @@ class Engine:
             timer: runs while this rank computes.
             skips_empty: pass over micro-batches without rows, all stages alike; not where replicas talk in the middle
                 of the model.
+            root: the gradient of the loss that backwards begin with.
             before_last_backward: called once, before the backward that completes the gradients.
         """
         outcome, flights = StageOutcome(timer=timer), {}
@@ -101,7 +103,7 @@ class Engine:
             if action.phase is Phase.FORWARD:
                 flights[action.micro_batch] = self._forward(micro, shared, outcome, train)
             else:
-                self._backward(micro, flights.pop(action.micro_batch), outcome)
+                self._backward(micro, flights.pop(action.micro_batch), outcome, root)
         self.p2p.finish()
         return outcome
 
@@ -142,11 +144,11 @@ class Engine:
             received[handover.value.name].requires_grad_(train and handover.value.differentiable)
         return received
 
-    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome) -> None:
+    def _backward(self, micro: MicroBatchFeeds, flight: _Flight, outcome: StageOutcome, root: float) -> None:
         cotangents = self.p2p.receive_back(micro.bindings)
         roots = [(flight.sent[name], grad) for name, grad in cotangents.items() if flight.sent[name].requires_grad]
         if flight.loss is not None and flight.loss.requires_grad:
-            roots.append((flight.loss, torch.ones_like(flight.loss)))
+            roots.append((flight.loss, _filled(flight.loss, root)))
         with outcome.timer:
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
@@ -169,3 +171,8 @@ class Engine:
 
 def _gradient(received: Tensor) -> Tensor:
     return torch.zeros_like(received) if received.grad is None else received.grad
+
+
+def _filled(loss: Tensor, root: float) -> Tensor:
+    """Return a gradient of a loss; what its dtype cannot hold is infinite there."""
+    return torch.full_like(loss, root, dtype=torch.float64).to(loss.dtype)

@@ -142,10 +142,17 @@ class StepFrame:
         inputs: what the step needs besides the batch.
         scale: what the loss is multiplied by.
         may_run_ahead: in training, backward runs in forward, before the gradient of the loss is known.
+        in_float16: gradients may be of float16, so that backward must run with what the loss is scaled by.
     """
 
     def __init__(
-        self, variant: Variant, inputs: StepInputs, *, scale: float = 1.0, may_run_ahead: bool = False
+        self,
+        variant: Variant,
+        inputs: StepInputs,
+        *,
+        scale: float = 1.0,
+        may_run_ahead: bool = False,
+        in_float16: bool = True,
     ) -> None:
         self.variant, self.inputs, self.table = variant, inputs, variant.table
         place = variant.plan.place(self.table.rank)
@@ -153,7 +160,9 @@ class StepFrame:
         self.trains = torch.is_grad_enabled() and bool(variant.trained)
         self.runs_ahead = self.trains and may_run_ahead
         self._scale = scale
-        self._loss_gradient = LossGradient(self.table, inputs.guess, 1.0 / scale if self.runs_ahead else None)
+        self.root = inputs.guess.value * scale if in_float16 else 1.0  # what a backward that runs ahead begins with
+        ran_with = self.root / scale if self.runs_ahead else None
+        self._loss_gradient = LossGradient(self.table, inputs.guess, ran_with, exact=in_float16)
         self._anchor: Tensor | None = None
 
     def collector(
@@ -163,6 +172,7 @@ class StepFrame:
 
         See `Collector` for `overlaps` and `used`. Backward of what this rank returns ends in the collector.
         """
+        overlaps = overlaps and not (self.runs_ahead and self._loss_gradient.exact)
         made = Collector(
             self.variant,
             self.inputs,

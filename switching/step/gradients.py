@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import foreach_mul
+from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import as_home
@@ -24,6 +25,10 @@ from hetu_fx.switching.step.loss import LossGradient, applied
 from hetu_fx.switching.step.variant import Variant
 
 UsedAnywhere = Callable[[Collection[str]], Collection[str]]
+RunAgain = Callable[[float], None]
+
+ALIKE = 0.5, 2.0
+"""What the gradient of a loss may be by that which float16 gradients were made with: a scaler's steps."""
 
 
 class Collector:
@@ -41,6 +46,10 @@ class Collector:
         used: tells which parameters some rank has used, of which this one has used the given ones; the others get no
             gradient. On one device they would have none, which is not a gradient of zeros: optimizers pass them over,
             weight decay included. None: all are used.
+
+    Attributes:
+        run_again: makes all gradients again, in the leaves, by a backward that begins with the gradient of the loss
+            that it is given; for a backward that ran ahead in float16. None: they are exact under any scale.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class Collector:
         self._reduction = Reduction(bridge, trained_here) if inputs.syncs_gradients else None
         self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
         self._used_anywhere, self._handed_on = used, set[str]()
+        self.run_again: RunAgain | None = None
         self.kept.settle()
         self.kept.begun.add(self)
 
@@ -137,6 +147,10 @@ class Collector:
         self.kept.begun.discard(self)
         if self.bridge.is_outdated:
             self._refuse()
+        if self.run_again is not None and self._must_run_again():
+            for leaf in self.leaves.values():
+                leaf.grad = None
+            self.run_again(self._loss_gradient.ran_again())
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
         sums_first = self._sums_first
         if not sums_first:
@@ -155,6 +169,15 @@ class Collector:
             home = {name: home[name] for name in self._used_anywhere(used)}
         return as_home(home, self.homes)
 
+    def _must_run_again(self) -> bool:
+        """Tell whether float16 gradients were made under another scale than the loss has, so that some were lost."""
+        least, most = ALIKE
+        factor = self._loss_gradient.correction()
+        if factor == 1.0:
+            return False
+        found = (leaf.grad for leaf in self.leaves.values() if leaf.grad is not None)
+        return not least <= factor <= most or any_of(self._loss_gradient.table, [not all(map(_is_finite, found))])[0]
+
     def _refuse(self) -> NoReturn:
         """Wait for what is under way, which the next step would wait for in vain, and say why it comes too late."""
         self._loss_gradient.correction()
@@ -170,6 +193,10 @@ class Collector:
         factor = self._loss_gradient.correction()
         if gradients and factor != 1.0:
             foreach_mul(gradients, factor)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 class _Anchor(torch.autograd.Function):

@@ -38,11 +38,14 @@ class LossGradient:
         table: the ranks.
         guess: kept from step to step.
         ran_with: what backward has run with, if it has run already.
+        exact: backward must not run with a guess, as its gradients are of float16: what vanished or overflowed under
+            another scale does not come back by multiplying.
     """
 
-    def __init__(self, table: GroupTable, guess: Guess, ran_with: float | None = None) -> None:
-        self.table, self.guess = table, guess
+    def __init__(self, table: GroupTable, guess: Guess, ran_with: float | None = None, *, exact: bool = False) -> None:
+        self.table, self.guess, self.exact = table, guess, exact
         self._is_known = table.size == 1 and ran_with is None
+        self._waits = exact and ran_with is None
         self._ran_with = guess.value if ran_with is None else ran_with
         self._mean: Tensor | None = None
         self._sum = Exchange()
@@ -54,6 +57,9 @@ class LossGradient:
             return gradient
         self._mean = gradient.detach().clone() / self.table.size
         self._sum = _started_sum(self._mean, self.table)
+        if self._waits:
+            self._sum.wait()
+            self._ran_with = float(self._mean)
         return torch.full_like(gradient, self._ran_with)
 
     def correction(self) -> float:
@@ -64,10 +70,16 @@ class LossGradient:
             self._mean = None
         return self._correction
 
+    def ran_again(self) -> float:
+        """Say that backward runs again, with the average; return that."""
+        self._ran_with *= self._correction
+        self._correction = 1.0
+        return self._ran_with
+
     def _correct(self, mean: float) -> None:
         if math.isfinite(mean) and mean != 0:
             self.guess.value = mean
-        self._correction = mean / self._ran_with
+        self._correction = 1.0 if mean == self._ran_with or self._waits else mean / self._ran_with
 
 
 class GlobalLoss(torch.autograd.Function):

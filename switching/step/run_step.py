@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.plans.schedule import actions, forwards
@@ -18,7 +20,7 @@ from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute, value_routes
-from hetu_fx.switching.step.gradients import Collector
+from hetu_fx.switching.step.gradients import Collector, RunAgain
 from hetu_fx.transforms.specialize.device_graph import SlotKind
 
 StepBatch = ReadBatch | AssignedRows
@@ -50,7 +52,8 @@ class _GraphStep(StepFrame):
         self.device = self.stage.device
         scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / variant.table.size
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
-        super().__init__(variant, inputs, scale=scale, may_run_ahead=runs_ahead)
+        in_float16 = self.program.in_float16
+        super().__init__(variant, inputs, scale=scale, may_run_ahead=runs_ahead, in_float16=in_float16)
         self.outcome = StageOutcome(timer=inputs.timer)
 
     def run(self) -> LossAndOutput:
@@ -128,12 +131,16 @@ class _GraphStep(StepFrame):
                 "come from the model; pass loss_fn=... to hetu_fx.auto_parallelize"
             )
         collector = self._collector(compute)
+        rerun: RunAgain = _rest
         if self.stage.engine is not None and self.device is not None:
             schedule, stages = self.variant.plan.schedule, self.device.num_stages
             orders = [actions(schedule, stage, stages, len(micro_batches)) for stage in range(stages)]
             feeds, timer = self._shared_feeds(collector.leaves), self.outcome.timer
-            run, listen = self.stage.engine.run, collector.listen
-            self.outcome = run(orders, micro_batches, feeds, train=True, timer=timer, before_last_backward=listen)
+            run = partial(self.stage.engine.run, orders, micro_batches, feeds, train=True, timer=timer)
+            self.outcome = run(root=self.root, before_last_backward=collector.listen)
+            rerun = partial(_run_again, run, self._scale, self.table)
+        if self.program.in_float16:
+            collector.run_again = rerun
         collector.ran()
         return self._joined()
 
@@ -156,6 +163,16 @@ class _GraphStep(StepFrame):
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         has_work = self.device is not None and len(self.interval) > 0
         return self.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
+
+
+def _rest(gradient: float) -> None:
+    """Do nothing on a rank that the plan leaves out."""
+
+
+def _run_again(run: Callable[..., StageOutcome], scale: float, table: GroupTable, gradient: float) -> None:
+    """Run a step's schedule again, in backward, for the gradient of the loss; only gradients are kept."""
+    with _without_autocast(), using(table):
+        run(root=gradient * scale)
 
 
 @contextmanager

@@ -126,3 +126,18 @@ def test_the_average_is_waited_for_once_however_often_it_is_asked_for(sums: Sums
     gradient.begin(torch.tensor(4.0))
     assert gradient.correction() == gradient.correction() == 4.0
     assert sums.waited == 1
+
+
+def test_in_float16_backward_waits_for_the_average(sums: Sums) -> None:
+    guess = Guess(4.0)
+    gradient = LossGradient(GroupTable.dry(0, 2), guess, exact=True)
+    assert gradient.begin(torch.tensor(6.0)) == 6.0 / 2 + sums.other
+    assert (gradient.correction(), guess.value) == (1.0, 5.0)
+
+
+def test_in_float16_what_ran_ahead_under_another_scale_runs_again_with_the_average(sums: Sums) -> None:
+    gradient = LossGradient(GroupTable.dry(0, 2), Guess(), ran_with=1.0, exact=True)
+    assert gradient.begin(torch.tensor(6.0)) == 1.0
+    assert gradient.correction() == 5.0
+    assert gradient.ran_again() == 5.0
+    assert gradient.correction() == 1.0

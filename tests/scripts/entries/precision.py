@@ -279,7 +279,7 @@ def _(job: Job) -> Results:
     return job.gradients(model)
 
 
-@script("builds its model under another default dtype", tolerance=1e-9)
+@script("builds its model under another default dtype", tolerance=1e-7)
 def _(job: Job) -> Results:
     torch.set_default_dtype(torch.float64)
     return _train(job, nullcontext)

@@ -17,6 +17,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import CaptureEvent
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -63,7 +64,8 @@ class Handle:
         parameters were dropped to hold them to their bound. `switch_cost` has the `SwitchCost` by variant: the seconds
         of training steps after a change to it, beside those of steps without one. `homes` has a `HomeEvent` each time
         that homes were changed, with the reason where they have followed a plan, and that what was left for later had
-        arrived: bytes and seconds of both.
+        arrived: bytes and seconds of both. `captures` has a `CaptureEvent` for each time that the model was captured:
+        for which batches, what had changed since the last time, and the seconds.
         """
         report = self._runtime.report
         self._runtime.charge_groups()
@@ -82,7 +84,13 @@ class Handle:
             "idle_bytes": self._runtime.idle.num_bytes,
             "copies_dropped": self._runtime.idle.copies_dropped,
             "homes": tuple(self._runtime.in_flight.events),
+            "captures": self._captures,
         }
+
+    @property
+    def _captures(self) -> tuple[CaptureEvent, ...]:
+        execution = self._runtime.execution
+        return tuple(execution.programs.events) if isinstance(execution, GraphExecution) else ()
 
     @property
     def health(self) -> dict[int, float]:

@@ -75,5 +75,6 @@ register_framework(
         ),
         labels=("labels",),
         positions="position_ids",
+        own_hooks=("transformers.",),  # they collect hidden states and attentions as outputs
     )
 )

@@ -21,7 +21,8 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, batch_of
-from hetu_fx.program.program import deduce_program, sizes_of
+from hetu_fx.program.program import Program, deduce_program, sizes_of
+from hetu_fx.program.structure import Structure
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
@@ -55,7 +56,17 @@ class GraphExecution:
         self.programs, self.backend = programs, backend
         self.sequences = SequenceReader(programs)
         self.forward, self.loss_fn = programs.forward, programs.loss_fn
-        self.program = programs.first(example, training=True)
+        programs.first(example, training=True)
+
+    @property
+    def program(self) -> Program:
+        """Return the program that was last asked for in training mode."""
+        return self.programs.training
+
+    @property
+    def structure(self) -> Structure:
+        """Return what the model consisted of when a program was last asked for."""
+        return self.programs.structure
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the plan fits the model's blocks and the world."""
@@ -63,21 +74,25 @@ class GraphExecution:
 
     def compute_annotations(self, plan: Plan) -> Mapping[str, Annotation]:
         """Return where the plan's stages read each parameter."""
-        deduced = deduce_program(self.program, plan, wants_values=False)
+        program = self.program if self.programs.holds(self.program) else self.programs.current
+        assert program is not None, "a batch has been read"
+        deduced = deduce_program(program, plan, wants_values=program.graph.loss is None)
         return {leaf.name: deduced.parameter_annotations(leaf)[0] for leaf in deduced.parameters()}
 
     def deduced(self, plan: Plan, topology: Topology | None) -> bytes | None:
         """Return the plan's deduced graph for training, as bytes."""
         deduce = Deduce(topology, *sizes_of(self.program))
-        return serialize(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
+        made = serialize(deduce_program(self.program, plan, wants_values=False, deduce=deduce))
+        return self.programs.name(self.program).encode() + made
 
     def compute(
         self, plan: Plan, table: GroupTable, homes: Mapping[str, nn.Parameter], deduced: bytes | None = None
     ) -> GraphCompute:
         """Return what makes the device graphs of the plan's layout."""
         made = GraphCompute(table, homes, plan, self.backend)
-        if deduced is not None:
-            made.expect(self.program, deduced)
+        name = self.programs.name(self.program).encode()
+        if deduced is not None and deduced.startswith(name):  # else the model has changed since
+            made.expect(self.program, deduced.removeprefix(name))
         return made
 
     def read(

@@ -17,13 +17,17 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
-from hetu_fx.switching.home.parameters import Buffers
+from hetu_fx.switching.home.layout import HomeLayout, home_layout
+from hetu_fx.switching.home.parameters import Buffers, bring_home
+from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.home.shared import SharedHomes
+from hetu_fx.switching.members import Members
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
 from hetu_fx.switching.migrate.plan import SwitchPlan
@@ -74,6 +78,7 @@ class Runtime:
     ) -> None:
         self.model, self.table, self.execution, self.homes = model, table, execution, homes
         self.settings = settings
+        self.members = Members(model, homes)
         self.buffers = Buffers(model, table)
         self.shared = SharedHomes(table, homes, settings.wait_seconds)
         self.variants = Variants(execution, table, homes)
@@ -226,14 +231,42 @@ class Runtime:
             told = {"compute_seconds": self.report.timer.seconds}
             for watcher in self._watchers:
                 told.update(watcher.tell())
-            local = replace(batch.facts, told=told)
+            changed = self.members.look(self.execution.structure)
+            signature = f"{batch.facts.signature}, other members {self.members.count} times"
+            local = replace(batch.facts, told=told, signature=signature)
         except Exception as error:  # whatever it is, the others must not wait for this rank
             local = error
         facts = agree(self.table, local)
         assert batch is not None
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
+        if changed:
+            self._take_in()
         return batch, facts
+
+    def _take_in(self) -> None:
+        """Take in what the script has made of the model's parameters and buffers; collective."""
+        self.in_flight.settle()
+        for variant in self.variants.values():
+            variant.flush()
+        strangers = self.members.strangers
+        if strangers:
+            bring_home(strangers, together(self.table, lambda: self._layouts(strangers)), self.table)
+        self.buffers.take_from_first(self.members.new_buffers)
+        are_others = self.members.has_other_parameters
+        self.members.settle()
+        self.variants.take_in_homes(are_others=are_others)
+
+    def _layouts(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HomeLayout]:
+        """Return where new parameters are at home, by the rule for those of the start: near the plan that runs."""
+        plan, table = self.variants[self.current].plan, self.table
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        read = self.execution.compute_annotations(plan)
+        topology = table.topology
+        weights = speeds(topology if isinstance(topology, Cluster) else None, table.size)
+        able = [0.0 if rank in self.variants.drained else weight for rank, weight in enumerate(weights)]
+        annotations = homes_near(plan, read, shapes, able)
+        return {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}
 
     def _run(self, division: Division[Any]) -> Any:
         """Run the parts of a batch one after another, as one step; home parameters stay where they are."""

@@ -69,6 +69,14 @@ class Variants(Mapping[str, Variant]):
         self._by_name[name] = made
         return made
 
+    def take_in_homes(self, *, are_others: bool) -> None:
+        """Look at the homes anew: some are trained or no longer, or (`are_others`) there are other ones."""
+        for variant in self.values():
+            variant.compute.rehome()
+            if are_others:
+                variant.compute.drop()
+            variant.look_at_homes()
+
     def layouts(self) -> frozenset[Plan]:
         """Return the compute layouts of the variants there are."""
         return frozenset(compute_layout(variant.plan) for variant in self.values())

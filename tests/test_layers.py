@@ -38,7 +38,7 @@ FLOORS = (
     "planner.search.hap planner.search.heteroauto planner.search.hydraulis",
     "planner.search.malleus",
     "planner.search",
-    "switching.migrate switching.eviction switching.settings switching.variants switching.whole",
+    "switching.migrate switching.eviction switching.settings switching.variants switching.whole switching.members",
     "switching.step",
     "planner.dispatch",
     "planner.price",

@@ -75,6 +75,7 @@ _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
 _MAX_SIZES = 24
 _MAX_COUNTS = 16
 _MAX_VALUES = 8
+_MOST_TOLD = 10
 _ERROR, _DIGEST, _FIRST_FACT = range(3)
 _FIRST_SIZE = _FIRST_FACT + len(_COMBINE)
 _FIRST_COUNT = _FIRST_SIZE + _MAX_SIZES
@@ -96,6 +97,7 @@ class LocalFacts:
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
         told: this rank's numbers for the other facts, by the names in `StepFacts`; 0 where it says nothing.
+        state: gives what stands behind the signature, by what it is of: for a message that says what is unlike.
     """
 
     rows: int
@@ -107,6 +109,7 @@ class LocalFacts:
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
     told: Mapping[str, float] = field(default_factory=dict)
+    state: Callable[[], Mapping[str, str]] = field(default=dict, compare=False)
 
     @property
     def numbers(self) -> list[float]:
@@ -293,10 +296,12 @@ def _joined(told: Sequence[_RankError]) -> str:
 
 def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFacts, rows: Sequence[int]) -> None:
     if len({row[_DIGEST] for row in gathered}) > 1:
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_all(table, facts.signature)))
+        signatures, states = zip(*of_all(table, (facts.signature, dict(facts.state()))), strict=True)
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(signatures))
         raise BatchError(
-            f"the ranks' batches differ in keys, dtypes or static values, or in the graph that these led to (told by "
-            f"its hash); make them alike, and use the same version of every package on all ranks. {told}"
+            f"the ranks' batches differ in keys, dtypes or static values, or their models do, or the graph that these "
+            f"led to (told by its hash); make them alike: change a model on all ranks in the same way, before the same "
+            f"step, and use the same version of every package. {_unlike(states)}{told}"
         )
     for i, name in enumerate(facts.size_names):
         sizes = [int(row[_FIRST_SIZE + i]) for row in gathered]
@@ -312,6 +317,18 @@ def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFac
                 f"{name} is {values} on ranks 0 to {table.size - 1}; what has no rows is one value of the whole batch: "
                 f"pass the same on all ranks (such as the number of items of all of them)"
             )
+
+
+def _unlike(states: Sequence[Mapping[str, str]]) -> str:
+    """Say which facts are not the same on all ranks."""
+    everything = dict.fromkeys(what for state in states for what in state)
+    columns = {what: [state.get(what, "none") for state in states] for what in everything}
+    lines = [
+        f"{what} is " + ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+        for what, values in columns.items()
+        if len(set(values)) > 1
+    ]
+    return f"Unlike are: {'; '.join(lines[:_MOST_TOLD])}. " if lines else ""
 
 
 def _device(table: GroupTable) -> torch.device:

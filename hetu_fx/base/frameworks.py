@@ -67,6 +67,7 @@ class Framework:
         labels: inputs of sequences that are left out of the loss where they are -100.
         positions: the argument of models for positions that restart in each sequence.
         launcher: the framework's own.
+        own_hooks: beginnings of the names of modules whose hooks are a part of how the framework's models work.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Framework:
     labels: tuple[str, ...] = ()
     positions: str = ""
     launcher: Launcher | None = None
+    own_hooks: tuple[str, ...] = ()
 
 
 _known: dict[str, Framework] = {}

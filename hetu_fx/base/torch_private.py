@@ -67,6 +67,13 @@ dispatch_name: Callable[[Any], str] = attrgetter("_name")  # as the dispatcher's
 # Attributes of tensors, storages and modules.
 version: Callable[[Tensor], int] = attrgetter("_version")  # how often it has been written in place
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one, however many objects stand for it
+SLOTS = ("_parameters", "_buffers", "_modules")  # where a module keeps parameters, buffers and submodules, by name
+FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}  # and these, by number
+BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(  # of all modules
+    vars(torch.nn.modules.module)[f"_global_{kind}"]
+    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+)
 parameter_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")  # takes tensors of any kind
 buffer_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 not_saved: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")  # buffers that are no state

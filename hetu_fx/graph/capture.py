@@ -8,6 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +27,14 @@ from hetu_fx.graph.graph import Graph
 LossFn = Callable[..., torch.Tensor]
 
 
-def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, training: bool = True) -> Graph:
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFn | None = None,
+    training: bool = True,
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
     Under torch.autocast, the casts that it makes are written into the graph. The model, the batch and the
@@ -37,13 +45,14 @@ def capture(model: nn.Module, batch: Batch, *, loss_fn: LossFn | None = None, tr
         batch: keyword arguments (mapping) or positional ones (tuple). Values other than tensors are baked in.
         loss_fn: called as loss_fn(output, **batch) (or *batch), for a model that returns no loss.
         training: capture the model in training or in evaluation mode.
+        around: entered each time that the forward is traced.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
     """
     input_tree, tensors = flatten_batch(batch)
-    program = _Program(model, input_tree, tuple(tensors), loss_fn)
-    with _mode(model, training), _surroundings():
+    program = _Program(model, input_tree, tuple(tensors), loss_fn, around)
+    with in_mode(model, training), _surroundings():
         exported, example, notes = _export(program, model, tensors)
     assembly = Assembly(
         model=model,
@@ -74,7 +83,14 @@ class _OutputStructure:
 class _Program(nn.Module):
     """The model as a function from the batch's tensors to its output's tensors and the loss."""
 
-    def __init__(self, model: nn.Module, input_tree: Tree, names: tuple[str, ...], loss_fn: LossFn | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        input_tree: Tree,
+        names: tuple[str, ...],
+        loss_fn: LossFn | None,
+        around: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__()
         self.model = model
         self.input_tree = input_tree
@@ -83,6 +99,7 @@ class _Program(nn.Module):
         self.loss_fn = None if loss_fn is None else functools.partial(_call, loss_fn)
         self.autocasts = ambient_autocasts()
         self.output = _OutputStructure()
+        self.around = around
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
@@ -92,6 +109,7 @@ class _Program(nn.Module):
             stack.enter_context(no_backward_is_lost())
             for device_type, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
             tree, values = flatten(output)
             self.output.found = tree
@@ -107,7 +125,7 @@ def ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 @contextlib.contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Put the model in training or evaluation mode; one that is there already is left alone, part by part."""
     before = [(module, module.training) for module in model.modules()]
     if model.training != training:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.once import once
+from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.deduction.factors.factors import FactorMap
 from hetu_fx.errors import BatchError, DeductionError
 from hetu_fx.graph import meta
@@ -73,8 +74,16 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a short hash that is equal where the same graph was captured, whatever the example's sizes."""
-        lines = (f"{node.name} {node.target} {node.all_input_nodes}" for node in self.graph.graph.nodes)
+        """Return a short hash that is equal where the same graph was captured, whatever the example's sizes.
+
+        Numbers in it count, but for whole ones where the example has fixed the batch.
+        """
+        told = _CONSTANTS if self.graph.batch_symbol is None else (*_CONSTANTS, int)
+        lines = (
+            f"{node.name} {node.target} {node.all_input_nodes} "
+            f"{[leaf for leaf in tree_leaves((node.args, node.kwargs)) if isinstance(leaf, told)]}"
+            for node in self.graph.graph.nodes
+        )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
     @cached_property
@@ -168,6 +177,7 @@ def deduce_program(program: Program, plan: Plan, *, wants_values: bool, deduce: 
     return run_pass(deduce or Deduce(), run_pass(Annotate(plan, wants_values), program.analysed))
 
 
+_CONSTANTS = (bool, float, str, torch.dtype)
 Bindings = Mapping[sympy.Symbol, int]
 
 

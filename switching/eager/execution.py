@@ -18,6 +18,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.structure import Structure
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.eager.module import (
@@ -112,6 +113,11 @@ class EagerExecution:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.module = EagerModule(model, loss_fn, example)
         self.forward, self.loss_fn = self.module.forward, loss_fn
+
+    @property
+    def structure(self) -> Structure:
+        """Return what the module consisted of when a batch was last read."""
+        return self.module.structure
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless every pipeline is one device and one micro-batch; warn of what rows weigh."""

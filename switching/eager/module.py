@@ -36,6 +36,7 @@ from hetu_fx.graph.containers import (
 )
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Forward, batch_of, form_of
+from hetu_fx.program.structure import Structure
 from hetu_fx.switching.step.batches import longest_side, sizes_besides_rows
 from hetu_fx.switching.step.frame import ValueRoute
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks
@@ -82,12 +83,16 @@ class EagerModule:
 
     An input has rows if its dim 0 has the size that the first tensor with dims has there, in the example batch (or,
     for inputs that the example lacks, in the first batch that has them).
+
+    Attributes:
+        structure: of the module when a batch was last read.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.forward: Forward = model.forward
         self.signature = inspect.signature(self.forward)
         self.model, self.loss_fn = model, loss_fn
+        self.structure = Structure(model)
         self._caller = _Caller(model, self.forward, loss_fn)
         self._has_rows: dict[str, bool] = {}
         args, kwargs = as_call(example)
@@ -99,6 +104,8 @@ class EagerModule:
         Raises:
             BatchError: they do not fit the forward, or have no rows, or not the same number of them.
         """
+        if not self.structure.holds():
+            self.structure = Structure(self.model)
         batch = batch_of(self.signature, args, kwargs)
         check_no_objects(batch)
         tree, tensors = flatten_batch(batch)
@@ -113,10 +120,11 @@ class EagerModule:
         facts = LocalFacts(
             rows=rows[row_inputs[0]],
             # All ranks must cut the same inputs by rows.
-            signature=f"{form_of(batch, training)} rows of {' '.join(row_inputs)}",
+            signature=f"{form_of(batch, training)} state {self.structure.digest} rows of {' '.join(row_inputs)}",
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),
             longest=longest_side(tensors, row_inputs),
+            state=lambda: self.structure.facts,
         )
         return EagerBatch(tree, tensors, row_inputs, facts)
 

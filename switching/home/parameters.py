@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,19 @@ def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupT
     of a parallel model) stays as it is. Returns the home parameters by first name, in the model's order.
     """
     parameters = dict(model.named_parameters())
-    others = {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, HomeTensor)}
-    pieces = _pieces_of_first(others, layouts, table)
-    for name, parameter in others.items():
+    bring_home({n: p for n, p in parameters.items() if not isinstance(p, HomeTensor)}, layouts, table)
+    return parameters
+
+
+def bring_home(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable) -> None:
+    """Make home parameters of these, as `move_home` does; collective."""
+    pieces = _pieces_of_first(parameters, layouts, table)
+    for name, parameter in parameters.items():
         gradient, parameter.grad = parameter.grad, None
         home = HomeTensor(pieces[name], layouts[name])
         torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
         if gradient is not None:
             parameter.grad = HomeTensor.from_full(gradient, layouts[name])
-    return parameters
 
 
 def _pieces_of_first(
@@ -96,6 +100,14 @@ class Buffers:
     def mark_written(self, names: Iterable[str], owner: int) -> None:
         """Remember buffers that each rank writes for itself; the values of rank `owner` will count."""
         self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
+
+    def take_from_first(self, names: Sequence[str]) -> None:
+        """Give all ranks the values that rank 0 has in these; collective. Buffers that are gone are forgotten."""
+        there = {name for name, _ in self.model.named_buffers()}
+        self._stale = {name: at for name, at in self._stale.items() if name in there}
+        if names:
+            self.mark_written(names, 0)
+            self.sync()
 
     def sync(self) -> None:
         """Bring every buffer that stages have written up to date on all ranks; collective."""

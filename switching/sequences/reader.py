@@ -159,12 +159,14 @@ class SequenceReader:
             BatchError, CaptureError: the model cannot run it.
         """
         key = _key(sequences, training)
-        self._form(key, sequences, training)
+        program = self._form(key, sequences, training).program
         digest = sha256(repr(sequences.lengths).encode()).hexdigest()[:16]
         facts = LocalFacts(
             rows=len(sequences.lengths),
-            signature=f"{key}; {len(sequences.lengths)} sequences, lengths {digest}",
+            signature=f"{key}, graph {program.fingerprint}, state {self.programs.structure.digest}; "
+            f"{len(sequences.lengths)} sequences, lengths {digest}",
             longest=max(sequences.lengths),
+            state=lambda: self.programs.facts(program),
         )
         if not shared:
             raise BatchError("sequences of mixed lengths are given out by length; use data='global' for them")
@@ -182,13 +184,15 @@ class SequenceReader:
             self.planner.ahead(self._asked(key, sequences, variants, rates))
 
     def _form(self, key: str, sequences: Sequences, training: bool) -> SequenceForm:
-        if key not in self.forms:
+        known = self.forms.get(key)
+        if known is None or not self.programs.holds(known.program):
             form = form_of_sequences(self.programs, sequences, self.options, training)
             samples = {
                 length: form.sample(sequences, length) for length in (longest_row(sequences) // s for s in _SHARES)
             }
             self.costs[key] = {length: _row_costs(form.program, sample) for length, sample in samples.items()}
             self.forms[key] = form
+            self._known = {place: known for place, known in self._known.items() if place[0] != key}
         return self.forms[key]
 
     def _asked(self, key: str, sequences: Sequences, variants: Sequence[Variant], rates: Rates) -> AskedPlan:

@@ -13,7 +13,7 @@ from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import check_no_objects, input_tensors
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Programs, batch_of, form_of
+from hetu_fx.program.captures import Programs, batch_of
 from hetu_fx.program.program import Bindings, Program, bind
 from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
 
@@ -83,13 +83,14 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     facts = LocalFacts(
         rows=count,
-        signature=f"{form_of(batch, training)}, graph {program.fingerprint}",
+        signature=f"{programs.form(batch, training)}, graph {program.fingerprint}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         longest=program.longest(tensors),
         counts=_counts(program, tensors, count),
         values=tuple(values.values()),
         value_names=tuple(values),
+        state=lambda: programs.facts(program),
     )
     return ReadBatch(program, tensors, facts, bindings)
 

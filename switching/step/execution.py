@@ -19,6 +19,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.structure import Structure
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.step.loss import Guess
@@ -163,6 +164,10 @@ class Execution(Protocol[V]):
 
     forward: Callable[..., Any]
     loss_fn: Callable[..., Any] | None
+
+    @property
+    def structure(self) -> Structure:
+        """Return what the model consisted of when a batch was last read."""
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the model can run under the plan."""

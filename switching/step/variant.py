@@ -101,9 +101,13 @@ class Variant:
     def __init__(self, name: str, plan: Plan, compute: Compute, planned_rates: Mapping[int, float]) -> None:
         self.name, self.plan, self.planned_rates = name, plan, planned_rates
         self.compute, self.table, self.homes = compute, compute.table, compute.homes
-        self.trained = frozenset(n for n, home in self.homes.items() if home.requires_grad)
+        self.look_at_homes()
         self.kept_back = KeptBack()
         self.first_use = FirstUse()
+
+    def look_at_homes(self) -> None:
+        """Take in which parameters are trained."""
+        self.trained = frozenset(n for n, home in self.homes.items() if home.requires_grad)
 
     @property
     def device(self) -> torch.device:

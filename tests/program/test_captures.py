@@ -31,10 +31,11 @@ def parallel(*tensors: Tensor) -> None: ...
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[Programs, list[bool]]:
-    """Programs that are not captured, and the modes in which they would have been."""
+    """Programs, and the modes in which they have been captured."""
     captured: list[bool] = []
     programs = Programs(Summing(), None)
-    monkeypatch.setattr(programs, "trace", lambda batch, training: captured.append(training))
+    trace = programs.trace
+    monkeypatch.setattr(programs, "trace", lambda batch, training: captured.append(training) or trace(batch, training))
     return programs, captured
 
 
@@ -118,7 +119,7 @@ def test_the_models_own_forward_is_captured_not_the_one_of_a_parallel_model(befo
         model.forward = before
     programs = Programs(model, None)
     model.forward = parallel  # type: ignore[assignment]
-    with captures._own_forward(model, programs.replaced):
+    with captures._called_as_its_own(model, programs.replaced):
         assert model.forward is before if before else model.forward.__func__ is Summing.forward
     assert model.forward is parallel
 

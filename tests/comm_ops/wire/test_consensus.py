@@ -18,10 +18,10 @@ TWO = GroupTable.dry(0, 2)
 
 
 def told(mine: object, theirs: LocalFacts | Exception) -> object:
-    """Return what the other rank brings to where this one brings `mine`: a signature, or an error if it has one."""
+    """Return what the other rank brings where this one brings `mine`: signature and state, or an error."""
     if isinstance(theirs, Exception):
         return consensus._RankError(1, type(theirs).__name__, str(theirs))
-    return theirs.signature if isinstance(mine, str) else None
+    return (theirs.signature, dict(theirs.state())) if isinstance(mine, tuple) else None
 
 
 @pytest.fixture
@@ -87,6 +87,12 @@ def test_other_keys_on_another_rank_are_shown_side_by_side(other: Any) -> None:
     other(replace(FACTS, signature="training y:float32[2]"))
     with pytest.raises(BatchError, match=r"rank 0: training x:float32\[2\]; rank 1: training y:float32\[2\]"):
         agree(TWO, FACTS)
+
+
+def test_what_stands_behind_unlike_signatures_is_told(other: Any) -> None:
+    other(replace(FACTS, signature="other", state=lambda: {"scale": "2.0", "mode": "same"}))
+    with pytest.raises(BatchError, match=r"Unlike are: scale is 1.0 on rank 0, 2.0 on rank 1\. rank 0"):
+        agree(TWO, replace(FACTS, state=lambda: {"scale": "1.0", "mode": "same"}))
 
 
 def test_unequal_lengths_are_refused_with_the_way_out(other: Any) -> None:

@@ -1,0 +1,255 @@
+"""Watch a forward while it is traced: what it reads of modules and of the objects that they refer to, and writes.
+
+For that time `nn.Module`, and the classes of those objects, have a `__getattribute__` and a `__setattr__` that note.
+Globals and closures are found in the code of the user's functions instead (`code_reads`), as nothing can note them.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.base.torch_private import SLOTS
+from hetu_fx.program.code_reads import CodeReads
+from hetu_fx.program.reads import ABSENT, PLAIN, Methods, Read, Reads, Space, frozen, same
+from hetu_fx.program.structure import place
+
+_OWN = frozenset(vars(nn.Module()))
+_NO_CONFIGS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, enum.Enum, torch.SymInt, torch.SymFloat)
+_NAMESPACE = "argparse"
+_MOST_ITEMS = 256
+Place = tuple[int, str]
+"""An attribute: the number of what has it, and its name."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Access:
+    """The first access to an attribute in a forward.
+
+    Attributes:
+        label: what it is, for people.
+        owner: what has it.
+        space: the owner's own attributes; None for an object without.
+        name: of the attribute.
+        before: what the owner itself had there; `ABSENT` for what is in its class.
+        copy: of that, if it is a container.
+    """
+
+    label: str
+    owner: Any
+    space: Space | None
+    name: str
+    before: Any
+    copy: Any
+
+    @property
+    def now(self) -> Any:
+        """Return what the owner itself has there now."""
+        return _own_value(self.owner, self.space, self.name)
+
+    def put_back(self) -> None:
+        """Let the owner have again what it had."""
+        match self.before:
+            case list() as held:
+                held[:] = self.copy
+            case dict() | set() as held:
+                held.clear()
+                held.update(self.copy)
+        if self.space is not None:
+            put(self.space, self.name, self.before)
+
+
+def put(space: Space, name: str, value: Any) -> None:
+    """Let an object have an attribute, or none."""
+    if value is ABSENT:
+        space.pop(name, None)
+    else:
+        space[name] = value
+
+
+class Watch:
+    """Notes what a forward reads and writes; for one capture.
+
+    Args:
+        model: its modules are known by their names.
+        loss_fn: what makes the loss, if the model does not.
+
+    Attributes:
+        changed: attributes that the forward has read and left otherwise, which a graph cannot do, and what it has left.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self._thread = threading.get_ident()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._known: dict[int, tuple[str, Any]] = {}
+        self._read: dict[Place, Access] = {}
+        self._written: dict[Place, tuple[Access, Any]] = {}
+        self._kinds: set[type] = set()
+        self._code = CodeReads(self._reach)
+        self.changed: list[tuple[Access, Any]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what is read and written inside, in this thread; what was noted before is forgotten."""
+        self._forget()
+        modules = [(place(name), module) for name, module in self.model.named_modules()]
+        if isinstance(self.loss_fn, nn.Module):
+            modules += [(f"loss_fn{name and '.'}{name}", module) for name, module in self.loss_fn.named_modules()]
+        with ExitStack() as self._patches:
+            self._patch(nn.Module)
+            for label, module in modules:
+                self._know(vars(module), label)
+            for kind in {type(module) for _, module in modules}:
+                self._code.look_at_class(kind)
+            if isinstance(self.loss_fn, FunctionType | MethodType):
+                self._code.look_at(self.loss_fn)
+            yield
+        self._finish()
+
+    def reads(self) -> Reads:
+        """Return what was read, as it is now: outside of the trace, so that no value of the trace is among them."""
+        reads, methods = dict(self._code.found), dict[int, tuple[str, Space, set[str]]]()
+        for key, access in self._read.items():
+            if access.space is vars(self.model) and access.name == "forward":
+                continue  # what runs the graphs
+            kind = None if access.space is None or access.name in access.space else _class_with(access)
+            if kind is None:
+                reads[key] = Read(access.label, access.owner if access.space is None else access.space, access.name)
+            else:
+                label = self._label(access.owner, access.space)
+                methods.setdefault(id(access.space), (label, access.space or {}, set()))[2].add(access.name)
+                if not isinstance(vars(kind)[access.name], classmethod):
+                    label = f"{access.name!r} of class {kind.__qualname__}"
+                    reads[id(kind), access.name] = Read(label, kind, access.name)
+        return Reads(reads.values(), (Methods(*found) for found in methods.values()))
+
+    @property
+    def written(self) -> Iterable[tuple[Access, Any]]:
+        """Return what the forward has written without reading it first, and the values that it has left."""
+        return self._written.values()
+
+    def _finish(self) -> None:
+        self.changed = [(access, access.now) for access in self._read.values() if not same(access.now, access.copy)]
+        for access, _ in self.changed:
+            access.put_back()
+        self._written = {key: (access, access.now) for key, (access, _) in self._written.items()}
+
+    def _know(self, owner: Any, label: str) -> None:
+        self._known.setdefault(id(owner), (label, owner))  # kept, as long as its number counts
+
+    def _patch(self, kind: type) -> None:
+        """Let a class note accesses; one whose attributes cannot be set is left as it is."""
+        get: Callable[..., Any] = kind.__getattribute__
+        set_: Callable[..., Any] = kind.__setattr__
+
+        def getting(owner: Any, name: str) -> Any:
+            try:
+                value = get(owner, name)
+            except AttributeError:
+                self._note(owner, name, ABSENT)
+                raise
+            self._note(owner, name, value)
+            return value
+
+        def setting(owner: Any, name: str, value: Any) -> None:
+            self._note_write(owner, name)
+            set_(owner, name, value)
+
+        for dunder, function in (("__getattribute__", getting), ("__setattr__", setting)):
+            before = vars(kind).get(dunder, ABSENT)
+            setattr(kind, dunder, function)
+            if before is ABSENT:
+                self._patches.callback(delattr, kind, dunder)
+            else:
+                self._patches.callback(setattr, kind, dunder, before)
+
+    def _note(self, owner: Any, name: str, value: Any) -> None:
+        access = self._first(owner, name)
+        if access is None:
+            return
+        space = access.space
+        self._read[id(owner if space is None else space), name] = access
+        if access.before is not ABSENT:
+            self._reach(value, f"{name} of {self._label(owner, space)}")
+
+    def _note_write(self, owner: Any, name: str) -> None:
+        access = self._first(owner, name)
+        if access is not None and access.space is not None:
+            self._written[id(access.space), name] = (access, ABSENT)
+
+    def _first(self, owner: Any, name: str) -> Access | None:
+        """Return the access to an attribute, if it is known what has it and this is the first."""
+        if name in _OWN or name.startswith("__") or threading.get_ident() != self._thread:
+            return None
+        space = _space_of(owner)
+        key = (id(owner if space is None else space), name)
+        if key[0] not in self._known or key in self._read or key in self._written:
+            return None
+        if isinstance(owner, nn.Module) and space is not None and any(name in space[kind] for kind in SLOTS):
+            return None
+        before = _own_value(owner, space, name)
+        return Access(f"{name!r} of {self._label(owner, space)}", owner, space, name, before, frozen(before))
+
+    def _label(self, owner: Any, space: Space | None) -> str:
+        return self._known[id(owner if space is None else space)][0]
+
+    def _reach(self, value: Any, label: str) -> None:
+        """Watch an object that something known refers to, and those in a container."""
+        if isinstance(value, PLAIN):
+            return
+        if isinstance(value, FunctionType | MethodType):
+            self._code.look_at(value)
+        elif isinstance(value, list | tuple | dict):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in list(items)[:_MOST_ITEMS]:
+                self._reach(item, f"{label}[{key!r}]")
+        elif isinstance(value, nn.Module):
+            self._know(vars(value), label)
+        elif isinstance(value, SimpleNamespace):  # its class cannot be patched: all that it has counts as read
+            for name, item in vars(value).items():
+                self._code.found[id(vars(value)), name] = Read(f"{name!r} of {label}", vars(value), name)
+                self._reach(item, f"{name} of {label}")
+        elif _is_config(value):
+            space = _space_of(value)
+            self._know(value if space is None else space, label)
+            if type(value) not in self._kinds:
+                self._kinds.add(type(value))
+                self._patch(type(value))
+
+
+def _is_config(value: Any) -> bool:
+    """Tell whether a value is an object of a class of the user's, or of a library's that keeps settings."""
+    kind = type(value)
+    if isinstance(value, _NO_CONFIGS) or not kind.__flags__ & 1 << 9:  # made by a class statement
+        return False
+    library = kind.__module__.partition(".")[0]
+    return library == _NAMESPACE or library not in sys.stdlib_module_names | {"torch", "sympy", "numpy"}
+
+
+def _space_of(owner: Any) -> Space | None:
+    try:
+        space: Space = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    return space
+
+
+def _own_value(owner: Any, space: Space | None, name: str) -> Any:
+    return getattr(owner, name, ABSENT) if space is None else space.get(name, ABSENT)
+
+
+def _class_with(access: Access) -> type | None:
+    """Return the class in which an attribute was found, None if it was nowhere."""
+    return next((kind for kind in type(access.owner).__mro__ if access.name in vars(kind)), None)

@@ -255,6 +255,7 @@ class Runtime:
         self.buffers.take_from_first(self.members.new_buffers)
         are_others = self.members.has_other_parameters
         self.members.settle()
+        self.shared.know(self.homes)
         self.variants.take_in_homes(are_others=are_others)
 
     def _layouts(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HomeLayout]:

@@ -51,9 +51,8 @@ class SharedHomes:
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float) -> None:
         self.rank, self.size = table.rank, table.size
         self.seconds = min(seconds, table.timeout.total_seconds())
-        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
-        self._parameters = dict(homes)
         self._index: dict[int, tuple[Key, HomeTensor]] = {}
+        self.know(homes)
         self._read: dict[Key, tuple[int, torch.Tensor]] = {}  # this rank's part of what it has read itself
         self._joint = 0  # readings by all ranks so far
         self._is_leaving = False
@@ -64,6 +63,12 @@ class SharedHomes:
             finalize(self, listener.close)
             self._caller = Caller(of_all(table, listener.address), self.seconds + _MARGIN_SECONDS)
             finish_at_exit(self)
+
+    def know(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Take these as the run's home parameters from now on; between the same steps on all ranks."""
+        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
+        self._parameters = dict(homes)
+        self._index = {}
 
     def key_of(self, home: HomeTensor) -> Key | None:
         """Return the key of the tensor whose piece `home` shares, if it has a name."""

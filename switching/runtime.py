@@ -251,7 +251,7 @@ class Runtime:
             variant.flush()
         strangers = self.members.strangers
         if strangers:
-            bring_home(strangers, together(self.table, lambda: self._layouts(strangers)), self.table)
+            bring_home(self.model, strangers, together(self.table, lambda: self._layouts(strangers)), self.table)
         self.buffers.take_from_first(self.members.new_buffers)
         are_others = self.members.has_other_parameters
         self.members.settle()

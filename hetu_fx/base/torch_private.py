@@ -13,6 +13,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,19 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(  # of all modules
 parameter_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")  # takes tensors of any kind
 buffer_slots: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 not_saved: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")  # buffers that are no state
+
+
+@contextmanager
+def without_weak_references(model: nn.Module) -> Iterator[None]:
+    """Have recurrent layers let go of their parameters, which torch does not swap while somebody refers to them."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._flat_weight_refs = [None if weight is None else ref(weight) for weight in layer._flat_weights]
 
 
 def is_written(argument: Any) -> bool:

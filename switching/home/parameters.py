@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.base.once import once
+from hetu_fx.base.torch_private import without_weak_references
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.ops import HomeTensor
 
@@ -24,19 +27,32 @@ def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupT
     of a parallel model) stays as it is. Returns the home parameters by first name, in the model's order.
     """
     parameters = dict(model.named_parameters())
-    bring_home({n: p for n, p in parameters.items() if not isinstance(p, HomeTensor)}, layouts, table)
+    bring_home(model, {n: p for n, p in parameters.items() if not isinstance(p, HomeTensor)}, layouts, table)
     return parameters
 
 
-def bring_home(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable) -> None:
-    """Make home parameters of these, as `move_home` does; collective."""
+def bring_home(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, HomeLayout], table: GroupTable
+) -> None:
+    """Make home parameters of these of a model, as `move_home` does; collective."""
     pieces = _pieces_of_first(parameters, layouts, table)
-    for name, parameter in parameters.items():
-        gradient, parameter.grad = parameter.grad, None
-        home = HomeTensor(pieces[name], layouts[name])
-        torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
-        if gradient is not None:
-            parameter.grad = HomeTensor.from_full(gradient, layouts[name])
+    with without_weak_references(model):
+        for name, parameter in parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            home = HomeTensor(pieces[name], layouts[name])
+            _swap(name, parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+            if gradient is not None:
+                parameter.grad = HomeTensor.from_full(gradient, layouts[name])
+
+
+def _swap(name: str, parameter: nn.Parameter, home: nn.Parameter) -> None:
+    if references := weakref.getweakrefs(parameter):
+        raise StateError(
+            f"parameter {name!r} cannot become a home parameter while {len(references)} weak references to it are "
+            f"kept; call hetu_fx.auto_parallelize before what keeps them (such as a weakref.WeakKeyDictionary of "
+            f"parameters)"
+        )
+    torch.utils.swap_tensors(parameter, home)
 
 
 def _pieces_of_first(

@@ -127,6 +127,8 @@ def examples() -> Mapping[str, Any]:
         "_parameters": nn.Linear(2, 2),
         "_buffers": nn.Linear(2, 2),
         "_non_persistent_buffers_set": nn.Linear(2, 2),
+        "_flat_weight_refs": nn.GRU(2, 2),
+        "_flat_weights": nn.GRU(2, 2),
         "_foreach_supported_types": optimizer,
         "_boxed_call": make_boxed_func(print),
         "_set_replacement": ShapeEnv,

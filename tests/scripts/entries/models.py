@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -260,7 +261,7 @@ class _Recurrent(nn.Module):
         return functional.cross_entropy(self.last(states[:, -1]), labels)
 
 
-_trains("runs a GRU", _Recurrent, lambda m, b: m(**b), dict, refused="batch size is fixed")
+_trains("runs a GRU", _Recurrent, lambda m, b: m(**b), dict, refused="size")
 
 
 class _Square(torch.autograd.Function):
@@ -364,3 +365,12 @@ def _(job: Job) -> Results:
         found[f"{name} loss"] = loss.detach()
         found[f"{name} gradient"] = next(iter(job.gradients(model).values()))
     return found
+
+
+@script("keeps weak references to its parameters", refused="weak references")
+def _(job: Job) -> Results:
+    model = _built(_Tuple)
+    (batch,) = batches(1)
+    names = WeakKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
+    job.parallel(model, batch)
+    return {"names": sorted(names.values())}

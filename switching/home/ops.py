@@ -211,6 +211,15 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _extremes(none.reshape(1), home.home_layout.world, largest)[0].to(home.dtype)
 
 
+def _take_over(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let a home tensor be another tensor, as adding a parametrization does with what its right inverse gives."""
+    home, value = args
+    if type(home) is not HomeTensor or value.shape != home.shape:
+        return run_whole(func, args, kwargs)
+    home.data = value
+    return home
+
+
 _REDUCE_OPS: dict[Any, Handler] = {
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _foreach_norm,
@@ -226,6 +235,7 @@ _REDUCE_OPS: dict[Any, Handler] = {
     aten.min.default: _extreme,
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
+    aten.set_.source_Tensor: _take_over,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.scripts.job import Job, Made, loss_of
 from tests.scripts.script import Results, script
@@ -365,3 +366,147 @@ def _(job: Job) -> Results:
         model.scale = 1.0 + job.rank
 
     return _both(job, job.mlp(), change)
+
+
+def _replaces(name: str, change: Callable[[Any], Any], make: Callable[[Job], Made] = Job.mlp) -> None:
+    """Train a step, change what the model consists of, and train on with an optimizer for what it has then."""
+
+    @script(name)
+    def _(job: Job) -> Results:
+        model, batch = make(job)
+        job.parallel(model, batch)
+        losses = [step(job, model, batch, sgd(model))]
+        torch.manual_seed(5)
+        change(model)
+        optimizer = sgd(model)
+        losses += [step(job, model, batch, optimizer) for _ in range(3)]
+        return {"losses": losses, **job.parameters(model), **job.gradients(model), **job.buffers(model)}
+
+
+def _new_head(model: Any) -> None:
+    model.last = nn.Linear(24, 5).double()
+
+
+def _new_value(model: Any) -> None:
+    model.middle.weight = nn.Parameter(torch.randn(24, 24).double())
+
+
+def _more_classes(model: Any) -> None:
+    model.last = nn.Linear(24, 9).double()
+
+
+def _tied(model: Any) -> None:
+    model.last = nn.Linear(24, 24, bias=False).double()
+    model.last.weight = model.middle.weight
+
+
+class _Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class _Adapted(nn.Module):
+    """A linear layer and a product of two thin ones beside it, as LoRA has it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False).double()
+        self.up = nn.Linear(rank, base.out_features, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _adapters(model: Any) -> None:
+    model.requires_grad_(False)
+    model.middle = _Adapted(model.middle)
+
+
+def _resized(model: Any) -> None:
+    model.insert = nn.BatchNorm1d(24).double()
+    model.dropout = model.insert
+
+
+_replaces("replaces the head by one of the same size", _new_head)
+_replaces("replaces the head by one with more classes", _more_classes)
+_replaces("assigns a new parameter to a layer", _new_value)
+_replaces("ties two weights after the call", _tied)
+_replaces("puts adapters into the model and freezes the rest", _adapters)
+_replaces("puts a batch norm in the place of a dropout", _resized)
+_replaces("drops a bias", lambda model: setattr(model.middle, "bias", None))
+_replaces("replaces an activation", lambda model: setattr(model, "dropout", nn.Tanh()))
+_replaces("adds weight norm", lambda model: parametrizations.weight_norm(model.middle))
+_replaces("adds spectral norm", lambda model: parametrizations.spectral_norm(model.middle))
+_replaces(
+    "adds a parametrization of its own",
+    lambda model: parametrize.register_parametrization(model.middle, "weight", _Symmetric()),
+)
+_replaces("prunes a layer by magnitude", lambda model: prune.l1_unstructured(model.middle, "weight", amount=0.3))
+
+
+@script("replaces the head and gives its parameters to the optimizer that there is")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    optimizer = sgd(model)
+    losses = [step(job, model, batch, optimizer)]
+    torch.manual_seed(5)
+    _new_head(model)
+    optimizer.add_param_group({"params": model.last.parameters()})
+    losses += [step(job, model, batch, optimizer) for _ in range(3)]
+    return {"losses": losses, **job.parameters(model)}
+
+
+@script("replaces the head with other random numbers on each rank: the first one's count")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    torch.manual_seed(5 + job.rank)
+    _new_head(model)
+    optimizer = sgd(model)
+    return {"losses": [step(job, model, batch, optimizer) for _ in range(2)], **job.parameters(model)}
+
+
+@script("takes weight norm away again")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    parametrizations.weight_norm(model.middle)
+    job.parallel(model, batch)
+    losses = [step(job, model, batch, sgd(model))]
+    parametrize.remove_parametrizations(model.middle, "weight")
+    optimizer = sgd(model)
+    losses += [step(job, model, batch, optimizer) for _ in range(2)]
+    return {"losses": losses, **job.parameters(model)}
+
+
+@script("replaces a buffer")
+def _(job: Job) -> Results:
+    def change(model: Any) -> None:
+        model.stem[1].running_mean = torch.full_like(model.stem[1].running_mean, 0.5)
+
+    return _both(job, job.conv(), change)
+
+
+@script("puts the old head back")
+def _(job: Job) -> Results:
+    heads: list[Any] = []
+
+    def change(model: Any) -> None:
+        torch.manual_seed(5)
+        heads.append(model.last)
+        _new_head(model)
+
+    return _both(job, job.mlp(), change, lambda model: setattr(model, "last", heads[0]))
+
+
+@script("unties the embeddings of a transformer after the call")
+def _(job: Job) -> Results:
+    model, batch = job.llama(tie_word_embeddings=True)
+    job.parallel(model, batch)
+    losses = [step(job, model, batch, sgd(model))]
+    torch.manual_seed(5)
+    model.lm_head.weight = nn.Parameter(torch.randn(model.lm_head.weight.shape).double() * 0.1)
+    optimizer = sgd(model)
+    losses += [step(job, model, batch, optimizer) for _ in range(2)]
+    return {"losses": losses, **job.parameters(model)}

@@ -1,4 +1,4 @@
-"""The mutation check: break what resolves, plans and moves in small ways, and see whether the tests notice.
+"""The mutation check: break what resolves, plans, moves and guards in small ways, and see whether the tests notice.
 
 Every mutant is a process of its own that runs the fast tests, or those on real processes where only they can see it,
 until the first failure. A mutant that survives means that a test is missing.
@@ -44,12 +44,17 @@ FAST = (
     "tests/annotations",
     *(f"tests/comm_ops/{name}.py" for name in _LAST),
 )
+_GUARDS = ("hetu_fx/program/", "switching/")
+GUARDS = (
+    *(f"tests/program/test_{name}.py" for name in ("reads", "code_reads", "not_kept", "structure", "watched", "hooks")),
+    "tests/switching/test_members.py",
+)
 ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_of_many_changes_on_four_ranks",)
 
 
 def main() -> int:
     """Run the tests without a mistake, which must pass, then with each."""
-    made = parser("mutations", "Breaks what resolves and moves in small ways; tests must see it.")
+    made = parser("mutations", "Breaks what resolves, moves and guards in small ways; tests must see it.")
     made.add_argument("--only", nargs="+", metavar="NAME", help="these mutants only")
     options = made.parse_args()
     chosen = [mutant for name, mutant in read_mutants().items() if not options.only or name in options.only]
@@ -119,6 +124,8 @@ def _run_pytest(mutant: Mutant | None, tests: Sequence[str], folder: Path, outpu
 
 
 def _tests(mutant: Mutant) -> tuple[str, ...]:
+    if mutant.path.startswith(_GUARDS):
+        return GUARDS
     return ON_PROCESSES if mutant.on_processes else FAST
 
 

@@ -1,12 +1,15 @@
-"""What hetu_fx costs where there is nothing to gain: one process against eager, two equal ones against DDP.
+"""What hetu_fx costs where there is nothing to gain: one process against eager, two equal ones against DDP, guards.
 
 Every process has one thread and a core of its own. DDP keeps all optimizer states on every process, as zero 0 does;
 zero 1, the default, keeps half of them, and gathers the parameters at the start of a step for it.
+
+Before each step, guards tell whether the model is still what was captured: `milliseconds` of that, for many modules.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -16,9 +19,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.kit.contest import Step, adamw, run_rounds, train_step
@@ -26,12 +31,15 @@ from benchmarks.kit.models import Size, batch, llama
 from benchmarks.kit.report import Bar, Row, finish, median_ratio, parser
 from hetu_fx.emulate.emulate import EmulateSpec, Output, run
 from hetu_fx.errors import HetuFxError
+from hetu_fx.program.captures import Programs
 
 ONE = Size(width=256, layers=4, rows=8, tokens=128)
 SMALL = Size(width=256, layers=4, rows=1, tokens=32)
 TWO = Size(width=256, layers=4, rows=16, tokens=128)
 EAGER_BAR = 1.03
 DDP_BAR = 1.0
+GUARDS_BAR = 0.2
+GUARDED_BLOCKS = 125  # of four modules each
 
 
 def main() -> int:
@@ -43,13 +51,30 @@ def main() -> int:
         return work(options.worker, rounds=8 if options.quick else 30)
     one = {str(size): contest(1, size, quick=options.quick) for size in (ONE, SMALL)}
     two = contest(2, TWO, quick=options.quick)
+    modules, guards = guard_milliseconds()
     bars = [
+        Bar(f"guards: milliseconds a step, {modules} modules", guards, GUARDS_BAR, at_least=False),
         Bar("one process: time over eager", ratio(one[str(ONE)], "eager"), EAGER_BAR, at_least=False),
         Bar("two processes, zero 1: time over DDP", ratio(two, "DDP"), DDP_BAR, at_least=False),
         Bar("two processes, zero 0: time over DDP", ratio(two, "DDP", "hetu_fx, zero 0"), DDP_BAR, at_least=False),
     ]
     rows = [row for size, seconds in one.items() for row in table_rows(f"1 process, {size}", seconds, "eager")]
+    rows.append({"setting": f"guards of {modules} modules", "who": "hetu_fx", "milliseconds a step": guards})
     return finish("overhead", bars, rows + table_rows(f"2 processes, {TWO}", two, "DDP"))
+
+
+def guard_milliseconds(calls: int = 300) -> tuple[int, float]:
+    """Give how many modules a model has, and what it takes to find its program again before each step."""
+    blocks = [(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.1)) for _ in range(GUARDED_BLOCKS)]
+    model = nn.Sequential(*itertools.chain.from_iterable(blocks))
+    programs, example = Programs(model, None), {"input": torch.ones(4, 8)}
+    programs.find(example, True)
+    seconds = []
+    for _ in range(calls):
+        start = perf_counter()
+        programs.find(example, True)
+        seconds.append(perf_counter() - start)
+    return len(list(model.modules())), statistics.median(seconds) * 1e3
 
 
 def contest(num_ranks: int, size: Size, *, quick: bool) -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.mutants.mutant import ROOT, VARIABLE, read_mutants
-from benchmarks.mutations import FAST, FEWEST, ON_PROCESSES
+from benchmarks.mutations import FAST, FEWEST, GUARDS, ON_PROCESSES
 
 MUTANTS = read_mutants()
 
@@ -20,7 +20,7 @@ def test_a_mutant_is_a_file_with_one_mistake(mutant):
 def test_there_are_enough_and_their_tests_exist():
     assert len(MUTANTS) >= FEWEST
     assert {mutant.on_processes for mutant in MUTANTS.values()} == {False, True}
-    assert all((ROOT / path.partition("::")[0]).exists() for path in (*FAST, *ON_PROCESSES))
+    assert all((ROOT / path.partition("::")[0]).exists() for path in (*FAST, *GUARDS, *ON_PROCESSES))
 
 
 def test_a_process_imports_the_mutant_that_its_environment_names(tmp_path):

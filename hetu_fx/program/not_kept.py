@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import StateError
 from hetu_fx.program.reads import PLAIN
 
@@ -29,12 +30,17 @@ class NotKept:
             raise AttributeError(name)
         self._refuse()
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be an operand."""
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, NotKept))._refuse()
+
     def __repr__(self) -> str:
         return f"<{self.__dict__['label']}: set by the forward, not kept by graphs>"
 
     __call__ = __getitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __eq__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __neg__ = __pow__ = __matmul__ = __lt__ = __gt__ = __le__ = __ge__ = __torch_function__ = _refuse
+    __neg__ = __pow__ = __matmul__ = __lt__ = __gt__ = __le__ = __ge__ = _refuse
     __hash__ = object.__hash__
 
 

@@ -19,7 +19,7 @@ from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, SLOTS
 
 HOOKS = {**FORWARD_HOOKS, **BACKWARD_HOOKS}
 
-_mode, _kind = itemgetter("training"), attrgetter("requires_grad", "dtype")
+_mode, _trained, _dtype = itemgetter("training"), attrgetter("requires_grad"), attrgetter("dtype")
 _END = object()
 
 
@@ -47,7 +47,8 @@ class Structure:
         self._filled = [*(held.values() for held in kept if held), (_END,)]
         self._held = list(chain.from_iterable(self._filled))
         self._parameters = [value for value in self._held if isinstance(value, nn.Parameter)]
-        self._kinds = list(map(_kind, self._parameters))
+        self._trained = list(map(_trained, self._parameters))
+        self._dtypes = list(map(_dtype, self._parameters))
         self.facts: Mapping[str, str] = dict(self._facts())
         hooks = (hook for module in everyone[1:] for kind in HOOKS for hook in getattr(module, kind).values())
         self.key = (tuple(self.facts.items()), tuple(map(id, chain(everyone, self._types, hooks))))
@@ -57,7 +58,8 @@ class Structure:
         return (
             not any(self._empty)
             and all(map(is_, chain.from_iterable(self._filled), self._held))
-            and list(map(_kind, self._parameters)) == self._kinds
+            and list(map(_trained, self._parameters)) == self._trained
+            and list(map(_dtype, self._parameters)) == self._dtypes
             and list(map(_mode, self._spaces)) == self._modes
             and list(map(type, self._everyone)) == self._types
         )

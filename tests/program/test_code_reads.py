@@ -1,0 +1,49 @@
+"""Globals and closures are found in the code of the user's own functions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hetu_fx.program.code_reads import CodeReads
+from tests.program import guarded
+
+RATE, TABLE = 0.5, {"a": 1}
+
+
+def helper() -> float:
+    return RATE
+
+
+def reads(function: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the values that are found, and what is reached."""
+    reached: list[str] = []
+    code = CodeReads(lambda value, label: reached.append(label))
+    code.look_at(function)
+    return {read.label: read.value for read in code.found.values()}, reached
+
+
+def test_globals_are_found_through_functions_that_are_called() -> None:
+    found, _ = reads(lambda: [helper() for _ in TABLE])
+    assert found["global 'RATE' of test_code_reads.py"] == 0.5
+    assert found["global 'TABLE' of test_code_reads.py"] == {"a": 1}
+
+
+def test_variables_around_a_function_are_found_and_objects_among_them_reached() -> None:
+    smoothing, settings = 0.1, guarded.Settings()
+
+    def loss() -> float:
+        return smoothing * settings.beta
+
+    found, reached = reads(loss)
+    assert 0.1 in found.values()
+    assert any(label.startswith("'settings' around") for label in reached)
+
+
+def test_values_of_the_users_modules_are_found() -> None:
+    found, _ = reads(lambda: guarded.GLOBAL)
+    assert found["tests.program.guarded.GLOBAL"] is guarded.GLOBAL
+
+
+def test_functions_of_libraries_are_not_looked_into() -> None:
+    assert reads(json.dumps) == ({}, [])

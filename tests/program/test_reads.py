@@ -1,0 +1,88 @@
+"""Values that were read hold as long as they are the same to a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, frozen, same, shown
+
+
+def reads_of(space: dict[str, Any], *names: str) -> Reads:
+    return Reads([Read(f"{name!r} of it", space, name) for name in names], [])
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [(1.0, 2.0), (1, True), (0.0, None), ("a", "b"), ([1, 2], [1, 3]), ({"a": [1]}, {"a": [2]}), ({1}, {2}), ([1], [])],
+)
+def test_another_value_does_not_hold(value: Any, other: Any) -> None:
+    space = {"a": value}
+    reads = reads_of(space, "a")
+    assert reads.hold()
+    space["a"] = other
+    assert not reads.hold()
+    assert (shown(value), shown(other)) == (reads.facts["'a' of it"], reads.facts_now["'a' of it"])
+
+
+@pytest.mark.parametrize("value", [1.0, 10**9, "text", float("nan"), [1.0, {"a": 2}], (1, [2]), {"a": {1, 2}}])
+def test_an_equal_value_holds(value: Any) -> None:
+    space = {"a": value}
+    reads = reads_of(space, "a")
+    space["a"] = frozen(value) if isinstance(value, list | dict | tuple) else type(value)(str(value))
+    assert reads.hold()
+    assert reads.hold()
+
+
+def test_a_container_that_changes_inside_does_not_hold() -> None:
+    inner = [1.0]
+    reads = reads_of({"a": {"b": inner}}, "a")
+    inner[0] = 2.0
+    assert not reads.hold()
+    assert reads.facts["'a' of it"] == "{'b': [1.0]}"
+
+
+def test_what_was_not_there_and_is_there_does_not_hold() -> None:
+    space: dict[str, Any] = {}
+    reads = reads_of(space, "a")
+    assert reads.hold()
+    assert reads.facts == {"'a' of it": repr(ABSENT)}
+    space["a"] = None
+    assert not reads.hold()
+
+
+def test_a_tensor_holds_until_it_is_written_or_another() -> None:
+    space = {"a": torch.ones(2)}
+    reads = reads_of(space, "a")
+    assert reads.hold()
+    space["a"].zero_()
+    assert not reads.hold()
+    reads = reads_of(space, "a")
+    space["a"] = torch.zeros(2)
+    assert not reads.hold()
+
+
+def test_an_attribute_that_hides_a_method_does_not_hold_and_others_do() -> None:
+    space: dict[str, Any] = {}
+    reads = Reads([], [Methods("module 'x'", space, {"forward"})])
+    space["count"] = 1
+    assert reads.hold()
+    space["forward"] = print
+    assert not reads.hold()
+    assert reads.facts_now == {"'forward' of module 'x'": "print"}
+
+
+def test_objects_are_compared_by_identity() -> None:
+    assert not same(object(), object())
+    assert not same([torch.ones(1)], [torch.ones(1)])
+    tensor = torch.ones(1)
+    assert same([tensor], [tensor])
+
+
+def test_what_is_shown_is_the_same_on_all_ranks() -> None:
+    assert shown({"b", "a"}) == "{'a', 'b'}"
+    assert shown(torch.ones(2, 3)) == "a tensor of shape [2, 3]"
+    assert shown(Reads) == shown(reads_of({})) == "hetu_fx.program.reads.Reads"
+    assert len(shown(list(range(1000)))) == 80

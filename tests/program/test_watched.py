@@ -1,0 +1,167 @@
+"""What a forward reads is found while it is traced, and the model is captured again when it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.errors import CaptureError, StateError
+from hetu_fx.program.not_kept import NotKept
+from tests.program.guarded import GLOBAL, Guarded, Settings, Watching
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    GLOBAL["shift"], Guarded.power = 0.0, 1.0
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an attribute": (lambda m: setattr(m, "scale", 2.0), "'scale' of the model: 1.0 -> 2.0"),
+    "an attribute of a submodule": (lambda m: setattr(m.dropout, "p", 0.0), "'p' of module 'dropout': 0.5 -> 0.0"),
+    "a momentum": (lambda m: setattr(m.norm, "momentum", 0.5), "'momentum' of module 'norm': 0.1 -> 0.5"),
+    "a field": (lambda m: setattr(m.settings, "beta", 2.0), "'beta' of settings of the model: 1.0 -> 2.0"),
+    "an object": (lambda m: setattr(m, "settings", Settings()), "was replaced by one like it"),
+    "a namespace's field": (lambda m: setattr(m.space, "alpha", 2.0), "'alpha' of space of the model: 1.0 -> 2.0"),
+    "a namespace": (lambda m: setattr(m, "space", SimpleNamespace(alpha=1.0)), "was replaced by one like it"),
+    "a container": (lambda m: m.weights[1].update(inner=3.0), "'weights' of the model: [1.0, {'inner': 2.0}] -> [1.0"),
+    "an attribute of the class": (lambda m: setattr(Guarded, "power", 2.0), "'power' of class Guarded: 1.0 -> 2.0"),
+    "hiding the class": (lambda m: setattr(m, "power", 2.0), "'power' of the model: none -> 2.0"),
+    "what was not there": (lambda m: setattr(m, "extra", 2.0), "'extra' of the model: none -> 2.0"),
+    "a global": (lambda m: GLOBAL.update(shift=2.0), "global 'GLOBAL' of guarded.py: {'shift': 0.0} -> {'shift': 2.0}"),
+    "a tensor": (lambda m: m.table.fill_(2.0), "was replaced by one like it"),
+    "a forward": (lambda m: setattr(m.layer, "forward", lambda x: x[:, :2]), "'forward' of module 'layer': none -> "),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES.values(), ids=CHANGES)
+def test_a_change_leads_to_another_capture_that_says_why(change: Callable[[Any], Any], told: str) -> None:
+    watching = Watching()
+    first = watching.program()
+    assert watching.program() is first
+    change(watching.model)
+    second = watching.program()
+    assert second is not first
+    assert watching.program() is second
+    assert told in watching.why
+
+
+def test_what_becomes_again_what_it_was_finds_its_program() -> None:
+    watching = Watching()
+    first = watching.program()
+    for value in (2.0, 1.0):
+        watching.model.scale = value
+        last = watching.program()
+    assert last is first
+    assert len(watching.programs.events) == 2
+
+
+def test_what_the_forward_does_not_read_changes_nothing() -> None:
+    watching = Watching()
+    first = watching.program()
+    for count in range(3):
+        watching.model.steps_done = count
+        assert watching.program() is first
+
+
+def test_classes_are_as_they_were_after_a_capture() -> None:
+    Watching().program()
+    assert "__getattribute__" not in vars(nn.Module) | vars(Settings)
+    assert "__setattr__" in vars(nn.Module)
+    assert "__setattr__" not in vars(Settings)
+
+
+def test_what_a_loss_function_reads_counts() -> None:
+    criterion, smoothing = nn.HuberLoss(), [0.0]
+
+    def loss_fn(output: Tensor, x: Tensor) -> Tensor:
+        return criterion(output, torch.zeros_like(output)) + smoothing[0]
+
+    watching = Watching(loss_fn=loss_fn)
+    programs = [watching.program()]
+    criterion.delta = 0.5
+    programs.append(watching.program())
+    smoothing[0] = 1.0
+    programs.append(watching.program())
+    assert len(set(map(id, programs))) == 3
+
+
+class Writing(nn.Module):
+    """Does something to itself in each call."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.calls, self.seen, self.act = nn.Linear(3, 2), 0, list[Any](), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.act(self, y)
+        return y
+
+
+def counts(module: Any, y: Tensor) -> None:
+    module.calls += 1
+
+
+def appends(module: Any, y: Tensor) -> None:
+    module.seen.append(1)
+
+
+def caches(module: Any, y: Tensor) -> None:
+    if getattr(module, "cache", None) is None:
+        module.cache = y.mean()
+
+
+def sets_the_same(module: Any, y: Tensor) -> None:
+    module.calls = module.calls * 1
+
+
+def marks_that_it_has_run(module: Any, y: Tensor) -> None:
+    if not module.calls:
+        module.calls = 1
+
+
+def leaves_a_tensor(module: Any, y: Tensor) -> None:
+    module.last = y
+
+
+def leaves_a_number(module: Any, y: Tensor) -> None:
+    module.last = y.dim()
+
+
+@pytest.mark.parametrize("act", [counts, appends, caches])
+def test_a_forward_that_keeps_state_in_python_is_refused_and_left_as_it_was(act: Any) -> None:
+    watching = Watching(Writing(act))
+    with pytest.raises(CaptureError, match="keeps state in Python"):
+        watching.program()
+    assert (watching.model.calls, watching.model.seen) == (0, [])
+    assert getattr(watching.model, "cache", None) is None
+
+
+@pytest.mark.parametrize("act", [sets_the_same, marks_that_it_has_run])
+def test_a_forward_that_only_marks_that_it_has_run_is_captured(act: Any) -> None:
+    watching = Watching(Writing(act))
+    assert watching.program() is watching.program()
+
+
+def test_a_tensor_that_the_forward_leaves_cannot_be_used() -> None:
+    watching = Watching(Writing(leaves_a_tensor))
+    watching.program()
+    assert isinstance(watching.model.last, NotKept)
+    with pytest.raises(StateError, match="'last' of the model is set by the forward"):
+        watching.model.last.mean()
+    watching.model.layer.eval()
+    watching.program()
+    with pytest.raises(StateError, match="set by the forward"):
+        torch.stack([watching.model.last])
+
+
+def test_a_number_that_the_forward_leaves_is_there() -> None:
+    watching = Watching(Writing(leaves_a_number))
+    watching.program()
+    assert watching.model.last == 2

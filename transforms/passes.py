@@ -16,6 +16,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
+from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.show import show_stage
@@ -42,6 +43,7 @@ class Pass(Protocol[Given, Made]):
 
 
 REWRITES: tuple[Pass[Graph, Graph], ...] = (
+    AllRows(),  # first: a mean over the rows of all replicas needs no global count
     GlobalMean(),
     BatchStatistics(),  # after means: both divide by global counts, which are numbered in this order
     Randomness(),

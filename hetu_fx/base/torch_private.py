@@ -22,6 +22,7 @@ from torch._C import FunctionSchema
 from torch._C._distributed_c10d import PrefixStore as PrefixStore  # where ranks meet; torch.distributed's, typed here
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._dynamo.source import ConstantSource
 from torch._guards import detect_fake_mode as detect_fake_mode  # the mode that given values were made in
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # regions of a captured graph
 from torch._ops import OpOverload as OpOverload  # what a node of a captured graph calls
@@ -30,7 +31,8 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.autograd.function import _is_setup_context_defined
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.utils import _pytree as pytree  # nested values: what arguments and results of ops are
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every op that runs
 
@@ -175,6 +177,14 @@ def watching_sizes(see: Callable[[Any], None]) -> Iterator[None]:
 
     with mock.patch.object(ShapeEnv, "_set_replacement", watched):
         yield
+
+
+def new_size(mode: FakeTensorMode, name: str, example: int) -> Any:
+    """Make a symbolic size for tensors of a mode that is no size of theirs."""
+    assert mode.shape_env is not None, "a captured graph has symbolic sizes"
+    source = ConstantSource(name)
+    symbol = mode.shape_env.create_symbol(example, source, DimDynamic.DYNAMIC)
+    return mode.shape_env.create_symintnode(symbol, hint=example, source=source)
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

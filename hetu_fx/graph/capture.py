@@ -23,6 +23,7 @@ from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.lengths import open_lengths
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -100,8 +101,10 @@ class _Program(nn.Module):
         self.autocasts = ambient_autocasts()
         self.output = _OutputStructure()
         self.around = around
+        self.batch_inputs: tuple[str, ...] = ()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self._tie_rows(dict(zip(self.names, tensors, strict=True)))
         batch = unflatten(self.input_tree, dict(zip(self.names, tensors, strict=True)))
         args, kwargs = as_call(batch)
         with contextlib.ExitStack() as stack:
@@ -116,6 +119,14 @@ class _Program(nn.Module):
             if self.loss_fn is None:
                 return tuple(values.values())
             return (*values.values(), self.loss_fn(output, *args, **kwargs))
+
+    def _tie_rows(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have the trace know from the start that all inputs of the batch have the same number of rows.
+
+        Each has a symbol of its own for it, which it gives up where it meets another's; they may meet late, or never.
+        """
+        numbers = [tensors[name].shape[0] for name in self.batch_inputs]
+        assert all(number == numbers[0] for number in numbers), "the example was made so"
 
 
 def ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
@@ -162,7 +173,10 @@ def _say_nothing(record: logging.LogRecord) -> bool:
 def _export(
     program: _Program, model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
-    """Export with a dynamic batch, or else with a static one, or else with all sizes static."""
+    """Export with a dynamic batch, or else with a static one, or else with all sizes static.
+
+    What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
+    """
     example = make_example(tensors, model, keep_batch=False)
     try:
         return _export_once(program, example, batch=True, rest=True), example, ()
@@ -170,6 +184,8 @@ def _export(
         raise
     except Exception as error:
         first_error = error
+    with contextlib.suppress(Exception), open_lengths():
+        return _export_once(program, example, batch=True, rest=True), example, ()
     kept = make_example(tensors, model, keep_batch=True)
     for rest in (True, False):
         with contextlib.suppress(Exception):
@@ -179,6 +195,7 @@ def _export(
 
 
 def _export_once(program: _Program, example: Example, *, batch: bool, rest: bool) -> ExportedProgram:
+    program.batch_inputs = example.batch_inputs
     shapes = example.dynamic_shapes(Dim("batch", min=1) if batch else Dim.STATIC, rest_is_dynamic=rest)
     inputs = tuple(example.tensors.values())
     return torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)

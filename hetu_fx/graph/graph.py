@@ -76,6 +76,7 @@ class Graph:
         outputs: what the output node's flat arguments are, in their order.
         input_tree, output_tree: structure of the user's batch and output.
         batch_symbol: the symbol of the batch size, or None if the batch is static (a note says why).
+        all_rows: the symbol of the rows that all replicas have together, where some value has them; else None.
         block_paths: FQNs of the repeated blocks, in order of execution.
         constants: values of the CONSTANT leaves by name.
         training: whether the model was in training mode.
@@ -91,6 +92,7 @@ class Graph:
     training: bool
     block_paths: tuple[str, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    all_rows: sympy.Symbol | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hetu_fx.base.torch_private import FakeTensorMode, detect_fake_mode, tree_leaves, tree_map
+from hetu_fx.base.torch_private import FakeTensorMode, detect_fake_mode, new_size, tree_leaves, tree_map
 
 ModuleStack = tuple[tuple[str, str], ...]
 Size = int | torch.SymInt
@@ -221,6 +221,15 @@ def fresh_placeholder_value(graph: fx.Graph, size: tuple[Size, ...], kind: torch
     """Make an example value for a new placeholder of the graph, on the cpu."""
     with _fake_mode(graph):
         return torch.empty(size, dtype=kind)
+
+
+def fresh_size(graph: fx.Graph, name: str, like: sympy.Symbol) -> Size:
+    """Make a symbolic size that is no other's, with the number that a symbol of the graph stands for as its example."""
+    mode = _fake_mode(graph)
+    examples = (size for node in graph.nodes for size in _sizes_of(node.meta.get("val")))
+    number = next(hint(size) for size in examples if is_symbolic(size) and expression(size) == like)
+    made: Size = new_size(mode, name, number)
+    return made
 
 
 def forget_traces(node: fx.Node) -> None:

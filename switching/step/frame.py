@@ -66,7 +66,7 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
     """Return the routes of all outputs of a step."""
     graph = deduced.annotated.graph
     symbol = graph.batch_symbol
-    sizes = {**bindings, **({symbol: rows.total} if symbol is not None else {})}
+    sizes = {**bindings, **{rows_of: rows.total for rows_of in (symbol, graph.all_rows) if rows_of is not None}}
     routes = []
     for leaf, node in graph.outputs_of(OutputKind.VALUE):
         rows_dim = deduced.annotated.factors.row_dim(node)

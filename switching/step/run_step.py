@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
-from hetu_fx.errors import StateError
+from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
 from hetu_fx.plans.schedule import actions, forwards
+from hetu_fx.program.program import Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
@@ -48,6 +49,7 @@ class _GraphStep(StepFrame):
     def __init__(self, variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> None:
         self.batch, self.program = batch, batch.program
         self.wants_values = _wants_values(batch, inputs)
+        _check_rows_can_be_put_together(self.program, variant, inputs)
         self.stage = stage_of(variant, batch, inputs)
         self.device = self.stage.device
         scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / variant.table.size
@@ -163,6 +165,21 @@ class _GraphStep(StepFrame):
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         has_work = self.device is not None and len(self.interval) > 0
         return self.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
+
+
+def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inputs: StepInputs) -> None:
+    """Refuse ranks' own rows where the graph has a fixed number of rows: it would compute one rank's alone.
+
+    Raises:
+        BatchError: on every rank.
+    """
+    is_fixed = program.graph.batch_symbol is None and any(meta.shape(leaf.node) for leaf in program.inputs)
+    if is_fixed and variant.table.size > 1 and not inputs.shared:
+        why = "; ".join(program.graph.notes) or "its inputs have no rows"
+        raise BatchError(
+            f"the batch size is fixed in this model's graph, so that the rows of {variant.table.size} ranks cannot be "
+            f"put together ({why}); give all ranks the same whole batch with data='global', or rewrite the line"
+        )
 
 
 def _rest(gradient: float) -> None:

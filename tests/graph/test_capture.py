@@ -272,10 +272,10 @@ def test_fixed_batch_falls_back_with_the_line_that_fixes_it() -> None:
     assert any(f"the batch size is fixed by the model at test_capture.py:{line}" in note for note in graph.notes)
 
 
-def test_a_batch_fixed_by_len_is_noted_with_its_line() -> None:
+def test_a_batch_fixed_by_a_loop_over_its_rows_is_noted_with_its_line() -> None:
     class Counts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sum() / len(x)
+            return torch.stack([x[row].sum() for row in range(len(x))]).mean()
 
     graph = capture(Counts(), (torch.randn(5, 6),))
     assert any("test_capture.py:" in note for note in graph.notes)

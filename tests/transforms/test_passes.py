@@ -25,6 +25,7 @@ from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.passes import DUMP_VARIABLE, PASSES, REWRITES, Pass, run_pass
+from hetu_fx.transforms.rewrites.all_rows import AllRows
 from hetu_fx.transforms.rewrites.counter_rng import Randomness
 from hetu_fx.transforms.rewrites.global_mean import BatchStatistics, GlobalMean
 from hetu_fx.transforms.show import show_stage
@@ -49,6 +50,16 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x).sum()
+
+
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(x) @ self.head(x).t()
+        return F.cross_entropy(scores, torch.arange(len(x))), scores
 
 
 class Dropped(nn.Module):
@@ -111,6 +122,7 @@ def before_and_after(graph_pass: Pass[Any, Any], given: Any) -> str:
 @pytest.mark.parametrize(
     ("rewrite", "model", "batch"),
     [
+        (AllRows(), Paired(), (torch.randn(4, 6),)),
         (GlobalMean(), Classifier(), (torch.randn(4, 6), torch.tensor([0, 2, 1, -100]))),
         (BatchStatistics(), Normalized(), (torch.randn(4, 6),)),
         (Randomness(), Dropped(), (torch.randn(4, 6),)),
@@ -154,6 +166,6 @@ def test_a_run_is_logged_by_number_and_dumped_where_that_is_asked_for(
     with caplog.at_level(logging.DEBUG, "hetu_fx.passes"):
         made = run_pass(Randomness(), run_pass(GlobalMean(), graph))
     said = [record.getMessage() for record in caplog.records if record.name == "hetu_fx.passes"]
-    assert [line.split(":")[0] for line in said] == ["00 global_mean", "02 randomness"]
+    assert [line.split(":")[0] for line in said] == ["01 global_mean", "03 randomness"]
     assert sorted(path.name for path in (tmp_path / "rank3").iterdir()) == ["000_global_mean.txt", "001_randomness.txt"]
     assert (tmp_path / "rank3" / "001_randomness.txt").read_text() == f"{show_stage(made)}\n"

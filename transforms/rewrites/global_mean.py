@@ -155,6 +155,8 @@ class _MeanRewrite(CountingRewrite):
         number = node.args[1]
         assert isinstance(number, fx.Node)
         value = self._as_tensor(node, number)
+        if value is number:
+            return
         if value is None:
             self._note(node, "it reads a number of rows that is not a global count")
             return

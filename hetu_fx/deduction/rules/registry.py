@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hetu_fx.deduction.rules import (
+    all_rows,
     convolution,
     embedding,
     normalization,
@@ -26,7 +27,7 @@ from hetu_fx.deduction.rules.rule import Builder, Rule
 
 _PRODUCTS = (*products.RULES, *convolution.RULES, *routing.RULES)
 _ALONG_DIMS = (*reduction.RULES, *normalization.RULES)
-_MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES)
+_MOVES = (*view.RULES, *slicing.RULES, *embedding.RULES, *all_rows.RULES)
 RULES: Mapping[str, Rule] = {rule.op: rule for rule in (*pointwise.RULES, *_PRODUCTS, *_ALONG_DIMS, *_MOVES)}
 
 _registered: dict[str, Rule] = {}

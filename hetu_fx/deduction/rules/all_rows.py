@@ -1,0 +1,39 @@
+"""Rules of the ops between a replica's own rows and those of all."""
+
+from __future__ import annotations
+
+from hetu_fx.deduction.rules.build import FIRST, built, dims_of, names, opaque, replaced
+from hetu_fx.deduction.rules.call import Call, Shape
+from hetu_fx.deduction.rules.rule import Dims, Factoring, Rule
+from hetu_fx.deduction.rules.size import Size, integer
+
+
+def _moved(call: Call, source: str, result: str) -> Factoring:
+    """Other rows in one dim, which is (outer, rows, inner); those of all replicas are never cut."""
+    dim, around = call.integer("dim"), {name: integer(call.integer(name)) for name in ("outer", "inner")}
+    sizes = {name: size for name, size in around.items() if size.number != 1}
+
+    def named(shape: Shape, rows: str) -> Dims:
+        inside = shape[dim]
+        for size in around.values():
+            inside = _over(inside, size)
+        sizes[rows] = inside
+        parts = (name for name in ("outer", rows, "inner") if name in sizes)
+        return replaced(dims_of(shape), {dim: tuple(parts)})
+
+    state, *others = (dims_of(operand.shape, f"o{i}_") for i, operand in enumerate(call.operands[1:]))
+    given, made = named(call.operands[0].shape, source), named(call.results[0], result)
+    return Factoring((given, state, *others), (made,), sizes, names(state) | {"all"}, FIRST)
+
+
+def _over(size: Size, part: Size) -> Size:
+    rest = size.over(part)
+    assert rest is not None, "a dim that has rows is a product"
+    return rest
+
+
+RULES: tuple[Rule, ...] = (
+    *built(opaque, "_local_scalar_dense"),
+    *built(_moved, "hetu.place_rows.default", source="rows", result="all"),
+    *built(_moved, "hetu.own_rows.default", source="all", result="rows"),
+)

@@ -1,0 +1,106 @@
+"""Values with a row for each pair of rows have the rows of all replicas; what makes the rows keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from hetu_fx.graph import meta
+from hetu_fx.graph.capture import capture
+from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.program.program import Program, make_program
+from hetu_fx.transforms.rewrites.all_rows import OWN, PLACE, AllRows
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Views(nn.Module):
+    """Vectors of two views of each row, and a loss of them."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.layer(x), self.layer(y))
+
+
+def by_scores(u: Tensor, v: Tensor) -> Tensor:
+    return F.cross_entropy(u @ v.t(), torch.arange(len(u)))
+
+
+def by_labels(u: Tensor, v: Tensor) -> Tensor:
+    labels = v.argmax(1)
+    return ((labels[:, None] == labels[None]) * (u @ u.t())).mean()
+
+
+def joined(u: Tensor, v: Tensor) -> Tensor:
+    both = torch.cat([u, v])
+    first, second = both.chunk(2)
+    return (both @ both.t()).exp().sum().log() - (first * second).sum() / len(u)
+
+
+def of_rows(u: Tensor, v: Tensor) -> Tensor:
+    return (u - v).square().mean()
+
+
+def graph_of(loss: Loss) -> Graph:
+    return capture(Views(loss), {"x": torch.randn(4, 6), "y": torch.randn(4, 6)})
+
+
+def program_of(loss: Loss) -> Program:
+    return make_program(graph_of(loss), frozenset())
+
+
+def nodes_of(graph: Graph, target: object) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.target is target]
+
+
+@pytest.mark.parametrize("loss", [by_scores, by_labels, joined])
+def test_no_value_has_its_own_rows_twice_and_the_batch_can_be_cut(loss: Loss) -> None:
+    program = program_of(loss)
+    assert program.graph.all_rows is not None
+    assert program._batch_axis is not None, "rows can be spread over replicas"
+    assert program.mixes_rows
+    assert program.loss_is_mean
+    for node in filter(meta.is_tensor, program.graph.graph.nodes):
+        assert sum(meta.depends_on_batch(size, program.graph) for size in meta.shape(node)) <= 1
+
+
+def test_the_values_are_those_of_the_given_graph() -> None:
+    given = graph_of(joined)
+    made = AllRows()(given)
+    values = [torch.randn(3, 6), torch.randn(3), torch.randn(5, 6), torch.randn(5, 6)]
+    by_name = {"random_state": torch.tensor([0, 0, 0]), "count_rows": torch.tensor(5)}
+    named = dict(zip((leaf.name for leaf in given.leaves), values, strict=True)) | by_name
+    found = made.module()(*(named[leaf.name] for leaf in made.leaves))
+    assert torch.allclose(found[0], given.module()(*values)[0])
+
+
+def test_what_makes_the_rows_is_not_gathered() -> None:
+    graph = AllRows()(graph_of(by_scores))
+    gathered = [meta.hints(node) for node in nodes_of(graph, PLACE)]
+    rows = meta.hints(graph.leaves_of(LeafKind.INPUT)[0].node)[0]
+    assert gathered == [(rows, 3), (3, rows)]
+
+
+def test_a_loss_of_rows_is_left_as_it_is() -> None:
+    given = graph_of(of_rows)
+    assert AllRows()(given) is given
+
+
+def test_outputs_that_begin_with_rows_are_a_replicas_own() -> None:
+    class Scored(Views):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            scores = self.layer(x) @ self.layer(y).t()
+            return scores.mean(), scores
+
+    graph = AllRows()(capture(Scored(of_rows), {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}))
+    (own,) = nodes_of(graph, OWN)
+    assert own in [node for _, node in graph.outputs_of(OutputKind.VALUE)]
+    assert [meta.expression(size) for size in meta.shape(own)] == [graph.batch_symbol, graph.all_rows]

@@ -12,8 +12,11 @@ from torch.nn import functional as F
 from hetu_fx.graph import meta
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
+from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program, make_program
 from hetu_fx.transforms.rewrites.all_rows import OWN, PLACE, AllRows
+from hetu_fx.transforms.specialize.device_graph import GraphSlot, SlotKind
+from tests.transforms.plans import device_graph, run_in_lockstep
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -70,6 +73,38 @@ def test_no_value_has_its_own_rows_twice_and_the_batch_can_be_cut(loss: Loss) ->
     assert program.loss_is_mean
     for node in filter(meta.is_tensor, program.graph.graph.nodes):
         assert sum(meta.depends_on_batch(size, program.graph) for size in meta.shape(node)) <= 1
+
+
+@pytest.mark.parametrize("loss", [by_scores, by_labels, joined])
+def test_unequal_replicas_together_make_the_loss_and_gradients_of_one_device(loss: Loss) -> None:
+    model = Views(loss).double()
+    inputs = {name: torch.randn(5, 6, dtype=torch.float64) for name in ("x", "y")}
+    program = make_program(capture(model, inputs), frozenset())
+    rows = {0: slice(0, 4), 1: slice(4, 5)}
+    copies = {rank: {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()} for rank in rows}
+
+    def feed(rank: int, slot: GraphSlot) -> Tensor:
+        match slot.kind:
+            case SlotKind.INPUT:
+                return inputs[slot.name][rows[rank]]
+            case SlotKind.RANDOM_STATE:
+                return torch.tensor([0, 0, rows[rank].start])
+            case SlotKind.COUNT:
+                return torch.tensor(int(program.prologue(inputs)[program.counts.index(slot.name)]))
+            case _:
+                return copies[rank][slot.name]
+
+    plan = Plan.data_parallel((0, 1), (4, 1))
+    results = run_in_lockstep({rank: device_graph(program, plan, rank) for rank in rows}, feed)
+    losses = [made["loss", program.loss_name] for made in results.values()]
+    torch.autograd.backward(losses, [torch.ones_like(one) for one in losses])
+    expected = model(**inputs)
+    expected.backward()
+    for one in losses:
+        torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
+    for name, parameter in model.named_parameters():
+        total = sum((copies[rank][name].grad for rank in rows), torch.zeros(()))  # type: ignore[misc]
+        torch.testing.assert_close(total, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_the_values_are_those_of_the_given_graph() -> None:

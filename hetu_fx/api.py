@@ -25,6 +25,7 @@ from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.program.captures import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
+from hetu_fx.switching.home.parameters import check_assigned
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.settings import IDLE_BYTES, Settings
 
@@ -156,9 +157,17 @@ def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:
     forward.__signature__ = _as_method(inspect.signature(original))  # type: ignore[attr-defined]
     object.__setattr__(model, "forward", MethodType(forward, model))
     object.__setattr__(model, "no_sync", runtime.no_sync)
+    object.__setattr__(model, "load_state_dict", MethodType(_load_state_dict, model))
     object.__setattr__(model, "hetu", handle)
     for framework in frameworks():
         framework.adopt(model)
+
+
+def _load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    """Load as the model's class does; parameters stay in their homes where they are to be replaced."""
+    if assign:
+        check_assigned(model, state_dict)
+    return type(model).load_state_dict(model, state_dict, strict=strict)
 
 
 def _as_method(bound: inspect.Signature) -> inspect.Signature:

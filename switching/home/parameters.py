@@ -17,7 +17,7 @@ from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
-from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.ops import HomeTensor, layout_of
 
 
 def move_home(model: nn.Module, layouts: Mapping[str, HomeLayout], table: GroupTable) -> dict[str, nn.Parameter]:
@@ -90,6 +90,33 @@ def move_optimizer_state(
             whole = isinstance(value, torch.Tensor) and not isinstance(value, HomeTensor)
             if whole and key not in _NUMBERS and tuple(value.shape) == tuple(home.shape):
                 state[key] = HomeTensor.from_full(value, layouts[name])
+
+
+def check_assigned(model: nn.Module, tensors: Mapping[str, object]) -> None:
+    """Refuse to take over other dtypes from a state dict, as `load_state_dict(..., assign=True)` is to do.
+
+    Values and `requires_grad` are what else is taken over; copying does the same, and parameters stay in their homes.
+
+    Raises:
+        StateError: a tensor has another dtype than the parameter of its name.
+    """
+    for name, home in model.named_parameters(remove_duplicate=False):
+        given = tensors.get(name)
+        if isinstance(given, Tensor) and given.dtype != home.dtype:
+            raise StateError(
+                f"assign=True would make parameter {name!r} {given.dtype}, which is {home.dtype}; convert the parallel "
+                f"model by model.to(dtype), or the state dict, and load it then"
+            )
+
+
+def cut_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut whole state of home parameters, as a file of a plain optimizer holds it, into their homes; no communication.
+
+    Every rank must have the same.
+    """
+    parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+    numbered = {str(number): p for number, p in enumerate(parameters) if isinstance(p, HomeTensor)}
+    move_optimizer_state(optimizer, numbered, {number: layout_of(home) for number, home in numbered.items()})
 
 
 class Buffers:

@@ -16,6 +16,7 @@ from hetu_fx.comm_ops.wire.collectives import reduce_world
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
+from hetu_fx.switching.home.piece_copies import note_copy
 from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
 
 aten = torch.ops.aten
@@ -135,7 +136,16 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
+    if torch.is_inference_mode_enabled():  # a view of a tensor that counts its writes counts them too
+        with torch.inference_mode(False):
+            return wrap(args[0].local, args[0].home_layout)
     return wrap(args[0].local, args[0].home_layout)
+
+
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
+    made = _like(func, args, kwargs)
+    note_copy(args[0], args[0].local, made.local, made.home_layout)
+    return made
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeTensor:
@@ -274,8 +284,8 @@ LOCAL_OPS: dict[Any, Handler] = {
     aten.expand.default: _view,
     aten.unsqueeze.default: _unsqueeze,
     aten.index_put_.default: _index_put,
-    aten._to_copy.default: _like,
-    aten.clone.default: _like,
+    aten._to_copy.default: _copied,
+    aten.clone.default: _copied,
     aten.zeros_like.default: _like,
     aten.ones_like.default: _like,
     aten.empty_like.default: _like,

@@ -1,10 +1,10 @@
 """What the ranks of one run read of each other's home tensors while only one of them asks.
 
 A rank that saves for all, as `if rank == 0: torch.save(model.state_dict(), ...)`, gets the others' pieces from threads
-there. A tensor is known by its name: of a parameter, or of a parameter and what an optimizer keeps of it; others have
-none, and are read where all ranks ask. Values are those of the program's place: home tensors count their writes, which
-every rank makes alike. Whoever is asked waits until it has made as many as the rank that asks, and refuses if it has
-made more.
+there. A tensor is known by its name: of a parameter, of a parameter and what an optimizer keeps of it, or of what it is
+a copy of; others have none, and are read where all ranks ask. Values are those of the program's place: home tensors
+count their writes, which every rank makes alike. Whoever is asked waits until it has made as many as the rank that
+asks, and refuses if it has made more.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.home.layout import HomeLayout
+from hetu_fx.switching.home.held import COPIED, JOINT, Held, Key, is_copy, part_of, why_not
 from hetu_fx.switching.home.memory import let_go_of_wholes
-from hetu_fx.switching.home.tensor import READ_WHOLE, HomeTensor, gather_whole, undisturbed
+from hetu_fx.switching.home.parameters import cut_optimizer_state
+from hetu_fx.switching.home.piece_copies import all_copies, copy_at
+from hetu_fx.switching.home.tensor import READ_WHOLE, HomeTensor, gather_whole
 
-_PAUSE_SECONDS = 0.002
+_PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
 _LEAVING = "is leaving"
-_JOINT = "read by all ranks"
-
-Key = tuple[str, ...]
-"""A parameter's name; that, an optimizer's number and a key of its state; or what tells readings by all ranks apart."""
 
 
 class SharedHomes:
@@ -71,8 +69,22 @@ class SharedHomes:
         self._index = {}
 
     def key_of(self, home: HomeTensor) -> Key | None:
-        """Return the key of the tensor whose piece `home` shares, if it has a name."""
-        piece = home.local
+        """Return the key of the tensor whose piece `home` shares; None if it has no name, or not it alone."""
+        key = self._key_of_piece(home.local)
+        if key is None or not is_copy(key):
+            return key
+        alike = [held for held in self._held(key) if held.writes == version(home.local)]
+        return key if len(alike) == 1 or version(home.local) == 0 else None
+
+    def _key_of_piece(self, piece: torch.Tensor) -> Key | None:
+        copied = copy_at(piece)
+        if copied is None:
+            return self._name_of_piece(piece)
+        source = copied.source()
+        origin = None if source is None else self._key_of_piece(source)
+        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
+
+    def _name_of_piece(self, piece: torch.Tensor) -> Key | None:
         for is_new in (False, True):
             if is_new:
                 self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
@@ -88,10 +100,9 @@ class SharedHomes:
             StateError: another rank has gone on and written it, or does not ask too for a tensor without a name.
             CommError: another rank has ended, or cannot be reached.
         """
-        named = None if key is None else self._tensor(key)
-        asked = key or (_JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype))
-        now = 0 if named is None else version(named)
-        part = _part(home.local, home.home_layout)
+        asked = key or (JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype))
+        now = 0 if key is None else version(home.local) if is_copy(key) else self._held(key)[0].writes
+        part = part_of(home.local, home.home_layout)
         self._read[asked] = (now, part.clone())
         question = {"key": asked, "version": now, "layout": str(home.home_layout.annotation), "rank": self.rank}
         whole = self._gathered(home, part, question)
@@ -155,27 +166,32 @@ class SharedHomes:
             read = self._read.get(key)
             if read is not None and read[0] == wanted:
                 return _as_bytes(read[1])
-            tensor = None if key[0] == _JOINT else self._tensor(key)
-            part = None if tensor is None else _part_after(tensor, wanted, question["layout"])
-            if part is not None:
-                return _as_bytes(part)
-            is_late = time.monotonic() > deadline
-            if is_late or (tensor is not None and version(tensor) > wanted):
-                raise StateError(_reason(key, tensor, question, self.seconds))
+            held = self._held(key)
+            parts = [part for one in held if (part := one.part(wanted, question["layout"])) is not None]
+            if len(parts) == 1 or (parts and not wanted):  # copies that nobody has written since are alike
+                return _as_bytes(parts[0])
+            is_beyond = bool(held) and all(one.writes > wanted for one in held)
+            if parts or is_beyond or time.monotonic() > deadline:
+                raise StateError(why_not(key, held, question, self.seconds))
             time.sleep(_PAUSE_SECONDS)
 
-    def _tensor(self, key: Key) -> HomeTensor | None:
+    def _held(self, key: Key) -> list[Held]:
+        """Return what this rank holds under a key: several, if it is one of copies."""
+        if key[0] == JOINT:
+            return []
+        if is_copy(key):
+            alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
+            return [Held(piece, piece, its.layout) for piece, its in alike if self._key_of_piece(piece) == key]
         if len(key) == 1:
-            return self.homes[key[0]]
+            return [Held.home(self.homes[key[0]])]
         name, number, state = key
-        parameter = self._parameters[name]
-        optimizer = next((one for one, its in tuple(_seen.items()) if its == int(number)), None)
-        return None if optimizer is None else optimizer.state.get(parameter, {}).get(state)
+        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in _numbered() if its == int(number)]
+        return [Held.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
 
     def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
         for name, home in self.homes.items():
             yield (name,), home
-            for optimizer, number in tuple(_seen.items()):
+            for optimizer, number in _numbered():
                 for key, value in optimizer.state.get(self._parameters[name], {}).items():
                     if isinstance(value, HomeTensor):
                         yield (name, str(number), str(key)), value
@@ -187,9 +203,11 @@ _numbers = count()
 
 
 def remember(optimizer: Optimizer, *_: object) -> None:
-    """Know what an optimizer keeps from now on, under the same number on all ranks."""
+    """Know what an optimizer keeps from now on, under the same number on all ranks; what it has loaded is cut."""
     if optimizer not in _seen:
         _seen[optimizer] = next(_numbers)
+        optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
+        cut_optimizer_state(optimizer)
 
 
 def _home(parameter: nn.Parameter) -> HomeTensor:
@@ -220,46 +238,12 @@ def _read_whole(home: HomeTensor) -> torch.Tensor:
     return runs[-1].whole(home, None) if runs else gather_whole([home])[0]
 
 
-def _part(local: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
-    """Return the elements that this rank counts in host memory, in the order of its chunks."""
-    pieces = [local[index(place)].reshape(-1) for _, place in layout.counted_chunks]
-    return torch.cat(pieces).cpu() if pieces else local.new_empty(0, device="cpu")
-
-
 def _as_bytes(part: torch.Tensor) -> torch.Tensor:
     return part.view(torch.uint8)
 
 
-def _part_after(tensor: HomeTensor, wanted: int, layout: str) -> torch.Tensor | None:
-    """Return this rank's part after so many writes; None if it has another value, or is on its way between homes."""
-    if version(tensor) != wanted or "local" not in tensor.__dict__:
-        return None
-    if str(tensor.home_layout.annotation) != layout:
-        raise StateError(f"it lies as {tensor.home_layout.annotation} there, as {layout} where it is asked for")
-    part = undisturbed(lambda: _part(tensor.local, tensor.home_layout))
-    return part if version(tensor) == wanted else None
-
-
-def _reason(key: Key, tensor: HomeTensor | None, question: Question, seconds: float) -> str:
-    asker, wanted = question["rank"], question["version"]
-    way_out = "call full_tensor(), or model.hetu.save(folder), on every rank"
-    if key[0] == _JOINT:
-        return (
-            f"rank {asker} reads a tensor of shape {key[2]} that is neither a parameter nor an optimizer's state (a "
-            f"gradient, a copy), and this rank has not read it too within {seconds:g} s; {way_out}"
-        )
-    what = f"parameter {key[0]!r}" if len(key) == 1 else f"the optimizer's {key[2]!r} of {key[0]!r}"
-    if tensor is None:
-        return f"rank {asker} reads {what}, which is not there within {seconds:g} s; {way_out}"
-    if version(tensor) > wanted:
-        return (
-            f"rank {asker} reads {what} as it was after {wanted} writes, and this rank has gone on and made "
-            f"{version(tensor)}; read between optimizer.step() and the next call of the model, or {way_out}"
-        )
-    return (
-        f"rank {asker} reads {what} after {wanted} writes, and this rank has made {version(tensor)} in {seconds:g} s; "
-        f"make the same writes on all ranks, or {way_out}"
-    )
+def _numbered() -> tuple[tuple[Optimizer, int], ...]:
+    return tuple(_seen.items())
 
 
 register_optimizer_step_pre_hook(remember)

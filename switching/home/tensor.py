@@ -27,6 +27,7 @@ from hetu_fx.comm_ops.wire.collectives import gather_segments
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
+from hetu_fx.switching.home.piece_copies import note_copy
 
 T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -131,6 +132,7 @@ class HomeTensor(AsksForWhole):
         if not self.is_leaf:
             raise StateError("only home tensors that are leaves of autograd can be deep-copied; detach() first")
         copied = wrap(self.local.clone(), self.home_layout, self.requires_grad)
+        note_copy(self, self.local, copied.local, self.home_layout)
         memo[id(self)] = copied
         if is_parameter(self):
             mark_parameter(copied)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.scripts.job import Job, loss_of
 from tests.scripts.script import Results, script
+from tests.scripts.trainers import Rows, logged, trainer
 from tests.scripts.training import batches, sgd, step, steps, trained
 
 
@@ -276,10 +277,12 @@ def _(job: Job) -> Results:
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = dcp_state.get_model_state_dict(model, options=options)
     state = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
-    torch.save([found, state], file_of(job, f"saved{job.rank}"))
-    saved, optimizers = torch.load(file_of(job, f"saved{job.rank}"))
+    if job.rank == 0:  # the others are given nothing
+        torch.save([found, state], file_of(job))
+    job.barrier()
+    saved, optimizers = torch.load(file_of(job))
     kept = {f"{name} {key}": v for name, its in optimizers["state"].items() for key, v in its.items()}
-    return {**plain(saved), **kept} if job.rank == 0 or saved else job.everyones({**saved, **kept})[0]
+    return {**plain(saved), **kept}
 
 
 @script("saves the model's state by accelerate, and loads it")
@@ -312,3 +315,36 @@ def _(job: Job) -> Results:
     accelerator.wait_for_everyone()
     found = load_file(job.folder / "model" / "model.safetensors")
     return {**plain(found), **plain(torch.load(file_of(job)), "state ")}
+
+
+@script("saves checkpoints by Trainer and resumes from one", tolerance=1e-5)
+def _(job: Job) -> Results:
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "output_dir": str(job.folder)}
+    options |= {"optim": "adamw_torch", "adam_epsilon": 1e-2, "learning_rate": 1e-2}
+    model, batch = job.llama()
+    job.parallel(model, batch)
+    made = trainer(job, model, options)
+    made.train()
+    torch.manual_seed(5)
+    other, _ = job.llama()
+    job.parallel(other, batch)
+    resumed = trainer(job, other, {**options, "max_steps": 6})
+    resumed.train(resume_from_checkpoint=str(job.folder / "checkpoint-2"))
+    files = sorted(path.name for path in (job.folder / "checkpoint-4").iterdir() if "rng" not in path.name)
+    return {"files": files, **logged(resumed, "loss"), **job.parameters(model), **job.parameters(other, "resumed ")}
+
+
+@script("keeps few checkpoints by Trainer and loads the best at the end", tolerance=1e-5)
+def _(job: Job) -> Results:
+    model, batch = job.llama()
+    job.parallel(model, batch)
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    options |= {"load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 1.0}
+    made = trainer(job, model, {**options, "output_dir": str(job.folder)}, eval_dataset=Rows(16))
+    made.train()
+    made.save_model(str(job.folder / "final"))
+    job.barrier()
+    kept = sorted(path.name for path in job.folder.iterdir())
+    loaded = AutoModelForCausalLM.from_pretrained(job.folder / "final", dtype=torch.float64)
+    best = str(made.state.best_model_checkpoint).rpartition("/")[2]
+    return {"kept": kept, "best": best, **plain(loaded.state_dict()), **job.parameters(model)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from pathlib import Path
@@ -124,13 +125,62 @@ def check_a_rank_that_does_not_write_is_waited_for_a_bounded_time(rank: int, wor
 
 def check_tensors_without_a_name_are_read_by_all_or_refused(rank: int, world: int, folder: Path) -> None:
     run = Run(rank, SECONDS)
-    with torch.no_grad():
-        doubled = {name: parameter * 2 for name, parameter in run.named_parameters()}
+    doubled = {name: parameter.detach() * 2 for name, parameter in run.named_parameters()}
     if rank == 0:
         with pytest.raises(StateError, match=r"shape \(10, 6\) that is neither a parameter.*call full_tensor\(\)"):
             doubled["uneven"].tolist()
     dist.barrier()
     assert_whole({name: torch.tensor(tensor.tolist(), dtype=torch.float64) for name, tensor in doubled.items()}, 2.0)
+
+
+def check_copies_of_what_has_a_name_have_one(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    best = copy.deepcopy(run.state_dict())
+    average = {name: parameter.detach().clone() for name, parameter in run.named_parameters()}
+    halves = {name: parameter.detach().float() for name, parameter in run.named_parameters()}
+    run.write(2.0)
+    for name, parameter in run.named_parameters():
+        average[name].lerp_(parameter.detach(), 0.5)
+    again = copy.deepcopy(average)
+    if rank == 0:
+        private = run.uneven.detach().clone()
+        assert_whole(loaded(best))
+        assert_whole(loaded(average), 1.5)
+        assert_whole(loaded(again), 1.5)
+        assert torch.equal(loaded(halves)["columns"], value("columns").float())
+        assert torch.equal(torch.tensor(private.tolist()), value("uneven").float() * 2)
+        with pytest.raises(StateError, match=r"a copy of parameter 'uneven', of which there are 0 here"):
+            private.clone().numpy()
+    dist.barrier()
+
+
+def check_two_averages_of_one_parameter_are_read_by_all(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    averages = [run.uneven.detach().clone() for _ in range(2)]
+    for number, average in enumerate(averages):
+        average.mul_(number + 2)
+    if rank == 0:
+        with pytest.raises(StateError, match="neither a parameter nor"):
+            averages[0].numpy()
+    dist.barrier()
+    for number, average in enumerate(averages):
+        assert torch.equal(torch.from_numpy(average.numpy().copy()), value("uneven") * (number + 2))
+
+
+def check_an_optimizers_loaded_state_is_cut(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    plain = [nn.Parameter(value(name)) for name in HOMES]
+    saved = torch.optim.AdamW(plain, lr=0.1)
+    for parameter in plain:
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    optimizer = torch.optim.AdamW(run.parameters(), lr=0.1)
+    for _ in range(2):  # before its first step, and after
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        for parameter in run.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert all(type(state["exp_avg"]) is HomeTensor for state in optimizer.state.values())
 
 
 def check_tied_names_share_what_they_are_given(rank: int, world: int, folder: Path) -> None:

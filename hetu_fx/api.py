@@ -147,10 +147,11 @@ def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
 def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:
     """Make calls of the model run on the runtime; class, signature and names stay."""
     original = runtime.execution.forward
+    run = torch.compiler.disable(runtime.run)  # torch.compile around the model would trace the runtime
 
     @functools.wraps(original)
     def forward(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return runtime.run(args, kwargs)
+        return run(args, kwargs)
 
     # A method, without a trail to the original: what others wrap it in they can take off again, and find this below.
     del forward.__dict__["__wrapped__"]

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 Parallelize = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
@@ -86,7 +87,7 @@ def _attach_later(made: nn.Module, parallelize: Parallelize) -> None:
         return itself.forward(*args, **kwargs)
 
     plain = PlainAgain(made)
-    object.__setattr__(made, "forward", MethodType(forward, made))
+    object.__setattr__(made, "forward", MethodType(torch.compiler.disable(forward), made))
     attach_copying(made, plain, lambda: parallelize)
     _waiting[made] = plain
 

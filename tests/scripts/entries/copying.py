@@ -215,7 +215,7 @@ def _(job: Job) -> Results:
     return {"shapes": shapes, "number": float(model.num_parameters()), "bytes": float(bits)}
 
 
-@script("calls the model on other parameters by functional_call", refused="functional_call")
+@script("calls the model on other parameters by functional_call", refused="model.hetu.whole()")
 def _(job: Job) -> Results:
     model, _ = trained_mlp(job)
     halves = {name: parameter.detach() * 0.5 for name, parameter in model.named_parameters()}
@@ -246,7 +246,7 @@ def _(job: Job) -> Results:
     return {"losses": steps(job, model, batches(2), optimizer), **job.parameters(model)}
 
 
-@script("resizes its embeddings after the call", refused="parameter")
+@script("resizes its embeddings after the call", refused="before hetu_fx.auto_parallelize")
 def _(job: Job) -> Results:
     model, batch = job.llama(tie_word_embeddings=True)
     job.parallel(model, batch)

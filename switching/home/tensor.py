@@ -108,8 +108,8 @@ class HomeTensor(AsksForWhole):
     def data(self, value: torch.Tensor) -> None:
         if value.shape != self.shape:
             raise StateError(
-                f"a home tensor of shape {tuple(self.shape)} cannot be given data of shape {tuple(value.shape)}; change "
-                f"the model's sizes (resize_token_embeddings, say) before hetu_fx.auto_parallelize"
+                f"a home tensor of shape {tuple(self.shape)} cannot be given data of shape {tuple(value.shape)}; "
+                f"change the model's sizes (resize_token_embeddings, say) before hetu_fx.auto_parallelize"
             )
         other = value if isinstance(value, HomeTensor) else HomeTensor.from_full(value, self.home_layout)
         _SET_DATA(self, other.detach())

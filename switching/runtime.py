@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.eviction import IdleMemory
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
@@ -192,6 +194,11 @@ class Runtime:
         """Run one batch; collective, unless the model is the plain module now."""
         if self.whole.is_open:
             return self.execution.forward(*args, **kwargs)
+        if transform_level() is not None:
+            raise StateError(
+                "a parallel model cannot run inside a transform of torch.func (grad, vmap, ...), which has no part "
+                "in what ranks send; call the transform inside `with model.hetu.whole():`, or backward() outside"
+            )
         note("model(...)", is_step=True)
         self.times.begin(perf_counter())
         with using(self.table):

@@ -57,6 +57,8 @@ foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul_
 unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
 
+transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # of torch.func; None outside
+
 get_default_group = _get_default_group
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
 

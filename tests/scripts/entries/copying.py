@@ -144,6 +144,17 @@ def _(job: Job) -> Results:
     return {**torch.load(job.folder / "average"), **job.parameters(model)}
 
 
+@script("keeps an average of the state dict as whole tensors")
+def _(job: Job) -> Results:
+    model, optimizer = trained_mlp(job)
+    average = {name: torch.tensor(value.numpy()) for name, value in model.state_dict().items()}
+    for batch in batches(2):
+        steps(job, model, [batch], optimizer)
+        for name, value in model.state_dict().items():
+            average[name].lerp_(torch.tensor(value.numpy()), 0.1)
+    return average
+
+
 @script("turns parameters into a vector and back")
 def _(job: Job) -> Results:
     model, optimizer = trained_mlp(job)
@@ -215,12 +226,30 @@ def _(job: Job) -> Results:
     return {"shapes": shapes, "number": float(model.num_parameters()), "bytes": float(bits)}
 
 
-@script("calls the model on other parameters by functional_call", refused="model.hetu.whole()")
+@script("calls the model on other parameters by functional_call")
 def _(job: Job) -> Results:
     model, _ = trained_mlp(job)
     halves = {name: parameter.detach() * 0.5 for name, parameter in model.named_parameters()}
     found = torch.func.functional_call(model, halves, (), job.rows(batches(1)[0]))
     return {"loss": float(loss_of(found).detach()), **job.parameters(model)}
+
+
+@script("learns through parameters that it has made by functional_call")
+def _(job: Job) -> Results:
+    model, _ = trained_mlp(job)
+    batch = job.rows(batches(1)[0])
+    fast = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
+    loss_of(torch.func.functional_call(model, fast, (), batch)).backward()
+    return {"loss": loss_on(job, model), **job.gradients(model)}
+
+
+@script("takes gradients by torch.func.grad", refused="model.hetu.whole()")
+def _(job: Job) -> Results:
+    model, _ = trained_mlp(job)
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    batch = job.rows(batches(1)[0])
+    found = torch.func.grad(lambda its: loss_of(torch.func.functional_call(model, its, (), batch)))(given)
+    return wholes(found, "gradient ")
 
 
 @script("compiles the parallel model by torch.compile")
@@ -258,7 +287,7 @@ def _(job: Job) -> Results:
     return {"loss": step(job, model, batch, sgd(model)), **job.parameters(model)}
 
 
-@script("ties its weights again")
+@script("ties its weights again", tolerance=1e-5)
 def _(job: Job) -> Results:
     model, batch = job.llama(tie_word_embeddings=True)
     job.parallel(model, batch)

@@ -21,6 +21,9 @@ from tests.scripts.script import Results, script
 from tests.scripts.trainers import Rows, logged, trainer
 from tests.scripts.training import batches, sgd, step, steps, trained
 
+_SINGLE = 1e-5
+"""What sums in single precision, of transformers' losses, are worth."""
+
 
 def trained_mlp(job: Job, make: Callable[[nn.Module], torch.optim.Optimizer] = sgd) -> tuple[Any, Any]:
     """Return a parallel perceptron after two steps, and its optimizer."""
@@ -179,7 +182,7 @@ def _(job: Job) -> Results:
     return plain(load_file(file_of(job)))
 
 
-@script("saves and loads a model with tied weights by safetensors")
+@script("saves and loads a model with tied weights by safetensors", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     model, batch = trained_llama(job, tie_word_embeddings=True)
     if job.rank == 0:
@@ -191,7 +194,7 @@ def _(job: Job) -> Results:
     return {"names": names, **job.parameters(model)}
 
 
-@script("saves by save_pretrained on the first rank")
+@script("saves by save_pretrained on the first rank", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     model, _ = trained_llama(job)
     if job.rank == 0:
@@ -200,7 +203,7 @@ def _(job: Job) -> Results:
     return plain(AutoModelForCausalLM.from_pretrained(job.folder, dtype=torch.float64).state_dict())
 
 
-@script("saves by save_pretrained on every rank, tied weights in several files")
+@script("saves by save_pretrained on every rank, tied weights in several files", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     model, _ = trained_llama(job, tie_word_embeddings=True)
     model.save_pretrained(job.folder, max_shard_size="20KB", is_main_process=job.rank == 0)
@@ -210,7 +213,7 @@ def _(job: Job) -> Results:
     return {"files": found, **plain(loaded.state_dict())}
 
 
-@script("loads a checkpoint and saves it with the next")
+@script("loads a checkpoint and saves it with the next", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     model, batch = trained_llama(job)
     for number in range(3):
@@ -317,7 +320,7 @@ def _(job: Job) -> Results:
     return {**plain(found), **plain(torch.load(file_of(job)), "state ")}
 
 
-@script("saves checkpoints by Trainer and resumes from one", tolerance=1e-5)
+@script("saves checkpoints by Trainer and resumes from one", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "output_dir": str(job.folder)}
     options |= {"optim": "adamw_torch", "adam_epsilon": 1e-2, "learning_rate": 1e-2}
@@ -334,7 +337,7 @@ def _(job: Job) -> Results:
     return {"files": files, **logged(resumed, "loss"), **job.parameters(model), **job.parameters(other, "resumed ")}
 
 
-@script("keeps few checkpoints by Trainer and loads the best at the end", tolerance=1e-5)
+@script("keeps few checkpoints by Trainer and loads the best at the end", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     model, batch = job.llama()
     job.parallel(model, batch)

@@ -39,7 +39,7 @@ def value(name: str) -> Tensor:
 
 
 class Run(nn.Module):
-    """Home parameters under their names, which the ranks may read of each other."""
+    """Home parameters under their names, which the ranks may read of each other as long as it is there."""
 
     def __init__(self, rank: int, seconds: float = 60.0) -> None:
         super().__init__()
@@ -84,6 +84,7 @@ def check_all_ranks_ask_and_write_at_once(rank: int, world: int, folder: Path) -
     for turn in range(8):
         assert_whole({name: torch.tensor(p.numpy(force=True)) for name, p in run.named_parameters()}, 2.0**turn)
         run.write(2.0)
+    dist.barrier()
 
 
 def check_an_optimizers_state_is_saved_by_one_rank(rank: int, world: int, folder: Path) -> None:
@@ -131,6 +132,7 @@ def check_tensors_without_a_name_are_read_by_all_or_refused(rank: int, world: in
             doubled["uneven"].tolist()
     dist.barrier()
     assert_whole({name: torch.tensor(tensor.tolist(), dtype=torch.float64) for name, tensor in doubled.items()}, 2.0)
+    dist.barrier()
 
 
 def check_copies_of_what_has_a_name_have_one(rank: int, world: int, folder: Path) -> None:
@@ -165,6 +167,7 @@ def check_two_averages_of_one_parameter_are_read_by_all(rank: int, world: int, f
     dist.barrier()
     for number, average in enumerate(averages):
         assert torch.equal(torch.from_numpy(average.numpy().copy()), value("uneven") * (number + 2))
+    dist.barrier()
 
 
 def check_an_optimizers_loaded_state_is_cut(rank: int, world: int, folder: Path) -> None:
@@ -181,6 +184,7 @@ def check_an_optimizers_loaded_state_is_cut(rank: int, world: int, folder: Path)
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         assert all(type(state["exp_avg"]) is HomeTensor for state in optimizer.state.values())
+    dist.barrier()
 
 
 def check_tied_names_share_what_they_are_given(rank: int, world: int, folder: Path) -> None:
@@ -195,6 +199,7 @@ def check_tied_names_share_what_they_are_given(rank: int, world: int, folder: Pa
     run.write(2.0)
     assert torch.equal(torch.tensor(first.tolist()), value("uneven").float() * 2)
     assert before  # kept by `second` until it is asked again
+    dist.barrier()
 
 
 def check_parameters_are_pickled_as_plain_ones(rank: int, world: int, folder: Path) -> None:
@@ -215,6 +220,7 @@ def check_arrays_of_pieces_are_read_only(rank: int, world: int, folder: Path) ->
     assert float(run.scalar) == run.scalar.item() == value("scalar").item()
     with pytest.raises(StateError, match=r"cannot be put into memory that processes share.*full_tensor\(\)"):
         run.uneven.share_memory_()
+    dist.barrier()
 
 
 @pytest.mark.distributed

@@ -44,6 +44,11 @@ def note_copy(source: torch.Tensor, source_piece: torch.Tensor, piece: torch.Ten
         _copies[number] = PieceCopy(gone, ref(source_piece), version(source), layout)
 
 
+def forget_copy(piece: torch.Tensor) -> None:
+    """Take a piece for no copy: it has become that of a tensor with a name of its own."""
+    _copies.pop(id(piece), None)
+
+
 def copy_at(piece: torch.Tensor) -> PieceCopy | None:
     """Return what is known of a piece as a copy; None if it is none."""
     found = _copies.get(id(piece))

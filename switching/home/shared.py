@@ -49,7 +49,6 @@ class SharedHomes:
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], seconds: float) -> None:
         self.rank, self.size = table.rank, table.size
         self.seconds = min(seconds, table.timeout.total_seconds())
-        self._index: dict[int, tuple[Key, HomeTensor]] = {}
         self.know(homes)
         self._read: dict[Key, tuple[int, torch.Tensor]] = {}  # this rank's part of what it has read itself
         self._joint = 0  # readings by all ranks so far
@@ -66,32 +65,35 @@ class SharedHomes:
         """Take these as the run's home parameters from now on; between the same steps on all ranks."""
         self.homes = {name: _home(parameter) for name, parameter in homes.items()}
         self._parameters = dict(homes)
-        self._index = {}
+        self._index: dict[int, tuple[Key, HomeTensor]] | None = None
 
-    def key_of(self, home: HomeTensor) -> Key | None:
-        """Return the key of the tensor whose piece `home` shares; None if it has no name, or not it alone."""
-        key = self._key_of_piece(home.local)
-        if key is None or not is_copy(key):
-            return key
-        alike = [held for held in self._held(key) if held.writes == version(home.local)]
-        return key if len(alike) == 1 or version(home.local) == 0 else None
-
-    def _key_of_piece(self, piece: torch.Tensor) -> Key | None:
-        copied = copy_at(piece)
-        if copied is None:
-            return self._name_of_piece(piece)
-        source = copied.source()
-        origin = None if source is None else self._key_of_piece(source)
-        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
-
-    def _name_of_piece(self, piece: torch.Tensor) -> Key | None:
+    def name_of(self, piece: torch.Tensor) -> Key | None:
+        """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
         for is_new in (False, True):
-            if is_new:
+            if is_new or self._index is None:
                 self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
             found = self._index.get(id(piece))
             if found is not None and found[1].local is piece:
                 return found[0]
+            if copy_at(piece) is not None:  # not what the index has missed, most likely: there are many of them
+                return None
         return None
+
+    def copy_name_of(self, piece: torch.Tensor) -> Key | None:
+        """Return the key of a copy of something with a name; None if it is none, or one of several."""
+        key = self._copy_key(piece)
+        if key is None or version(piece) == 0:
+            return key
+        alike = [held for held in self._held(key) if held.writes == version(piece)]
+        return key if len(alike) == 1 else None
+
+    def _copy_key(self, piece: torch.Tensor) -> Key | None:
+        copied = copy_at(piece)
+        source = None if copied is None else copied.source()
+        if copied is None or source is None:
+            return None
+        origin = self.name_of(source) or self._copy_key(source)
+        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
 
     def whole(self, home: HomeTensor, key: Key | None) -> torch.Tensor:
         """Return the whole of a tensor; without a key all ranks must ask.
@@ -181,7 +183,7 @@ class SharedHomes:
             return []
         if is_copy(key):
             alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
-            return [Held(piece, piece, its.layout) for piece, its in alike if self._key_of_piece(piece) == key]
+            return [Held(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
         if len(key) == 1:
             return [Held.home(self.homes[key[0]])]
         name, number, state = key
@@ -231,10 +233,11 @@ def _weakly(method: Callable[[Question], torch.Tensor]) -> Callable[[Question], 
 def _read_whole(home: HomeTensor) -> torch.Tensor:
     """Return the whole of a home tensor: of the run that knows its name, else of the newest, where all ranks ask."""
     runs = [run for run in (reference() for reference in _runs) if run is not None]
-    for run in runs:
-        key = run.key_of(home)
-        if key is not None:
-            return run.whole(home, key)
+    for find in (SharedHomes.name_of, SharedHomes.copy_name_of):
+        for run in runs:
+            key = find(run, home.local)
+            if key is not None:
+                return run.whole(home, key)
     return runs[-1].whole(home, None) if runs else gather_whole([home])[0]
 
 

@@ -59,11 +59,15 @@ class EagerVariant(Variant):
         return self._bridge
 
     def renew(self) -> None:
-        """Lead the bridge to the present homes."""
-        if self._bridge.is_outdated:
+        """Lead the bridge to the present homes, in their present precision."""
+        if self._bridge.is_outdated or self._dtypes != self._dtypes_of_homes():
             self._bridge = self._made()
 
+    def _dtypes_of_homes(self) -> list[torch.dtype]:
+        return [home.dtype for home in self.homes.values()]
+
     def _made(self) -> Bridge:
+        self._dtypes = self._dtypes_of_homes()
         with self.first_use.making():
             return self.compute.bridge_between([self._entry(name, home) for name, home in self.homes.items()])
 

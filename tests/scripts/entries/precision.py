@@ -217,11 +217,11 @@ def _(job: Job) -> Results:
     return {"losses": [*losses, float(made["loss"]), float(plain["loss"])], **logits}
 
 
-def _converted(job: Job, convert: Any, after: bool = True) -> Results:
+def _converted(job: Job, convert: Any, after: bool = True, **options: Any) -> Results:
     built, batches = _made(Tokens)
     if not after:
         convert(built)
-    job.parallel(built, job.rows(batches[0]))
+    job.parallel(built, job.rows(batches[0]), **options)
     losses = steps(job, built, batches[:1], sgd(built))
     if after:
         convert(built)
@@ -254,6 +254,28 @@ def _(job: Job) -> Results:
 @script("converts the model there and back", tolerance=CLOSE)
 def _(job: Job) -> Results:
     return _converted(job, lambda model: model.half().float())
+
+
+def _as_it_is(job: Job) -> dict[str, Any]:
+    """Return the options of a module that runs as it is, data parallel."""
+    shares = [3, *[1] * (job.world - 1)]
+    return {"capture": "eager", "plan": Plan.data_parallel(range(job.world), shares)}
+
+
+@script("converts a model that runs without a graph", tolerance=2 * CLOSE)
+def _(job: Job) -> Results:
+    return _converted(job, lambda model: model.to(torch.bfloat16), **_as_it_is(job))
+
+
+@script("runs a model without a graph under autocast", tolerance=CLOSE)
+def _(job: Job) -> Results:
+    model, batches = _made()
+    job.parallel(model, job.rows(batches[0]), **_as_it_is(job))
+    losses = []
+    for context in (nullcontext, bf16, fp16):
+        with context():
+            losses.append(float(loss_of(model(**job.rows(batches[0]))).detach()))
+    return {"losses": losses}
 
 
 @script("keeps its optimizer when the model is converted", tolerance=EXACT)

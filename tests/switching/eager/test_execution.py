@@ -202,3 +202,17 @@ def test_a_single_replica_is_read_where_it_is() -> None:
     assert set(execution.compute_annotations(Plan.single(2)).values()) == {Annotation.on((2,))}
     with pytest.raises(HetuFxError, match="another world"):
         execution.check(Plan.single(2), 2)
+
+
+def test_a_model_that_is_converted_runs_in_its_new_precision() -> None:
+    plain = make(Choosy)
+    model = parallel(copy.deepcopy(plain), plan=Plan.single())
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch(5, 0).items()}
+        losses = []
+        for one in (plain, model):
+            one.to(dtype).zero_grad()
+            losses.append(one(**rows)["loss"])
+            losses[-1].backward()
+        assert torch.equal(losses[0].detach(), losses[1].detach())
+        assert model.body.weight.grad.dtype is dtype

@@ -12,7 +12,7 @@ from transformers.integrations import moe  # noqa: F401 - registers transformers
 
 from hetu_fx.deduction.rules.build import full_name
 from hetu_fx.deduction.rules.pointwise import BINARY, COPIES, OTHER_COPIES, UNARY, ZERO_AT_ZERO
-from hetu_fx.transforms.rewrites import random_ops  # noqa: F401 - registers hetu::uniform and hetu::dropout
+from hetu_fx.transforms.rewrites import random_ops, row_ops  # noqa: F401 - registers the ops of hetu::
 from tests.deduction.shards import Sample, find_op, sample
 
 F64 = torch.float64
@@ -410,6 +410,12 @@ RANDOM = {
     "hetu.uniform.default": [Sample((x(3, 4), torch.tensor([1, 0, 0]), 0, -1, 1, []), values=False)],
     "hetu.dropout.default": [Sample((x(3, 4), 0.5, torch.tensor([1, 0, 0]), 0, -1, 1, []), values=False)],
 }
+# Where rows begin differs by device, so their values have tests of their own (test_row_ops).
+ALL_ROWS = {
+    "_local_scalar_dense": [Sample((torch.tensor(2.0),), values=False)],
+    "hetu.place_rows.default": [Sample((x(3, 4), torch.tensor([1, 0, 2]), 6, 0, 1, 1), values=False)],
+    "hetu.own_rows.default": [Sample((x(6, 4), torch.tensor([1, 0, 2]), 3, 0, 1, 1), values=False)],
+}
 GATES = [x(12, 5), x(12, 4), x(12), x(12)]
 RECURRENT = {
     "gru.input": [
@@ -473,6 +479,7 @@ FAMILIES = (
     SPECTRAL,
     RECURRENT,
     RANDOM,
+    ALL_ROWS,
     ROUTING,
 )
 SAMPLES: dict[str, list[Sample]] = pointwise_samples() | {

@@ -18,6 +18,7 @@ from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import CaptureEvent
+from hetu_fx.program.observed import Observation, Observer
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -86,6 +87,26 @@ class Handle:
             "homes": tuple(self._runtime.in_flight.events),
             "captures": self._captures,
         }
+
+    def observe(self, name: str, tell: Observer) -> Observation:
+        """Call `tell` with the output of a submodule after each forward; returns a handle with `remove()`.
+
+            seen = model.hetu.observe("model.layers.3", lambda output: print(output.norm()))
+
+        Before the same step on all processes. The output has the submodule's structure; its tensors are whole in every
+        dim but the rows, which are those that this process has brought (as outputs of the model come back), and carry
+        no gradient. It is an output of the graph, so the model is captured again, and a step sends it where it is
+        asked for. Batches of sequences of mixed lengths cannot be observed.
+
+        Raises:
+            StateError: there is no submodule of the name, or the module runs as it is (capture="eager").
+        """
+        if not isinstance(self._runtime.execution, GraphExecution):
+            raise StateError(
+                f"with capture='eager' the module itself runs: a hook that is registered on {name!r} "
+                f"sees what this process computes"
+            )
+        return self._runtime.execution.observers.add(name, tell)
 
     @property
     def _captures(self) -> tuple[CaptureEvent, ...]:

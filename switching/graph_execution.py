@@ -55,7 +55,7 @@ class GraphExecution:
         check_backend(backend)
         self.programs, self.backend = programs, backend
         self.sequences = SequenceReader(programs)
-        self.forward, self.loss_fn = programs.forward, programs.loss_fn
+        self.forward, self.loss_fn, self.observers = programs.forward, programs.loss_fn, programs.observers
         programs.first(example, training=True)
 
     @property

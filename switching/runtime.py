@@ -184,7 +184,7 @@ class Runtime:
                 self._settle()
 
     def _warm(self, variant: Variant, batch: Reading[Any], facts: StepFacts) -> None:
-        inputs = replace(self._inputs(facts.counts, self._rows(variant.plan, facts)), stand_by=_rest)
+        inputs = replace(self._inputs(facts.counts, self._rows(variant.plan, facts)), stand_by=_rest, tell=_say_nothing)
         batch.build(variant, inputs)
         if variant.facts.fits(_batch_facts(facts)):
             with torch.set_grad_enabled(self.model.training):
@@ -319,11 +319,16 @@ class Runtime:
             guess=self.guess,
             timer=ComputeTimer(self.clock),
             stand_by=self._stand_by,
+            tell=self.execution.observers.tell,
         )
 
     def _rows(self, plan: Plan, facts: StepFacts) -> RowPlan:
         check_rows(facts.rows, shared=self.settings.shared)
         return plan_rows(plan, facts.rows, shared=self.settings.shared)
+
+
+def _say_nothing(found: Mapping[str, Any]) -> None:
+    """Tell nobody what observed submodules have made."""
 
 
 def _rest() -> None:

@@ -44,6 +44,7 @@ class Assembly:
     input_tree: Tree
     output_tree: Tree
     has_loss_fn: bool
+    observed: Tree | None = None
 
     def graph(self, training: bool, notes: tuple[str, ...]) -> Graph:
         """Make the Graph.
@@ -72,6 +73,7 @@ class Assembly:
             training=training,
             block_paths=find_blocks(meta.module_stack(node) for node in flat.nodes),
             constants=self._constants(leaves),
+            observed=None if self.observed is None else without_opaque(self.observed),
         ).with_note(*notes, *self._notes())
 
     def _leaves(self, flat: fx.Graph) -> tuple[Leaf, ...]:
@@ -104,7 +106,8 @@ class Assembly:
         return tuple(merged.values())
 
     def _outputs(self, flat: fx.Graph) -> tuple[OutputLeaf, ...]:
-        slots = [leaf for leaf in walk(self.output_tree) if isinstance(leaf, TensorSlot)]
+        leaves = (*walk(self.output_tree), *(() if self.observed is None else walk(self.observed)))
+        slots = [leaf for leaf in leaves if isinstance(leaf, TensorSlot)]
         names = [slot.name or "output" for slot in slots]
         output = flat.output_node()
         values: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]

@@ -22,10 +22,15 @@ from hetu_fx.graph.bind import Batch, as_call, flatten_batch
 from hetu_fx.graph.capture_failure import NoStrayParameters, explain_failure, no_backward_is_lost, watch_fixed_sizes
 from hetu_fx.graph.containers import Tree, flatten, unflatten
 from hetu_fx.graph.example import Example, make_example
-from hetu_fx.graph.graph import Graph
+from hetu_fx.graph.graph import OBSERVED, Graph
 from hetu_fx.graph.lengths import open_lengths
 
 LossFn = Callable[..., torch.Tensor]
+Around = Callable[[], AbstractContextManager[Mapping[str, Any]]]
+
+
+def _nothing_more() -> AbstractContextManager[Mapping[str, Any]]:
+    return contextlib.nullcontext({})
 
 
 def capture(
@@ -34,7 +39,7 @@ def capture(
     *,
     loss_fn: LossFn | None = None,
     training: bool = True,
-    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    around: Around = _nothing_more,
 ) -> Graph:
     """Capture the forward of `model` on batches like `batch` as a graph.
 
@@ -46,7 +51,8 @@ def capture(
         batch: keyword arguments (mapping) or positional ones (tuple). Values other than tensors are baked in.
         loss_fn: called as loss_fn(output, **batch) (or *batch), for a model that returns no loss.
         training: capture the model in training or in evaluation mode.
-        around: entered each time that the forward is traced.
+        around: entered each time that the forward is traced; gives a mapping, of which the tensors that it has when the
+            forward has run are further outputs.
 
     Raises:
         CaptureError: the model cannot be captured; names the line and the way out.
@@ -61,6 +67,7 @@ def capture(
         example=example,
         input_tree=input_tree,
         output_tree=program.output.tree(),
+        observed=program.output.more,
         has_loss_fn=loss_fn is not None,
     )
     return assembly.graph(training, notes)
@@ -74,6 +81,7 @@ class _OutputStructure:
     """What the trace finds out. Not an attribute of the module: export gives those back as they were."""
 
     found: Tree | None = None
+    more: Tree | None = None
 
     def tree(self) -> Tree:
         """Return the structure of the model's output."""
@@ -90,7 +98,7 @@ class _Program(nn.Module):
         input_tree: Tree,
         names: tuple[str, ...],
         loss_fn: LossFn | None,
-        around: Callable[[], AbstractContextManager[None]],
+        around: Around,
     ) -> None:
         super().__init__()
         self.model = model
@@ -112,10 +120,13 @@ class _Program(nn.Module):
             stack.enter_context(no_backward_is_lost())
             for device_type, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            stack.enter_context(self.around())
+            more = stack.enter_context(self.around())
             output = self.model(*args, **kwargs)
             tree, values = flatten(output)
-            self.output.found = tree
+            self.output.found, self.output.more = tree, None
+            if more:
+                self.output.more, further = flatten({f"{OBSERVED} {name}": value for name, value in more.items()})
+                values |= further
             if self.loss_fn is None:
                 return tuple(values.values())
             return (*values.values(), self.loss_fn(output, *args, **kwargs))

@@ -58,6 +58,10 @@ class Leaf:
     aliases: tuple[str, ...] = ()
 
 
+OBSERVED = "observed"
+"""How names of outputs begin that are those of submodules."""
+
+
 @dataclass(frozen=True)
 class OutputLeaf:
     """One entry of the flat outputs: its name (for a buffer update: the buffer's FQN) and kind."""
@@ -81,6 +85,8 @@ class Graph:
         constants: values of the CONSTANT leaves by name.
         training: whether the model was in training mode.
         notes: what the user should know about this capture.
+        observed: structure of what submodules make that are observed, in outputs whose names begin with OBSERVED; None
+            if none are.
     """
 
     graph: fx.Graph
@@ -94,6 +100,7 @@ class Graph:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     all_rows: sympy.Symbol | None = None
     notes: tuple[str, ...] = ()
+    observed: Tree | None = None
 
     def __post_init__(self) -> None:
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
@@ -128,6 +135,13 @@ class Graph:
         """Return the outputs of one kind with their nodes, in order."""
         pairs = zip(self.outputs, self.output_values, strict=True)
         return tuple((leaf, node) for leaf, node in pairs if leaf.kind is kind)
+
+    def of_observed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what observed submodules have made, by the submodules' names, from output values by name."""
+        if self.observed is None:
+            return {}
+        found: dict[str, Any] = unflatten(self.observed, values)
+        return {name.removeprefix(f"{OBSERVED} "): value for name, value in found.items()}
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """Build the user's output container from output values by name; what is left out becomes None."""

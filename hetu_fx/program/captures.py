@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetu_fx.graph.capture import ambient_autocasts, capture, in_mode
 from hetu_fx.graph.containers import Constant, Opaque, walk
 from hetu_fx.program.hooks import check_global_hooks, check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
+from hetu_fx.program.observed import Observers
 from hetu_fx.program.program import Program, make_program
 from hetu_fx.program.reads import ABSENT, PLAIN, Reads, shown
 from hetu_fx.program.structure import Structure, differences
@@ -75,6 +77,7 @@ class Programs:
 
     Attributes:
         structure: of the model when a program was last asked for.
+        observers: of its submodules, whose outputs are outputs of its programs.
         current: the program that was last asked for.
         events: the captures so far.
     """
@@ -85,6 +88,7 @@ class Programs:
         self.replaced: Forward | None = model.__dict__.get("forward")
         self.signature = inspect.signature(self.forward)
         self.structure = Structure(model)
+        self.observers = Observers(model)
         self.current: Program | None = None
         self._latest: dict[bool, Program] = {}
         self.events: list[CaptureEvent] = []
@@ -121,7 +125,7 @@ class Programs:
                 return self.find(batch, training)
         check_global_hooks()
         self._look()
-        form = form_of(batch, training)
+        form = self._form(batch, training)
         kept = self._captured.setdefault(form, [])
         found = next((one for one in kept if one.holds(self.structure)), None)
         if found is None:
@@ -140,7 +144,10 @@ class Programs:
     def form(self, batch: Batch, training: bool) -> str:
         """Return a text that is equal on ranks whose batches are alike, and whose models consist of the same."""
         self._look()
-        return f"{form_of(batch, training)} state {self.structure.digest}"
+        return f"{self._form(batch, training)} state {self.structure.digest}"
+
+    def _form(self, batch: Batch, training: bool) -> str:
+        return " ".join([form_of(batch, training), *(f"observed {name}" for name in self.observers.names)])
 
     def name(self, program: Program) -> str:
         """Return a short text of a fixed length that tells programs apart, the same in other processes."""
@@ -217,8 +224,13 @@ class Programs:
             hooks_must_change(self.model),
             self._without_what_is_lost(watch),
         ):
-            graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=watch.watching)
+            graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=partial(self._around, watch))
         return make_program(graph, frozen), watch
+
+    @contextmanager
+    def _around(self, watch: Watch) -> Iterator[Mapping[str, Any]]:
+        with watch.watching(), self.observers.collecting() as found:
+            yield found
 
     @contextmanager
     def _without_what_is_lost(self, watch: Watch) -> Iterator[None]:

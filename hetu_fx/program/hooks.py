@@ -68,7 +68,8 @@ def _checked(hook: Callable[..., Any], what: str, name: str) -> Callable[..., An
         if result is None:
             raise CaptureError(
                 f"{what} returns nothing: it only looks, and would see fakes while the model is captured and "
-                f"nothing in any step; let it return what it changes, or {_EAGER}"
+                f"nothing in any step; use model.hetu.observe({name!r}, fn), which has the output after each step, let "
+                f"it return what it changes, or {_EAGER}"
             )
         return result
 

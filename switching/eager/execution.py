@@ -18,6 +18,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
@@ -116,7 +117,7 @@ class EagerExecution:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.module = EagerModule(model, loss_fn, example)
-        self.forward, self.loss_fn = self.module.forward, loss_fn
+        self.forward, self.loss_fn, self.observers = self.module.forward, loss_fn, Observers(model)
 
     @property
     def structure(self) -> Structure:

@@ -158,6 +158,11 @@ class SequenceReader:
         Raises:
             BatchError, CaptureError: the model cannot run it.
         """
+        if self.programs.observers.names:
+            raise BatchError(
+                f"submodules {', '.join(self.programs.observers.names)} are observed, but sequences of mixed lengths "
+                f"give no outputs; remove the observers, or pass rows"
+            )
         key = _key(sequences, training)
         program = self._form(key, sequences, training).program
         digest = sha256(repr(sequences.lengths).encode()).hexdigest()[:16]

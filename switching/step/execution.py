@@ -19,6 +19,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.home.parameters import Buffers
@@ -61,6 +62,7 @@ class StepInputs:
         guess: what the gradient of the loss will be.
         timer: to run while this rank computes, in backward too.
         stand_by: what a rank without work does while the others compute.
+        tell: takes what observed submodules have made, by their names.
     """
 
     counts: tuple[float, ...]
@@ -74,6 +76,7 @@ class StepInputs:
     guess: Guess
     timer: ComputeTimer
     stand_by: Callable[[], None]
+    tell: Callable[[dict[str, Any]], None]
 
     def wants_values(self, *, has_loss: bool, training: bool) -> bool:
         """Tell whether other outputs than the loss are wanted: always where there is none."""
@@ -160,8 +163,10 @@ class Execution(Protocol[V]):
     Attributes:
         forward: the model's own forward.
         loss_fn: makes the loss of its output; None if the model does.
+        observers: of the model's submodules.
     """
 
+    observers: Observers
     forward: Callable[..., Any]
     loss_fn: Callable[..., Any] | None
 

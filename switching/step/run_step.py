@@ -13,6 +13,7 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import BatchError, StateError
 from hetu_fx.graph import meta
+from hetu_fx.graph.graph import OBSERVED
 from hetu_fx.plans.schedule import actions, forwards
 from hetu_fx.program.program import Program
 from hetu_fx.switching.step.assigned_rows import AssignedRows
@@ -40,7 +41,8 @@ def stage_of(variant: GraphVariant, batch: StepBatch, inputs: StepInputs) -> Sta
 
 def _wants_values(batch: StepBatch, inputs: StepInputs) -> bool:
     graph = batch.program.graph
-    return inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+    wanted = inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+    return wanted or graph.observed is not None
 
 
 class _GraphStep(StepFrame):
@@ -72,11 +74,20 @@ class _GraphStep(StepFrame):
         if self.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
             self.inputs.buffers.sync()  # scripts read buffers where they stand
-        made = self._returned(values) if self.wants_values else {}
+        made = self._tell(self._returned(values)) if self.wants_values else {}
         if not self.program.loss_name:
             return LossAndOutput(None, self.program.graph.rebuild(made))
         loss = made[self.program.loss_name] = self.global_loss(self._local_loss(), self.stage.contributes_loss)
         return LossAndOutput(loss, self.program.graph.rebuild(made))
+
+    def _tell(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Give observers of submodules what these have made; return what the user gets."""
+        graph = self.program.graph
+        if graph.observed is None:
+            return made
+        self.inputs.tell(graph.of_observed({name: value.detach() for name, value in made.items()}))
+        wanted = self.inputs.wants_values(has_loss=graph.loss is not None, training=graph.training)
+        return {name: value for name, value in made.items() if wanted and not name.startswith(OBSERVED)}
 
     def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs

@@ -79,7 +79,7 @@ def _(job: Job) -> Results:
     return _both(job, job.mlp(), lambda model: setattr(model, "scale", 3.0), lambda model: setattr(model, "scale", 1.0))
 
 
-@script("changes a value of a Hugging Face configuration")
+@script("changes a value of a Hugging Face configuration", tolerance=1e-6)
 def _(job: Job) -> Results:
     def change(model: Any) -> None:
         for layer in model.model.layers:
@@ -191,7 +191,7 @@ def _(job: Job) -> Results:
     )
 
 
-@script("unfreezes the last layer of a transformer only")
+@script("unfreezes the last layer of a transformer only", tolerance=1e-6)
 def _(job: Job) -> Results:
     model, batch = job.llama()
     model.requires_grad_(False)
@@ -500,7 +500,7 @@ def _(job: Job) -> Results:
     return _both(job, job.mlp(), change, lambda model: setattr(model, "last", heads[0]))
 
 
-@script("unties the embeddings of a transformer after the call")
+@script("unties the embeddings of a transformer after the call", tolerance=1e-6)
 def _(job: Job) -> Results:
     model, batch = job.llama(tie_word_embeddings=True)
     job.parallel(model, batch)
@@ -510,3 +510,74 @@ def _(job: Job) -> Results:
     optimizer = sgd(model)
     losses += [step(job, model, batch, optimizer) for _ in range(2)]
     return {"losses": losses, **job.parameters(model)}
+
+
+@script("observes what a submodule makes, in training and in evaluation, and stops")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    seen: list[Tensor] = []
+    if job.is_plain:
+        handle: Any = model.middle.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    else:
+        handle = model.hetu.observe("middle", seen.append)  # type: ignore[operator, union-attr]
+    optimizer = sgd(model)
+    losses = [step(job, model, batch, optimizer) for _ in range(2)]
+    model.eval()
+    with torch.no_grad():
+        losses.append(float(loss_of(model(**job.rows(batch)))))
+    model.train()
+    handle.remove()
+    losses.append(step(job, model, batch, optimizer))
+    return {"losses": losses, "seen": torch.stack([job.gathered(one) for one in seen]), **job.parameters(model)}
+
+
+@script("observes a layer of a transformer", tolerance=1e-6)
+def _(job: Job) -> Results:
+    model, batch = job.llama()
+    job.parallel(model, batch)
+    seen: list[Any] = []
+    if job.is_plain:
+        model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    else:
+        model.hetu.observe("model.layers.0.mlp", seen.append)  # type: ignore[operator, union-attr]
+    optimizer = sgd(model)
+    losses = [step(job, model, batch, optimizer) for _ in range(2)]
+    return {"losses": losses, "seen": torch.stack([job.gathered(one) for one in seen])}
+
+
+@script("observes a submodule that is not there", refused="there is no submodule 'body'", settings=("dp2",))
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    model.hetu.observe("body", print)  # type: ignore[operator, union-attr]
+    return {}
+
+
+def _eagerly(name: str, change: Callable[[Any], Any], make: Callable[[Job], Made] = Job.mlp) -> None:
+    """Train the module as it is: a step, a change, and two more."""
+
+    @script(f"{name}, with capture='eager'", settings=("one", "dp2", "dp4"))
+    def _(job: Job) -> Results:
+        model, batch = make(job)
+        job.parallel(model, batch, capture="eager")
+        losses = [step(job, model, batch, sgd(model))]
+        torch.manual_seed(5)
+        change(model)
+        optimizer = sgd(model)
+        losses += [step(job, model, batch, optimizer) for _ in range(2)]
+        return {"losses": losses, **job.parameters(model)}
+
+
+def _counting(job: Job) -> Made:
+    torch.manual_seed(0)
+    return _Counting().double(), batches(1)[0]
+
+
+_eagerly("counts calls in Python", lambda model: None, _counting)
+_eagerly("changes an attribute", lambda model: setattr(model, "scale", 3.0))
+_eagerly("replaces the head", _new_head)
+_eagerly("unfreezes a parameter", lambda model: model.first.bias.requires_grad_(True))
+_eagerly("looks through a hook", lambda model: model.middle.register_forward_hook(lambda *given: None))
+_eagerly("looks through a backward hook", lambda model: model.middle.register_full_backward_hook(lambda *given: None))
+_eagerly("adds weight norm", lambda model: parametrizations.weight_norm(model.middle))

@@ -107,7 +107,7 @@ def _found(
     execution, program = _execution_of(wanted)
     batch, cluster = wanted.batch, wanted.cluster
     args, kwargs = as_call(batch)
-    example = execution.read(args, kwargs, True, shared=True).facts
+    example = execution.read(args, kwargs, True, shared=wanted.settings.shared).facts
     given = cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.read(cluster)
     return execution, program, example, None if wanted.plan == "auto" else _given_plans(wanted.plan), given
 

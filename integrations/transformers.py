@@ -62,6 +62,12 @@ def _generate_whole(model: nn.Module) -> None:
     object.__setattr__(model, "generate", generate_inside)
 
 
+def _token_paddings(model: nn.Module) -> dict[str, int]:
+    """Return the token that a model's inputs of tokens are padded with, if its configuration names one."""
+    token = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return dict.fromkeys(("input_ids", "decoder_input_ids"), token) if isinstance(token, int) and token >= 0 else {}
+
+
 register_framework(
     Framework(
         name="transformers",
@@ -75,6 +81,7 @@ register_framework(
         ),
         labels=("labels",),
         positions="position_ids",
+        paddings=_token_paddings,
         own_hooks=("transformers.",),  # they collect hidden states and attentions as outputs
     )
 )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.comm_ops.plans.cost import Topology
+from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
@@ -28,7 +29,8 @@ from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of
 from hetu_fx.switching.step.batches import ReadBatch, read_batch
 from hetu_fx.switching.step.compiled_plans import GraphCompute, GraphVariant
-from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs
+from hetu_fx.switching.step.execution import LossAndOutput, Reading, Run, StepInputs, wants_values
+from hetu_fx.switching.step.filling import Fillings
 from hetu_fx.switching.step.loss import Guess
 from hetu_fx.switching.step.run_step import run_step, stage_of
 from hetu_fx.switching.step.variant import KeptBack
@@ -56,6 +58,7 @@ class GraphExecution:
         self.programs, self.backend = programs, backend
         self.sequences = SequenceReader(programs)
         self.forward, self.loss_fn, self.observers = programs.forward, programs.loss_fn, programs.observers
+        self.fillings = Fillings(programs.model)
         programs.first(example, training=True)
 
     @property
@@ -102,8 +105,8 @@ class GraphExecution:
         sequences = sequences_of(batch_of(self.programs.signature, args, kwargs))
         if sequences is not None:
             return self.sequences.read(sequences, training, shared=shared)
-        batch = read_batch(args, kwargs, self.programs, training)
-        return RowReading(batch.facts, batch)
+        batch = read_batch(args, kwargs, self.programs, training, shared=shared)
+        return RowReading(batch.facts, batch, self.fillings)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,14 @@ class RowReading(Reading[GraphVariant]):
     """A batch of rows, as graphs run it."""
 
     batch: ReadBatch
+    fillings: Fillings
+
+    def filled(self, facts: StepFacts, outputs: str) -> RowReading:
+        """Return it filled up to the longest rows of all ranks."""
+        graph = self.batch.program.graph
+        wanted = wants_values(outputs, has_loss=graph.loss is not None, training=graph.training)
+        wanted = wanted or graph.observed is not None
+        return replace(self, batch=self.fillings.filled(self.batch, facts, wants_values=wanted))
 
     def build(self, variant: GraphVariant, inputs: StepInputs) -> None:
         """Make the variant's graphs."""

@@ -247,6 +247,8 @@ class Runtime:
         assert batch is not None
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
+        if facts.sizes_differ or facts.sizes != batch.facts.sizes:
+            batch = batch.filled(facts, self.settings.outputs)
         if changed:
             self._take_in()
         return batch, facts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,6 +54,8 @@ class StepFacts:
         probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
         is_joined: a rank knows of a process that is ready to join.
         update_seconds: of each rank's optimizers since the last facts; 0 if unknown.
+        sizes: the largest of each, of ranks with rows.
+        sizes_differ: some such ranks have smaller ones.
     """
 
     rows: tuple[int, ...] = _fact(_counts)
@@ -65,6 +67,8 @@ class StepFacts:
     probe_seconds: tuple[float, ...] = _fact(tuple)
     is_joined: bool = _fact(any)
     update_seconds: tuple[float, ...] = _fact(tuple)
+    sizes: tuple[int, ...] = ()
+    sizes_differ: bool = False
 
 
 _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
@@ -97,6 +101,7 @@ class LocalFacts:
         values: numbers that must be the same on all ranks (tensors of no dim), in the order of `value_names`.
         value_names: what the values are, for messages.
         told: this rank's numbers for the other facts, by the names in `StepFacts`; 0 where it says nothing.
+        sizes_may_differ: this rank fills its inputs up to the largest sizes of all.
         state: gives what stands behind the signature, by what it is of: for a message that says what is unlike.
     """
 
@@ -109,6 +114,7 @@ class LocalFacts:
     values: tuple[float, ...] = ()
     value_names: tuple[str, ...] = ()
     told: Mapping[str, float] = field(default_factory=dict)
+    sizes_may_differ: bool = False
     state: Callable[[], Mapping[str, str]] = field(default=dict, compare=False)
 
     @property
@@ -129,7 +135,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, Exception):
             raise facts
-        return _combined([facts.numbers], facts.counts)
+        return replace(_combined([facts.numbers], facts.counts), sizes=facts.sizes)
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[_ERROR] for row in gathered):
@@ -138,12 +144,19 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     counts = tuple(sum(row[_FIRST_COUNT + i] for row in gathered) for i in range(len(facts.counts)))
     agreed = _combined([row[_FIRST_FACT:_FIRST_SIZE] for row in gathered], counts)
     _check_equal(table, gathered, facts, agreed.rows)
-    return agreed
+    return _with_sizes(agreed, gathered, len(facts.sizes))
 
 
 def _combined(ranks: Sequence[Numbers], counts: tuple[float, ...]) -> StepFacts:
     columns = zip(_COMBINE.items(), zip(*ranks, strict=True), strict=True)
     return StepFacts(counts=counts, **{name: combine(column) for (name, combine), column in columns})
+
+
+def _with_sizes(agreed: StepFacts, gathered: Sequence[Numbers], count: int) -> StepFacts:
+    """Return the facts with the sizes that inputs must have, of the ranks that have rows (all, if none has any)."""
+    ranks = [row for row, rows in zip(gathered, agreed.rows, strict=True) if rows] or gathered
+    columns = list(zip(*(map(int, row[_FIRST_SIZE : _FIRST_SIZE + count]) for row in ranks), strict=True))
+    return replace(agreed, sizes=tuple(map(max, columns)), sizes_differ=any(len(set(sizes)) > 1 for sizes in columns))
 
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:
@@ -303,7 +316,7 @@ def _check_equal(table: GroupTable, gathered: list[list[float]], facts: LocalFac
             f"led to (told by its hash); make them alike: change a model on all ranks in the same way, before the same "
             f"step, and use the same version of every package. {_unlike(states)}{told}"
         )
-    for i, name in enumerate(facts.size_names):
+    for i, name in enumerate(() if facts.sizes_may_differ else facts.size_names):
         sizes = [int(row[_FIRST_SIZE + i]) for row in gathered]
         if len({size for size, count in zip(sizes, rows, strict=True) if count}) > 1:
             raise BatchError(

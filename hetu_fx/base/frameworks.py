@@ -66,6 +66,7 @@ class Framework:
         weights: what files of weights are called.
         labels: inputs of sequences that are left out of the loss where they are -100.
         positions: the argument of models for positions that restart in each sequence.
+        paddings: gives what a model's inputs are padded with, by name; 0 where nothing is said.
         launcher: the framework's own.
         own_hooks: beginnings of the names of modules whose hooks are a part of how the framework's models work.
     """
@@ -77,6 +78,7 @@ class Framework:
     weights: WeightNames | None = None
     labels: tuple[str, ...] = ()
     positions: str = ""
+    paddings: Callable[[nn.Module], Mapping[str, int]] = lambda model: {}
     launcher: Launcher | None = None
     own_hooks: tuple[str, ...] = ()
 
@@ -127,6 +129,11 @@ def label_inputs() -> tuple[str, ...]:
 def position_input() -> str:
     """Return what models call positions that restart in each sequence."""
     return next((framework.positions for framework in frameworks() if framework.positions), "")
+
+
+def paddings(model: nn.Module) -> dict[str, int]:
+    """Return what a model's inputs are padded with, by name, where that is not 0."""
+    return {name: value for framework in frameworks() for name, value in framework.paddings(model).items()}
 
 
 def launchers() -> tuple[Launcher, ...]:

@@ -38,6 +38,7 @@ class ReadBatch:
         facts: what the other ranks must know.
         bindings: what the graph's symbols stand for; the batch symbol stands for this rank's rows.
         splits: its micro-batches are not those of the plan, which may have but one.
+        brought: what the symbols stood for before the batch was filled up to the sizes of all ranks; None: it was not.
     """
 
     program: Program
@@ -45,6 +46,7 @@ class ReadBatch:
     facts: LocalFacts
     bindings: Bindings
     splits: bool = False
+    brought: Bindings | None = None
 
     def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[MicroBatchRows]:
         """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`."""
@@ -66,8 +68,10 @@ class ReadBatch:
         return MicroBatchRows(tensors, len(interval), interval.start, bindings)
 
 
-def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool) -> ReadBatch:
-    """Read the arguments of a call of the model.
+def read_batch(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Programs, training: bool, *, shared: bool
+) -> ReadBatch:
+    """Read the arguments of a call of the model; `shared`: every rank passes the same.
 
     Raises:
         BatchError: they do not fit the model's forward or the captured program, or are objects that no graph takes.
@@ -86,6 +90,7 @@ def read_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], programs: Progr
         signature=f"{programs.form(batch, training)}, graph {program.fingerprint}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
+        sizes_may_differ=not shared,
         longest=program.longest(tensors),
         counts=_counts(program, tensors, count),
         values=tuple(values.values()),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import Topology
-from hetu_fx.comm_ops.wire.consensus import LocalFacts
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.assignment import Planned
@@ -80,7 +80,12 @@ class StepInputs:
 
     def wants_values(self, *, has_loss: bool, training: bool) -> bool:
         """Tell whether other outputs than the loss are wanted: always where there is none."""
-        return not has_loss or self.outputs == "all" or (self.outputs == "auto" and not training)
+        return wants_values(self.outputs, has_loss=has_loss, training=training)
+
+
+def wants_values(outputs: str, *, has_loss: bool, training: bool) -> bool:
+    """Tell whether other outputs than the loss are wanted: always where there is none."""
+    return not has_loss or outputs == "all" or (outputs == "auto" and not training)
 
 
 class LossAndOutput(NamedTuple):
@@ -140,6 +145,14 @@ class Reading(ABC, Generic[V]):
     """A batch that has been read, and what the other ranks must know of it; what runs it is collective."""
 
     facts: LocalFacts
+
+    def filled(self, facts: StepFacts, outputs: str) -> Reading[V]:
+        """Return it with the sizes that all ranks have agreed on; `outputs` as in `StepInputs`.
+
+        Raises:
+            BatchError: on every rank, where sizes differ and cannot be made alike.
+        """
+        return self
 
     @abstractmethod
     def build(self, variant: V, inputs: StepInputs) -> None:

@@ -21,6 +21,7 @@ from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
+from hetu_fx.switching.step.filling import as_brought
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute, value_routes
 from hetu_fx.switching.step.gradients import Collector, RunAgain
 from hetu_fx.transforms.specialize.device_graph import SlotKind
@@ -175,7 +176,8 @@ class _GraphStep(StepFrame):
 
     def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         has_work = self.device is not None and len(self.interval) > 0
-        return self.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
+        made = self.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
+        return as_brought(self.batch, made) if isinstance(self.batch, ReadBatch) else made
 
 
 def _check_rows_can_be_put_together(program: Program, variant: GraphVariant, inputs: StepInputs) -> None:

@@ -192,11 +192,16 @@ class _Tracker:
         dims = [i for i, index in enumerate(step.call.arguments["indices"]) if index is not None]
         pointers = {}
         for position, dim in enumerate(dims, start=1):
-            if step.given[position].points is not None:
-                target = step.target(position)
-                if source.shape[dim] != step.given[position].size or step.order(0, dim) != target:
-                    raise Misuse
+            rows = step.given[position]
+            if rows.points is None:
+                continue
+            if source.shape[dim] == rows.size and step.order(0, dim) == step.target(position):
                 pointers[position] = dim
+            elif rows.points == SELF:  # counted along a dim of another size: numbers, the same for every shard
+                self._spoiled |= rows.origins
+                step = step.with_plain(position)
+            else:
+                raise Misuse
         if not pointers:
             return step.carried()
         call = replace(step.call, pointers=frozenset(pointers))

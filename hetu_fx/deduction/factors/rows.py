@@ -70,6 +70,10 @@ class RowStep:
         assert rule is not None, "an op with a role has a rule"
         return replace(self, call=call, factoring=rule.factor(call))
 
+    def with_plain(self, operand: int) -> RowStep:
+        """Return the step with an operand of which nothing is known."""
+        return replace(self, given=(*self.given[:operand], PLAIN, *self.given[operand + 1 :]))
+
     def order(self, operand: int, dim: int) -> int:
         """Return the order of the rows of an operand's dim."""
         return self.given[operand].orders.get(dim, NATURAL)

@@ -35,6 +35,15 @@ def ops_where_rows_are_whole(function: Callable[..., Tensor], *inputs: Tensor) -
     }
 
 
+def test_rows_of_a_mask_are_taken_by_count_though_its_columns_are_counted_along_another_size() -> None:
+    def masked(ids: Tensor, mask: Tensor) -> Tensor:
+        rows, columns = torch.arange(ids.size(0)), torch.arange(ids.size(1))
+        return ids * mask[rows[:, None], columns[None]] + (columns > 1)
+
+    ids = torch.ones(6, 5)
+    assert ops_where_rows_are_whole(masked, ids, torch.ones(6, 9)) == set()
+
+
 def there_and_back(x: Tensor, ids: Tensor) -> Tensor:
     order = ids.argsort()
     return (x[order] * 2)[order.argsort()]

@@ -21,7 +21,7 @@ def programs() -> Programs:
 
 
 def read(programs: Programs, *args: Any, **kwargs: Any) -> ReadBatch:
-    return read_batch(args, kwargs, programs, training=True)
+    return read_batch(args, kwargs, programs, training=True, shared=False)
 
 
 def test_facts_are_rows_lengths_sizes_and_counts(programs: Programs) -> None:

@@ -1,0 +1,213 @@
+"""Whether inputs can be filled up to greater sizes without a trace in what the model makes of them: found by trying.
+
+Ranks that pad their own rows have sequences of unequal lengths. Whether a program does the same for the longer rows
+depends on all of it: masks that follow from inputs or from places, labels that the loss leaves out, which token a head
+reads, what a mean divides by. So the program is run on a few tokens, in double precision and on random parameters, once
+as they are and once filled up; what it returns must be equal where both have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from hetu_fx.base.frameworks import label_inputs, position_input
+from hetu_fx.base.torch_private import short_name
+from hetu_fx.batches.packing import IGNORED, Filling
+from hetu_fx.graph import meta
+from hetu_fx.graph.calls import argument
+from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.program.program import Bindings, Program, evaluate
+
+_TOKENS, _MORE = 6, 3  # of every size that the graph leaves open, and what it is filled up by
+_TOLERANCE = 1e-9  # relative, in double precision
+_LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+
+Buffers = Callable[[str], Tensor]
+"""Gives a buffer of the model by its name."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An output that is another one for inputs that are filled up; None: all may be, as it cannot be found out."""
+
+    kind: OutputKind | None
+    text: str
+
+
+def filling_of(graph: Graph, paddings: Mapping[str, int]) -> Filling:
+    """Return what fills each input: what the loss ignores where it is its target, counted on in positions, else 0.
+
+    `paddings` names what the framework of the model pads inputs with.
+    """
+    targets = {**paddings, **{name: IGNORED for name in label_inputs()}}
+    inputs = {leaf.node: leaf.name for leaf in graph.leaves_of(LeafKind.INPUT)}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and _name(node) in _LOSSES:
+            made_of = [inputs[operand] for operand in needed_for([argument(node, "target")]) if operand in inputs]
+            ignored = argument(node, "ignore_index")
+            targets |= {name: int(ignored) for name in made_of if len(made_of) == 1}
+    return Filling({name: targets[name] for name in inputs.values() if name in targets}, position_input() or None)
+
+
+def filled_up(tensor: Tensor, shape: tuple[int, ...], name: str, filling: Filling) -> Tensor:
+    """Return an input at the beginning of a larger one; positions are counted on from their last."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    made = tensor.new_full(shape, filling.padding.get(name, 0))
+    kept = tuple(slice(min(old, new)) for old, new in zip(tensor.shape, shape, strict=True))
+    made[kept] = tensor[kept]
+    if name == filling.positions and tensor.shape[-1] and tensor.shape[:-1] == shape[:-1]:
+        more = torch.arange(1, shape[-1] - tensor.shape[-1] + 1, device=tensor.device, dtype=tensor.dtype)
+        made[..., tensor.shape[-1] :] = tensor[..., -1:] + more
+    return made
+
+
+def trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tuple[Difference, ...]:
+    """Return what a program makes otherwise of inputs that are filled up.
+
+    Args:
+        program: any; its parameters are not needed.
+        filling: what fills its inputs.
+        buffers: gives those of the model.
+    """
+    try:
+        return tuple(_differences(program, filling, buffers))
+    except Exception as error:  # whatever ops raise on sizes and values that they were not meant for
+        return (Difference(None, f"it cannot be tried on a few tokens ({type(error).__name__}: {error})"),)
+
+
+def _differences(program: Program, filling: Filling, buffers: Buffers) -> Iterator[Difference]:
+    sizes = [_sizes(program, count) for count in (_TOKENS, _TOKENS + _MORE)]
+    short = {leaf.name: _sample(leaf, sizes[0], filling) for leaf in program.inputs}
+    shapes = {leaf.name: _shape(leaf.node, sizes[1]) for leaf in program.inputs}
+    long = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in short.items()}
+    before, after = (_Trial(program, buffers, tensors).outputs() for tensors in (short, long))
+    for leaf, node, one, other in zip(program.graph.outputs, program.graph.output_values, before, after, strict=True):
+        if isinstance(one, Tensor) and not _alike(one, other):
+            yield Difference(leaf.kind, f"its {leaf.kind} {leaf.name!r} is another one ({meta.source_line(node)})")
+
+
+def _sizes(program: Program, tokens: int) -> dict[sympy.Symbol, int]:
+    """Return so many tokens for every size that is open, and the example's rows."""
+    graph, found = program.graph, {}
+    for leaf in program.inputs:
+        for size, hint in zip(meta.shape(leaf.node), meta.hints(leaf.node), strict=True):
+            for symbol in getattr(meta.expression(size), "free_symbols", ()):
+                found[symbol] = hint if symbol == graph.batch_symbol else tokens
+    return found
+
+
+def _shape(node: fx.Node, sizes: Bindings) -> tuple[int, ...]:
+    return evaluate(tuple(meta.expression(size) for size in meta.shape(node)), sizes)
+
+
+def _sample(leaf: Leaf, sizes: Bindings, filling: Filling) -> Tensor:
+    """Return an input: positions from 0, numbers that differ, ones for all that chooses or is masked."""
+    shape, dtype = _shape(leaf.node, sizes), meta.dtype(leaf.node)
+    if leaf.name == filling.positions:
+        return torch.arange(shape[-1]).to(dtype).expand(shape).clone()
+    if dtype.is_floating_point and len(shape) > 2:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = torch.ones(shape, dtype=_doubled(dtype))
+    return given + given if filling.padding.get(leaf.name) == 1 else given
+
+
+def _alike(one: Tensor, other: Any) -> bool:
+    """Tell whether two results are equal where both have values."""
+    if one.dim() != other.dim() or any(a > b for a, b in zip(one.shape, other.shape, strict=True)):
+        return False
+    common = other[tuple(slice(size) for size in one.shape)]
+    if not one.is_floating_point():
+        return torch.equal(one, common)
+    scale = float(one.abs().max()) if one.numel() else 0.0
+    return bool(one.isfinite().all()) and torch.allclose(one, common, rtol=0.0, atol=_TOLERANCE * max(scale, 1e-3))
+
+
+@dataclass
+class _Trial:
+    """One run of a program on the CPU, op by op; what is large is made when it is read."""
+
+    program: Program
+    buffers: Buffers
+    tensors: Mapping[str, Tensor]
+
+    @torch.no_grad()
+    def outputs(self) -> list[Any]:
+        graph = self.program.graph
+        values: dict[fx.Node, Any] = {leaf.node: value for leaf, value in self._leaves()}
+        last = {operand: node for node in graph.graph.nodes for operand in node.all_input_nodes}
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _value(values[operand]))
+                values[node] = _done(node, args, kwargs)
+                for operand in node.all_input_nodes:
+                    if last[operand] is node:
+                        del values[operand]
+        return [_value(values[node]) if isinstance(node, fx.Node) else node for node in graph.output_values]
+
+    def _leaves(self) -> Iterator[tuple[Leaf, Any]]:
+        counts = iter(self.program.prologue(self.tensors))
+        for number, leaf in enumerate(self.program.graph.leaves):
+            match leaf.kind:
+                case LeafKind.INPUT:
+                    yield leaf, self.tensors[leaf.name]
+                case LeafKind.PARAMETER:
+                    yield leaf, _Parameter(meta.hints(leaf.node), meta.dtype(leaf.node), number)
+                case LeafKind.BUFFER:
+                    yield leaf, _double(self.buffers(leaf.name).cpu())
+                case LeafKind.CONSTANT:
+                    yield leaf, _double(self.program.graph.constants[leaf.name].cpu())
+                case LeafKind.COUNT:
+                    yield leaf, torch.tensor(next(counts), dtype=_doubled(meta.dtype(leaf.node)))
+                case _:
+                    yield leaf, torch.zeros(meta.hints(leaf.node), dtype=meta.dtype(leaf.node))
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """Random numbers, the same whenever they are read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+
+    def made(self) -> Tensor:
+        if not self.dtype.is_floating_point:
+            return torch.zeros(self.shape, dtype=self.dtype)
+        scale: float = max(1, self.shape[-1] if self.shape else 1) ** -0.5
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(self.shape, generator=generator, dtype=torch.float64).mul_(scale)
+
+
+def _value(value: Any) -> Any:
+    return value.made() if isinstance(value, _Parameter) else value
+
+
+def _done(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Run an op in double precision on the CPU; one that drops values at random drops none."""
+    if node.target is torch.ops.hetu.dropout.default:
+        return args[0]
+    assert callable(node.target)
+    args, kwargs = fx.node.map_aggregate((args, kwargs), _doubled)
+    place = {"device": torch.device("cpu")} if "device" in kwargs else {}
+    return node.target(*args, **{**kwargs, **place})
+
+
+def _doubled(value: Any) -> Any:
+    is_lower = isinstance(value, torch.dtype) and value.is_floating_point
+    return torch.float64 if is_lower else value
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _name(node: fx.Node) -> str:
+    return short_name(node.target).rpartition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""

@@ -1,0 +1,86 @@
+"""Rows of unequal lengths: a rank fills its own up to the longest of all, and gets outputs of its own length back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from hetu_fx.base.frameworks import paddings
+from hetu_fx.batches.packing import Filling
+from hetu_fx.comm_ops.wire.consensus import StepFacts
+from hetu_fx.errors import BatchError
+from hetu_fx.graph import meta
+from hetu_fx.graph.graph import OutputKind
+from hetu_fx.program.filling_safety import Difference, filled_up, filling_of, trace_of_filling
+from hetu_fx.program.program import Program, bind, evaluate
+from hetu_fx.switching.step.batches import ReadBatch, sizes_besides_rows
+
+
+class Fillings:
+    """What fills up the inputs of one model's programs, and what trace that leaves: found out when it is first needed.
+
+    Args:
+        model: the user's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: WeakKeyDictionary[Program, tuple[Filling, tuple[Difference, ...]]] = WeakKeyDictionary()
+
+    def filled(self, batch: ReadBatch, facts: StepFacts, *, wants_values: bool) -> ReadBatch:
+        """Return a batch with the sizes that ranks have agreed on.
+
+        Raises:
+            BatchError: on every rank, where sizes differ and the program would not do the same for filled rows.
+        """
+        filling, found = self._of(batch.program)
+        relevant = [one for one in found if wants_values or one.kind is not OutputKind.VALUE]
+        if facts.sizes_differ and relevant:
+            raise BatchError(
+                f"ranks bring inputs of unequal sizes (the largest are {_named(batch, facts)}), and filled up to one "
+                f"size the model would do something else: {relevant[0].text}. Pass what masks the padding "
+                f"(attention_mask) if the model takes it, or pad all ranks' batches of a step to the same size in the "
+                f'collator (padding="max_length", or pad_to_multiple_of with a multiple that all stay below)'
+            )
+        return _with_sizes(batch, facts.sizes, filling)
+
+    def _of(self, program: Program) -> tuple[Filling, tuple[Difference, ...]]:
+        if program not in self._known:
+            filling = filling_of(program.graph, paddings(self._model))
+            self._known[program] = filling, trace_of_filling(program, filling, self._model.get_buffer)
+        return self._known[program]
+
+
+def _named(batch: ReadBatch, facts: StepFacts) -> str:
+    return ", ".join(f"{name}: {size}" for name, size in zip(batch.facts.size_names, facts.sizes, strict=True))
+
+
+def _with_sizes(batch: ReadBatch, sizes: tuple[int, ...], filling: Filling) -> ReadBatch:
+    rest = iter(sizes)
+    tensors = {
+        name: filled_up(tensor, _shape(tensor, name in batch.program.row_inputs, rest), name, filling)
+        for name, tensor in batch.tensors.items()
+    }
+    assert tuple(sizes_besides_rows(tensors, batch.program.row_inputs).values()) == sizes
+    return replace(batch, tensors=tensors, bindings=bind(batch.program.inputs, tensors), brought=batch.bindings)
+
+
+def _shape(tensor: Tensor, has_rows: bool, rest: Iterator[int]) -> tuple[int, ...]:
+    first = tuple(tensor.shape[:1]) if has_rows else ()
+    return (*first, *(next(rest) for _ in range(tensor.dim() - len(first))))
+
+
+def as_brought(batch: ReadBatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return outputs with the sizes that follow from the inputs as this rank has brought them."""
+    if batch.brought is None:
+        return dict(values)
+    graph, cut = batch.program.graph, dict(values)
+    for leaf, node in graph.outputs_of(OutputKind.VALUE):
+        for dim, size in enumerate(meta.shape(node) if leaf.name in cut else ()):
+            before, now = (evaluate((meta.expression(size),), sizes)[0] for sizes in (batch.brought, batch.bindings))
+            if before != now:
+                cut[leaf.name] = cut[leaf.name].narrow(dim, 0, before)
+    return cut

@@ -58,6 +58,7 @@ foreach_mul = torch._foreach_mul_
 unflatten_dense_tensors = torch._C._nn.unflatten_dense_tensors
 
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level  # of torch.func; None outside
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether the backward under way may be repeated
 
 get_default_group = _get_default_group
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
@@ -120,6 +121,18 @@ def is_setup_context_defined(function: type[torch.autograd.Function]) -> bool:
 def rename(node: fx.Node, name: str) -> None:
     """Give a node another name, as near to this one as its graph has free."""
     node._rename(name)
+
+
+def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
+    """Return what holds a leaf's hooks: those on its gradient, and those for once that has accumulated."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def set_gradient_hooks(tensor: Tensor, hooks: tuple[Any, Any]) -> None:
+    """Let a leaf that needs a gradient have the hooks that another one had; their handles stay good."""
+    for name, held in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
+        if held:
+            setattr(tensor, name, held)
 
 
 def is_parameter(tensor: Tensor) -> bool:

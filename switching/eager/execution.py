@@ -34,7 +34,7 @@ from hetu_fx.switching.eager.module import (
 )
 from hetu_fx.switching.home.ops import layout_of
 from hetu_fx.switching.step.execution import LossAndOutput, Reading, StepInputs, check_takes_any_row
-from hetu_fx.switching.step.frame import StepFrame
+from hetu_fx.switching.step.frame import StepFrame, ValueRoute
 from hetu_fx.switching.step.rows import rows_for_pipeline
 from hetu_fx.switching.step.variant import Variant
 
@@ -188,11 +188,12 @@ class _EagerStep(StepFrame):
     variant: EagerVariant
 
     def __init__(self, module: EagerModule, variant: EagerVariant, batch: EagerBatch, inputs: StepInputs) -> None:
-        super().__init__(variant, inputs)
+        gives_values = inputs.wants_values(has_loss=True, training=module.model.training)
+        super().__init__(variant, inputs, gives_values=gives_values, needing=batch.needing)
         self.module, self.batch = module, batch
 
     def run(self) -> LossAndOutput:
-        rows = self._own_rows()
+        rows = self.leaves_of(self._own_rows())
         parameters = self.variant.compute.gather(self.variant.bridge)
         if self.trains:
             collector = self.collector(self.variant.bridge, parameters, overlaps=True, used=self.variant.used_anywhere)
@@ -202,11 +203,14 @@ class _EagerStep(StepFrame):
         made, told = self._attempt(rows, parameters)
         forms = tell(self.table, told)
         form = common_form(forms)
-        values = self._values(forms, form, made)
+        routes = self._routes(forms, form)
+        local = self._local_loss(form, made) if form.loss_name else None
+        pieces, local = self.outside({} if made is None else made.values, routes, local)
+        values = self.hand_out(routes, pieces, has_work=made is not None)
         tree = form.tree if values else loss_alone(form.tree)
-        if not form.loss_name:
+        if local is None:
             return LossAndOutput(None, unflatten(tree, values))
-        loss = values[form.loss_name] = self.global_loss(self._local_loss(form, made), made is not None)
+        loss = values[form.loss_name] = self.global_loss(local, made is not None)
         return LossAndOutput(loss, unflatten(tree, values))
 
     def _own_rows(self) -> dict[str, Tensor]:
@@ -238,14 +242,12 @@ class _EagerStep(StepFrame):
             return None, error
         return made, form_of_output(made)
 
-    def _values(self, forms: Mapping[int, OutputForm], form: OutputForm, made: EagerOutput | None) -> dict[str, Tensor]:
-        """Return the outputs other than the loss that belong to this rank's rows."""
+    def _routes(self, forms: Mapping[int, OutputForm], form: OutputForm) -> tuple[ValueRoute, ...]:
+        """Return the ways of the outputs other than the loss to this rank's rows, if they are wanted."""
         has_loss = bool(form.loss_name)
         if not self.inputs.wants_values(has_loss=has_loss, training=self.module.model.training):
-            return {}
-        routes = eager_routes(forms, self.variant.plan, self.inputs.rows, shared=self.inputs.shared)
-        values = {} if made is None else made.values
-        return self.hand_out(routes, values, has_work=made is not None, has_loss=has_loss)
+            return ()
+        return eager_routes(forms, self.variant.plan, self.inputs.rows, shared=self.inputs.shared)
 
     def _local_loss(self, form: OutputForm, made: EagerOutput | None) -> Tensor:
         """Return this replica's part of the mean over all rows, from its mean over its own; zero where it has none."""

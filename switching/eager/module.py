@@ -37,7 +37,7 @@ from hetu_fx.graph.containers import (
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Forward, batch_of, form_of
 from hetu_fx.program.structure import Structure
-from hetu_fx.switching.step.batches import longest_side, sizes_besides_rows
+from hetu_fx.switching.step.batches import longest_side, needing_gradients, sizes_besides_rows
 from hetu_fx.switching.step.frame import ValueRoute
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks
 
@@ -59,6 +59,11 @@ class EagerBatch:
     tensors: Mapping[str, Tensor]
     row_inputs: tuple[str, ...]
     facts: LocalFacts
+
+    @property
+    def needing(self) -> Mapping[str, Tensor]:
+        """Return the inputs that need a gradient."""
+        return needing_gradients(self.tensors, self.row_inputs)
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,12 @@ class EagerModule:
                 f"each of them (an input has rows if it had as many as the first one in the example batch)"
             )
         sizes = sizes_besides_rows(tensors, row_inputs)
+        needing = sorted(needing_gradients(tensors, row_inputs))
         facts = LocalFacts(
             rows=rows[row_inputs[0]],
             # All ranks must cut the same inputs by rows.
-            signature=f"{form_of(batch, training)} state {self.structure.digest} rows of {' '.join(row_inputs)}",
+            signature=f"{form_of(batch, training)} state {self.structure.digest} rows of {' '.join(row_inputs)} "
+            f"gradients of {needing}",
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),
             longest=longest_side(tensors, row_inputs),

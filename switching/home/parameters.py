@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.base.once import once
-from hetu_fx.base.torch_private import without_weak_references
+from hetu_fx.base.torch_private import gradient_hooks, set_gradient_hooks, without_weak_references
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -52,7 +52,9 @@ def _swap(name: str, parameter: nn.Parameter, home: nn.Parameter) -> None:
             f"kept; call hetu_fx.auto_parallelize before what keeps them (such as a weakref.WeakKeyDictionary of "
             f"parameters)"
         )
+    hooks = gradient_hooks(parameter)
     torch.utils.swap_tensors(parameter, home)
+    set_gradient_hooks(parameter, hooks)
 
 
 def _pieces_of_first(

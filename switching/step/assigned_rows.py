@@ -134,6 +134,11 @@ class AssignedRows:
         return {}
 
     @property
+    def needing(self) -> Mapping[str, Tensor]:
+        """Return that no input needs a gradient."""
+        return {}
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of the sequences."""
         return sum(self.sequences.lengths[i] for i in self.assignment.positions)

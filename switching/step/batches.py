@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import check_no_objects, input_tensors
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs, batch_of
@@ -47,6 +48,11 @@ class ReadBatch:
     bindings: Bindings
     splits: bool = False
     brought: Bindings | None = None
+
+    @property
+    def needing(self) -> Mapping[str, Tensor]:
+        """Return the inputs that need a gradient."""
+        return needing_gradients(self.tensors, self.program.row_inputs)
 
     def cuts(self, rows: RowPlan, plan: Plan, table: GroupTable, *, shared: bool) -> list[MicroBatchRows]:
         """Fetch this rank's pipeline's rows and cut them into micro-batches; collective, unless `shared`."""
@@ -85,9 +91,10 @@ def read_batch(
     bindings = bind(program.inputs, tensors)
     sizes = sizes_besides_rows(tensors, program.row_inputs)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
+    needing = needing_gradients(tensors, program.row_inputs)
     facts = LocalFacts(
         rows=count,
-        signature=f"{programs.form(batch, training)}, graph {program.fingerprint}",
+        signature=f"{programs.form(batch, training)}, graph {program.fingerprint}{_told(needing)}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         sizes_may_differ=not shared,
@@ -98,6 +105,17 @@ def read_batch(
         state=lambda: programs.facts(program),
     )
     return ReadBatch(program, tensors, facts, bindings)
+
+
+def needing_gradients(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, Tensor]:
+    """Return the inputs that need a gradient. Raises BatchError for one without rows, whose gradient is a sum."""
+    found = {name: t for name, t in tensors.items() if t.requires_grad} if torch.is_grad_enabled() else {}
+    if others := sorted(found.keys() - set(row_inputs)):
+        raise BatchError(
+            f"input {others} needs a gradient, which only inputs with rows get; make it a parameter of the model, "
+            f"detach it, or take the gradient inside model.hetu.whole()"
+        )
+    return found
 
 
 def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:
@@ -113,6 +131,10 @@ def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str
 def longest_side(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> int:
     """Return the largest dim 1 of the inputs with rows, which is the sequence length where there are sequences."""
     return max((int(tensors[name].shape[1]) for name in row_inputs if tensors[name].dim() > 1), default=0)
+
+
+def _told(needing: Mapping[str, Tensor]) -> str:
+    return f", gradients of {sorted(needing)}" if needing else ""
 
 
 def _counts(program: Program, tensors: Mapping[str, Tensor], rows: int) -> tuple[float, ...]:

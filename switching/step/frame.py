@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, cotangent
+from hetu_fx.annotations.annotation import Annotation, Duplicate, Partial, Sharding, cotangent
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import StateError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.switching.bridge.bridge import Bridge
+from hetu_fx.switching.step.boundary import StepBackward, TiedInput, tied
 from hetu_fx.switching.step.execution import StepInputs
 from hetu_fx.switching.step.gradients import Collector, UsedAnywhere
 from hetu_fx.switching.step.loss import GlobalLoss, LossGradient, applied
@@ -83,18 +86,6 @@ def value_routes(deduced: DeducedGraph, rows: RowPlan, bindings: Bindings, *, sh
     return tuple(routes)
 
 
-def _anchored(routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], anchor: Tensor) -> dict[str, Tensor]:
-    """Make every output depend on the anchor, also on ranks that computed nothing."""
-    held: dict[str, Tensor] = {}
-    for route in routes:
-        value = values.get(route.name)
-        if route.dtype.is_floating_point:
-            held[route.name] = (value if value is not None else 0.0) + anchor.to(route.dtype)
-        elif value is not None:
-            held[route.name] = value
-    return held
-
-
 def _with_summed_copies(target: Annotation) -> Annotation:
     """Return where the gradient of an output lies: ranks that have a copy of it each have a summand."""
     axes = [Partial(axis.ways) if isinstance(axis, Duplicate) else axis for axis in target.shardings[0].axes]
@@ -143,6 +134,8 @@ class StepFrame:
         scale: what the loss is multiplied by.
         may_run_ahead: in training, backward runs in forward, before the gradient of the loss is known.
         in_float16: gradients may be of float16, so that backward must run with what the loss is scaled by.
+        gives_values: other outputs than the loss are wanted, whose gradients may come too.
+        needing: inputs that need a gradient.
     """
 
     def __init__(
@@ -153,17 +146,23 @@ class StepFrame:
         scale: float = 1.0,
         may_run_ahead: bool = False,
         in_float16: bool = True,
+        gives_values: bool = False,
+        needing: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.variant, self.inputs, self.table = variant, inputs, variant.table
         place = variant.plan.place(self.table.rank)
         self.interval = range(0, 0) if place is None else inputs.rows.pipelines[place[0]]
-        self.trains = torch.is_grad_enabled() and bool(variant.trained)
+        self.needing = dict(needing or {})
+        self.trains = torch.is_grad_enabled() and bool(variant.trained or self.needing)
         self.runs_ahead = self.trains and may_run_ahead
         self._scale = scale
         self.root = inputs.guess.value * scale if in_float16 else 1.0  # what a backward that runs ahead begins with
         ran_with = self.root / scale if self.runs_ahead else None
-        self._loss_gradient = LossGradient(self.table, inputs.guess, ran_with, exact=in_float16)
-        self._anchor: Tensor | None = None
+        exact = in_float16 or (gives_values and not self.runs_ahead)
+        self._loss_gradient = LossGradient(self.table, inputs.guess, ran_with, exact=exact)
+        self._gathering: Collector | None = None
+        self._leaves: dict[str, Tensor] = {}
+        self._check_inputs()
 
     def collector(
         self, bridge: Bridge, compute: Mapping[str, Tensor], *, overlaps: bool, used: UsedAnywhere | None = None
@@ -173,7 +172,7 @@ class StepFrame:
         See `Collector` for `overlaps` and `used`. Backward of what this rank returns ends in the collector.
         """
         overlaps = overlaps and not (self.runs_ahead and self._loss_gradient.exact)
-        made = Collector(
+        self._gathering = Collector(
             self.variant,
             self.inputs,
             bridge,
@@ -183,38 +182,77 @@ class StepFrame:
             overlaps=overlaps,
             used=used,
         )
-        self._anchor = made.anchor()
-        return made
+        return self._gathering
+
+    def _check_inputs(self) -> None:
+        """Refuse inputs whose gradient would not come out whole."""
+        alone = all(len(pipeline.devices) == 1 for pipeline in self.variant.plan.pipelines)
+        if self.needing and (self.runs_ahead or not alone):
+            raise StateError(
+                f"input {sorted(self.needing)} needs a gradient, which a plan gives whose pipelines are one device "
+                f"each, in one micro-batch (such as Plan.data_parallel); this is {self.variant.plan}. Detach it, use "
+                f"such a plan, or take the gradient inside model.hetu.whole()"
+            )
+
+    def leaves_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's rows of all inputs, as leaves of the step's own graph where they need a gradient."""
+        own = {name: tensor.detach() for name, tensor in rows.items()}
+        self._leaves = {name: own[name].requires_grad_() for name in self.needing if name in own}
+        return own
+
+    def outside(
+        self, values: Mapping[str, Tensor], routes: Sequence[ValueRoute], local_loss: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return this rank's pieces of the outputs, and its part of the loss, as parts of the user's graph.
+
+        A rank that has made none has placeholders, so that its backward is that of the others.
+        """
+        if self._gathering is None:
+            return dict(values), local_loss
+        floats = [route for route in routes if route.dtype.is_floating_point]
+        none = {route.name: torch.zeros((), dtype=route.dtype, device=self.variant.device) for route in floats}
+        pieces = {name: values.get(name, zero) for name, zero in none.items()}
+        first = [] if local_loss is None else [local_loss]
+        inputs = {name: TiedInput(outer, partial(self._brought_back, outer)) for name, outer in self.needing.items()}
+        made = tied(StepBackward(self._gathering, [*first, *pieces.values()], inputs, self._leaves))
+        loss = None if local_loss is None else made.pop(0)
+        return {**values, **dict(zip(pieces, made, strict=True))}, loss
+
+    def _brought_back(self, outer: Tensor, gradient: Tensor | None) -> Tensor:
+        """Move the gradient of an input's rows to the rank that has passed them.
+
+        As under DistributedDataParallel it is that of the rank's own loss, the mean of which is trained on.
+        """
+        rows, shared = self.inputs.rows, self.inputs.shared
+        groups = [pipeline.devices for pipeline in self.variant.plan.pipelines]
+        source = at_pipelines(groups, [Sharding((Duplicate(1),)) for _ in groups], 0, rows)
+        shape = (rows.total, *outer.shape[1:])
+        back = move_tensor(gradient, source, at_ranks(rows, 0, shared=shared), shape, outer.dtype, self.table)
+        assert back is not None, "every rank is a target"
+        return back if shared else back * self.table.size
 
     def global_loss(self, local: Tensor, contributes: bool) -> Tensor:
         """Return the loss of the whole batch from each rank's part, of those that contribute one."""
-        if self._anchor is not None:
-            local = local + self._anchor.to(local.dtype)
         loss: Tensor = applied(GlobalLoss, local, self._loss_gradient, contributes, self._scale, self.inputs.timer)
         return loss
 
     def hand_out(
-        self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], *, has_work: bool, has_loss: bool
+        self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor], *, has_work: bool
     ) -> dict[str, Tensor]:
         """Return the outputs that belong to this rank's rows; collective.
 
-        A loss may be computed of them if there is none yet, whose gradient comes back then.
+        A loss may be computed of them, whose gradient comes back then.
 
         Args:
             routes: of all outputs that are wanted.
             values: this rank's pieces by name.
             has_work: this rank had rows; without, its pieces are placeholders.
-            has_loss: the model, or a loss_fn, has given a loss.
         """
-        apart = self.trains and not has_loss
-        if apart and self._anchor is not None:
-            values = _anchored(routes, values, self._anchor)
         returned: dict[str, Tensor] = {}
         for route in routes:
             piece = values.get(route.name, torch.zeros((), dtype=route.dtype))
             holds = route.source.holds(self.table.rank)
             if holds and (not has_work or route.name not in values):
                 piece = route.without_rows(piece, self.table)
-            piece = piece if apart else piece.detach()
             returned[route.name] = applied(BringBack, piece, holds, route, self.table, self.inputs.shared)
         return returned

@@ -1,8 +1,7 @@
 """Gradients of one step: collected at the compute parameters, brought home while backward still runs.
 
-Compute parameters are leaves of autograd. As soon as a leaf's gradient is complete it is handed to the bridge, whose
-buckets travel beside the rest of the backward. The anchor, a zero that every rank adds to its loss, ties the step to
-the home parameters: its backward runs last, waits for the buckets and gives the home gradients to autograd.
+Compute parameters are leaves of the step's own graph of autograd (see `boundary`). As soon as a leaf's gradient is
+complete it is handed to the bridge, whose buckets travel beside the rest of the backward.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import foreach_mul
@@ -21,7 +19,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.home.ops import as_home
 from hetu_fx.switching.step.execution import StepInputs
-from hetu_fx.switching.step.loss import LossGradient, applied
+from hetu_fx.switching.step.loss import LossGradient
 from hetu_fx.switching.step.variant import Variant
 
 UsedAnywhere = Callable[[Collection[str]], Collection[str]]
@@ -68,12 +66,16 @@ class Collector:
         self.trained = tuple(name for name in self.homes if name in variant.trained)
         self.leaves = {name: t.detach().requires_grad_(name in variant.trained) for name, t in compute.items()}
         trained_here = self.leaves.keys() & variant.trained
-        self._reduction = Reduction(bridge, trained_here) if inputs.syncs_gradients else None
-        self._loss_gradient, self._ran_ahead, self._overlaps = loss_gradient, ran_ahead, overlaps
+        self._syncs, self._trained_here = inputs.syncs_gradients, trained_here
+        self._reduction = self._begun()
+        self.ran_ahead, self._loss_gradient, self._overlaps = ran_ahead, loss_gradient, overlaps
         self._used_anywhere, self._handed_on = used, set[str]()
         self.run_again: RunAgain | None = None
         self.kept.settle()
         self.kept.begun.add(self)
+
+    def _begun(self) -> Reduction | None:
+        return Reduction(self.bridge, self._trained_here) if self._syncs else None
 
     @property
     def _sums_first(self) -> bool:
@@ -83,7 +85,7 @@ class Collector:
 
     @property
     def _may_travel(self) -> bool:
-        return self._overlaps and self._reduction is not None and (self._sums_first or not self._ran_ahead)
+        return self._overlaps and self._reduction is not None and (self._sums_first or not self.ran_ahead)
 
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
@@ -97,22 +99,12 @@ class Collector:
 
         def arrived(name: str, leaf: Tensor) -> None:
             collector = myself()
-            assert collector is not None, "the anchor keeps the collector until backward has run"
+            assert collector is not None, "the boundary keeps the collector until backward has run"
             collector._arrived(name, leaf)
 
         for name, leaf in self.leaves.items():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(partial(arrived, name))
-
-    def anchor(self) -> Tensor:
-        """Return the zero that this rank's loss must have added, so that its backward ends in `finish`.
-
-        Make it before the forward: among nodes that are ready, autograd runs the youngest first, and this one must
-        come last.
-        """
-        device = next((leaf.device for leaf in self.leaves.values()), torch.device("cpu"))
-        anchor: Tensor = applied(_Anchor, self, device, *(self.homes[name] for name in self.trained))
-        return anchor
 
     def ran(self) -> None:
         """Hand on all that is left once a backward has run ahead.
@@ -137,8 +129,11 @@ class Collector:
             self._multiply([gradient])
         self._reduction.ready(name, self.kept.take(name, gradient))
 
-    def finish(self) -> dict[str, Tensor]:
+    def finish(self, *, goes_on: bool = False) -> dict[str, Tensor]:
         """Return the home gradients, once backward has run; empty if they are kept back.
+
+        Args:
+            goes_on: another backward may follow.
 
         Raises:
             StateError: the parameters have changed their home since the forward.
@@ -146,12 +141,25 @@ class Collector:
         self.timer.stop()
         self.kept.begun.discard(self)
         if self.bridge.is_outdated:
-            self._refuse()
+            self.refuse(
+                "the parameters' home has changed between this step's forward and its backward; change it between "
+                "steps: after backward, or before the next forward"
+            )
         if self.run_again is not None and self._must_run_again():
             for leaf in self.leaves.values():
                 leaf.grad = None
             self.run_again(self._loss_gradient.ran_again())
         left = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        home = self._brought_home(left)
+        if goes_on:
+            self._reduction = self._begun()
+            self._handed_on.clear()
+        return home
+
+    def _brought_home(self, left: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Hand on the gradients that have not been yet, and wait for all; empty if they are kept back."""
         sums_first = self._sums_first
         if not sums_first:
             self._multiply(list(left.values()))
@@ -178,39 +186,23 @@ class Collector:
         found = (leaf.grad for leaf in self.leaves.values() if leaf.grad is not None)
         return not least <= factor <= most or any_of(self._loss_gradient.table, [not all(map(_is_finite, found))])[0]
 
-    def _refuse(self) -> NoReturn:
-        """Wait for what is under way, which the next step would wait for in vain, and say why it comes too late."""
+    def correction(self) -> float:
+        """Return what all that backward makes is to be multiplied by."""
+        return self._loss_gradient.correction()
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise a StateError, once what is under way is through, for which the next step would wait in vain."""
         self._loss_gradient.correction()
-        if self._reduction is not None and not self._ran_ahead:
+        if self._reduction is not None and not self.ran_ahead:
             self._reduction.finish()
-        raise StateError(
-            "the parameters' home has changed between this step's forward and its backward; change it between steps: "
-            "after backward, or before the next forward"
-        )
+        raise StateError(why)
 
     def _multiply(self, gradients: list[Tensor]) -> None:
         """Multiply gradients by what backward ran without of the loss's."""
-        factor = self._loss_gradient.correction()
+        factor = self.correction()
         if gradients and factor != 1.0:
             foreach_mul(gradients, factor)
 
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
-
-
-class _Anchor(torch.autograd.Function):
-    """A zero that depends on the home parameters; its backward gives them the collected gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, collector: Collector, device: torch.device, *homes: Tensor) -> Tensor:
-        """Return zero."""
-        ctx.collector = collector
-        return torch.zeros((), dtype=torch.float64, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Return the home gradients, None for parameters without one."""
-        collector: Collector = ctx.collector
-        home = collector.finish()
-        return (None, None, *(home.get(name) for name in collector.trained))

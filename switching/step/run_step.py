@@ -58,7 +58,15 @@ class _GraphStep(StepFrame):
         scale = 1.0 if self.program.loss_is_mean or inputs.shared else 1.0 / variant.table.size
         runs_ahead = not self.stage.deduced.annotated.runs_in_step
         in_float16 = self.program.in_float16
-        super().__init__(variant, inputs, scale=scale, may_run_ahead=runs_ahead, in_float16=in_float16)
+        super().__init__(
+            variant,
+            inputs,
+            scale=scale,
+            may_run_ahead=runs_ahead,
+            in_float16=in_float16,
+            gives_values=self.wants_values and bool(self.program.loss_name),
+            needing=batch.needing,
+        )
         self.outcome = StageOutcome(timer=inputs.timer)
 
     def run(self) -> LossAndOutput:
@@ -75,10 +83,13 @@ class _GraphStep(StepFrame):
         if self.trains and self.stage.updates:
             self.inputs.buffers.write(self.outcome.updates, self.stage.updates)
             self.inputs.buffers.sync()  # scripts read buffers where they stand
-        made = self._tell(self._returned(values)) if self.wants_values else {}
-        if not self.program.loss_name:
+        routes = self._routes() if self.wants_values else ()
+        local = self._local_loss() if self.program.loss_name else None
+        values, local = self.outside(values, routes, local)
+        made = self._tell(self._returned(routes, values))
+        if local is None:
             return LossAndOutput(None, self.program.graph.rebuild(made))
-        loss = made[self.program.loss_name] = self.global_loss(self._local_loss(), self.stage.contributes_loss)
+        loss = made[self.program.loss_name] = self.global_loss(local, self.stage.contributes_loss)
         return LossAndOutput(loss, self.program.graph.rebuild(made))
 
     def _tell(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -96,7 +107,8 @@ class _GraphStep(StepFrame):
         return [self._micro_batch(cut) for cut in cuts]
 
     def _micro_batch(self, cut: MicroBatchRows) -> MicroBatchFeeds:
-        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in cut.tensors.items()}
+        rows = self.leaves_of(cut.tensors)
+        feeds: dict[tuple[SlotKind, str], Any] = {(SlotKind.INPUT, n): t for n, t in rows.items()}
         state = torch.tensor([self.inputs.seed, self.inputs.step, cut.first_row], dtype=torch.int64)
         feeds.update({(SlotKind.RANDOM_STATE, name): state for name in self.stage.random_states})
         return MicroBatchFeeds(cut.rows, feeds, cut.bindings)
@@ -174,9 +186,9 @@ class _GraphStep(StepFrame):
         bindings = self.batch.bindings
         return value_routes(self.stage.deduced, self.inputs.rows, bindings, shared=self.inputs.shared)
 
-    def _returned(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _returned(self, routes: tuple[ValueRoute, ...], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_work = self.device is not None and len(self.interval) > 0
-        made = self.hand_out(self._routes(), values, has_work=has_work, has_loss=bool(self.program.loss_name))
+        made = self.hand_out(routes, values, has_work=has_work)
         return as_brought(self.batch, made) if isinstance(self.batch, ReadBatch) else made
 
 

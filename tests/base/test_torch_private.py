@@ -123,6 +123,8 @@ def examples() -> Mapping[str, Any]:
         "_name": add,
         "_rename": fx.Graph().placeholder("x"),
         "_version": torch.zeros(2),
+        "_backward_hooks": torch.zeros(2),
+        "_post_accumulate_grad_hooks": torch.zeros(2),
         "_cdata": torch.zeros(2).untyped_storage(),
         "_parameters": nn.Linear(2, 2),
         "_buffers": nn.Linear(2, 2),

@@ -25,7 +25,8 @@ def leaf_of(loss: torch.Tensor) -> torch.Tensor:
         variable = getattr(node, "variable", None)
         if variable is not None and type(variable) is torch.Tensor:
             return variable
-        queue += [following for following, _ in node.next_functions if following is not None]
+        inner = [piece.grad_fn for piece in node.step.pieces] if hasattr(node, "step") else []
+        queue += [following for following in (*inner, *(f for f, _ in node.next_functions)) if following is not None]
     raise AssertionError("no leaf")
 
 

@@ -132,7 +132,10 @@ class Runtime:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without communication until the first backward outside."""
+        """Accumulate gradients without communication until the first backward outside, or until one is read.
+
+        Reading one (a norm, an optimizer's step, `to_local`) brings all home, as if they had never been kept.
+        """
         before, self._syncs_gradients = self._syncs_gradients, False
         try:
             yield

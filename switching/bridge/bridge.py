@@ -65,6 +65,11 @@ class Bridge:
         return any(run.messages or run.moved for run in self._reduces)
 
     @property
+    def names(self) -> frozenset[str]:
+        """The parameters that it brings."""
+        return frozenset(entry.name for entry in self.plan.entries)
+
+    @property
     def reduce_buckets(self) -> tuple[tuple[str, ...], ...]:
         """Names of the parameters of each reduce bucket, in order."""
         return tuple(bucket.names for bucket in self.plan.reduces)

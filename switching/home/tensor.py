@@ -226,6 +226,20 @@ def undisturbed(read: Callable[[], T]) -> T | None:
     return found if before == _writes else None
 
 
+def awaited(like: HomeTensor, wait: Callable[[], None]) -> HomeTensor:
+    """Return a tensor like another one that has no piece yet: whoever reads it calls `wait`, which ends in `give`."""
+    made: HomeTensor = make_wrapper_subclass(HomeTensor, like.shape, dtype=like.dtype, device=like.device)
+    made.wait_for_piece = wait
+    return made
+
+
+def give(tensor: HomeTensor, local: torch.Tensor, layout: HomeLayout) -> None:
+    """Give an awaited tensor its piece."""
+    tensor.local, tensor.home_layout = local, layout
+    del tensor.wait_for_piece
+    mark_written([tensor])
+
+
 def mark_written(homes: Sequence[HomeTensor]) -> None:
     """Count a write in the versions of home tensors and pieces: below autograd torch does not do it itself.
 

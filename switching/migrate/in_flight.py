@@ -23,7 +23,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.serial_threads import InTurn, Turn
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError
-from hetu_fx.switching.home.tensor import HomeTensor, mark_written, wrap
+from hetu_fx.switching.home.tensor import HomeTensor, give, wrap
 from hetu_fx.switching.migrate.plan import SwitchPlan
 from hetu_fx.switching.migrate.state_tensors import Key
 
@@ -133,7 +133,7 @@ class InFlightState:
         error = journey.turn.error
         self._journey = None
         for tensor, stand_in in journey.pieces:
-            _give_back(tensor, stand_in)
+            give(tensor, stand_in.local, stand_in.home_layout)
         _under_way.remove(self)
         if error is not None:
             raise error
@@ -176,9 +176,3 @@ def _taken_away(tensor: HomeTensor, settle: Callable[[], None]) -> HomeTensor:
     tensor.wait_for_piece = settle
     del tensor.local, tensor.home_layout
     return stand_in
-
-
-def _give_back(tensor: HomeTensor, stand_in: HomeTensor) -> None:
-    tensor.local, tensor.home_layout = stand_in.local, stand_in.home_layout
-    del tensor.wait_for_piece
-    mark_written([tensor])

@@ -58,6 +58,7 @@ class StepBackward:
     def run(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the home parameters and of the inputs, from those of the pieces."""
         self._check(gradients)
+        self.collector.begin()
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:

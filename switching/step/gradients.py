@@ -87,6 +87,10 @@ class Collector:
     def _may_travel(self) -> bool:
         return self._overlaps and self._reduction is not None and (self._sums_first or not self.ran_ahead)
 
+    def begin(self) -> None:
+        """Say that backward begins: what the user has cleared of earlier gradients counts no more."""
+        self.kept.forget_cleared(self.homes)
+
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
 
@@ -164,9 +168,9 @@ class Collector:
         if not sums_first:
             self._multiply(list(left.values()))
         if self._reduction is None:
-            self.kept.add(self.bridge, left)
+            self.kept.add(self.bridge, left, {name: self.homes[name] for name in self.trained})
             return {}
-        self.kept.bridge = self.kept.under_way = None
+        self.kept.withdraw(self.homes)
         used = {*self._handed_on, *left, *self.kept.local}
         for name in {**left, **self.kept.local}:
             self._reduction.ready(name, self.kept.take(name, left.get(name)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -17,7 +17,9 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
 from hetu_fx.switching.bridge.compute import Compute
-from hetu_fx.switching.home.ops import as_home
+from hetu_fx.switching.home.layout import HomeLayout
+from hetu_fx.switching.home.ops import HomeTensor
+from hetu_fx.switching.home.tensor import awaited, give
 from hetu_fx.switching.step.policy import VariantFacts
 
 
@@ -46,14 +48,29 @@ class FirstUse:
         return f"graphs made in {self.graph_seconds:.3g} s, {len(self.groups)} process groups in {seconds:.3g} s"
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What stands in `.grad` while gradients are kept back, what stood there before, and where it lies."""
+
+    gradient: HomeTensor
+    before: HomeTensor | None
+    layout: HomeLayout
+
+
 class KeptBack:
-    """What steps leave behind: gradients under `no_sync`, local to this rank, until a step synchronises them."""
+    """What steps leave behind: gradients under `no_sync`, local to this rank, until they are synchronised.
+
+    Meanwhile `.grad` shows tensors that wait: a step outside of `no_sync` brings home what was kept with its own
+    gradients; whoever reads one before has all brought home, which is collective, as reading a home tensor is. What the
+    user has cleared is forgotten.
+    """
 
     def __init__(self) -> None:
         self.local: dict[str, Tensor] = {}
         self.bridge: Bridge | None = None
         self.under_way: Reduction | None = None
         self.begun: weakref.WeakSet[Any] = weakref.WeakSet()  # collectors of steps
+        self._shown: dict[str, _Shown] = {}
 
     @property
     def awaits_backward(self) -> bool:
@@ -66,30 +83,57 @@ class KeptBack:
         if left is not None:
             left.finish()
 
-    def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None]) -> None:
-        """Add a step's gradients; they lie as `bridge` says."""
+    def add(self, bridge: Bridge, gradients: Mapping[str, Tensor | None], homes: Mapping[str, nn.Parameter]) -> None:
+        """Add a step's gradients of `homes`; they lie as `bridge` says."""
         self.bridge = bridge
         for name, gradient in gradients.items():
             if gradient is not None:
                 kept = self.local.get(name)
                 self.local[name] = gradient if kept is None else kept.add_(gradient)
+        for name in (bridge.names & homes.keys()) - self._shown.keys():
+            home: Any = homes[name]
+            self._shown[name] = _Shown(awaited(home, self._read), home.grad, home.home_layout)
+            home.grad = self._shown[name].gradient
 
     def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Return a gradient with what was kept of it; nothing is kept of it any more."""
         kept = self.local.pop(name, None)
         return gradient if kept is None else kept if gradient is None else kept.add_(gradient)
 
-    def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
-        """Bring what was kept for `homes` into `.grad`; collective if something was kept, on all ranks alike."""
+    def forget_cleared(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Forget what the user has cleared, or replaced, in `.grad`."""
+        for name, shown in list(self._shown.items()):
+            if homes[name].grad is not shown.gradient:
+                del self._shown[name]
+                self.local.pop(name, None)
+        if not self._shown:
+            self.bridge = None
+
+    def withdraw(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Show in `.grad` what was there before: what is kept comes home now."""
+        for name, shown in self._shown.items():
+            homes[name].grad = shown.before
+        self._shown, self.bridge, self.under_way = {}, None, None
+
+    def flush(self, homes: Mapping[str, nn.Parameter], unused: Collection[str] = ()) -> None:
+        """Bring what was kept into `.grad`, but for `unused` ones; collective if something was kept, on all alike."""
         self.settle()
+        self.forget_cleared(homes)
+        for name in self._shown.keys() & set(unused):
+            homes[name].grad = self._shown.pop(name).before
+        self._read()
+
+    def _read(self) -> None:
+        """Bring all that is kept home, to where it is shown."""
         bridge, self.bridge = self.bridge, None
         if bridge is None:
             return
-        kept, self.local = self.local, {}
-        wanted = {name: piece for name, piece in bridge.reduce(kept).items() if name in homes}
-        for name, gradient in as_home(wanted, homes).items():
-            home = homes[name]
-            home.grad = gradient if home.grad is None else home.grad + gradient
+        (kept, self.local), (waiting, self._shown) = (self.local, {}), (self._shown, {})
+        with torch.no_grad():
+            pieces = bridge.reduce(kept)
+            for name, shown in waiting.items():
+                own = pieces[name] if shown.before is None else shown.before.local + pieces[name]
+                give(shown.gradient, own, shown.layout)
 
 
 class Variant:
@@ -138,4 +182,4 @@ class Variant:
 
     def flush(self) -> None:
         """Bring gradients that were kept back home into `.grad`; collective if there are any."""
-        self.kept_back.flush({name: self.homes[name] for name in self.trained})
+        self.kept_back.flush(self.homes)

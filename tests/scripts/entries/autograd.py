@@ -422,7 +422,7 @@ def _(job: Job) -> Results:
     return job.gradients(model)
 
 
-@script("steps with the gradients of a no_sync block (as DistributedDataParallel: the local ones)", refused="no_sync")
+@script("steps with the gradients of a no_sync block")
 def _(job: Job) -> Results:
     model, batch = job.mlp()
     job.parallel(model, batch)
@@ -433,10 +433,66 @@ def _(job: Job) -> Results:
     return job.parameters(model)
 
 
-@script("looks at gradients inside no_sync", refused="no_sync")
+@script("looks at gradients inside no_sync")
 def _(job: Job) -> Results:
     model, batch = job.mlp()
     job.parallel(model, batch)
     with getattr(model, "no_sync", torch.enable_grad)():
         loss_of(model(**job.rows(batch))).backward()
         return job.gradients(model)
+
+
+def _without_traffic(model: nn.Module) -> Any:
+    return getattr(model, "no_sync", torch.enable_grad)()
+
+
+@script("looks at gradients between two micro-batches of no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    norms = []
+    for i, one in enumerate(batches(3)):
+        with _without_traffic(model) if i < 2 else torch.enable_grad():
+            loss_of(model(**job.rows(one))).backward()
+            norms.append(float(model.last.weight.grad.norm()))
+    return {"norms": norms, **job.gradients(model)}
+
+
+@script("clears gradients that were made inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    optimizer = sgd(model)
+    for one in batches(3):
+        with _without_traffic(model):
+            loss_of(model(**job.rows(one))).backward()
+        model.zero_grad()
+        loss_of(model(**job.rows(one))).backward()
+        optimizer.step()
+    return job.parameters(model)
+
+
+@script("accumulates inside no_sync on top of gradients from outside, and clears some")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    first, second, third = batches(3)
+    loss_of(model(**job.rows(first))).backward()
+    with _without_traffic(model):
+        loss_of(model(**job.rows(second))).backward()
+    model.middle.weight.grad = None
+    loss_of(model(**job.rows(third))).backward()
+    return job.gradients(model)
+
+
+@script("clips and steps after an epoch that ends inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    optimizer = sgd(model)
+    for one in batches(2):
+        with _without_traffic(model):
+            loss_of(model(**job.rows(one))).backward()
+    norm = nn.utils.clip_grad_norm_(trained(model), 0.01)
+    optimizer.step()
+    return {"norm": float(norm), **job.parameters(model)}

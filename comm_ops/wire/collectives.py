@@ -29,6 +29,7 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.groups import GroupTable, active, guarded
 from hetu_fx.comm_ops.wire.p2p import Tag, post
+from hetu_fx.comm_ops.wire.small_sums import reduce_small
 
 # Above this many bytes to send, more than two ranks do better with a ring than everybody to everybody.
 _DIRECT_BYTES = 1 << 20
@@ -152,12 +153,9 @@ def sum_all(buffer: Tensor, ranks: Sequence[int]) -> Exchange:
     return Exchange(tuple(ranks), [work])
 
 
-def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Reduce a small tensor over all ranks of the world, in place, and give it back."""
-    if world > 1:
-        with guarded("all-reduce", range(world)):
-            dist.all_reduce(value, op=op, group=active().group(range(world)))
-    return value
+def reduce_world(value: Tensor, world: int, op: dist.ReduceOp.RedOpType, what: str) -> Tensor:
+    """Reduce a small tensor over all ranks of the world, in place, and give it back; `what` it is, for messages."""
+    return value if world == 1 else reduce_small(value, op, active(), what, world)
 
 
 def sum_over(x: Tensor, ranks: Sequence[int], table: GroupTable) -> Tensor:

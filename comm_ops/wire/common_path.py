@@ -36,6 +36,7 @@ VARIABLE = "HETU_FX_WAIT_SECONDS"
 _LONGEST_PAUSE = 2.0
 _SHORTEST_PAUSE = 0.05
 _POLL_SECONDS = 0.002
+_NEWS_SECONDS = 0.2  # in which all ranks of a message have told where they are
 _VERDICT = f"verdict/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # an earlier start may have left its own
 
 _log = logging.getLogger("hetu_fx.waits")
@@ -117,6 +118,18 @@ class CommonPath:
             own = replace(self._standing(), waits_for=what, seconds=0.0)
             if self.broken is None and (left := self._known.astray(own, math.inf)):
                 self._break(self._known.verdict(self.rank, own, left, math.inf))
+        except RuntimeError:  # the store is gone, with the rank that served it
+            _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
+        self.check()
+
+    def refuse_unlike(self, what: str) -> None:
+        """Raise DivergedError: other ranks have come to a message of this rank's for something else."""
+        own = replace(self._standing(), waits_for=what, seconds=0.0)
+        try:
+            self._tell(own)
+            time.sleep(_NEWS_SECONDS)
+            self._known.hear({other: self._read(other) for other in self._others}, 0.0)
+            self._break(self._known.explained("ranks make unlike calls", self.rank, own, math.inf))
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
         self.check()

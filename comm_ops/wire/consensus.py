@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hetu_fx import errors
 from hetu_fx.base.torch_private import device_types
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded, using
+from hetu_fx.comm_ops.wire.small_sums import reduce_small
 from hetu_fx.errors import BatchError, HetuFxError, OtherRankError
 
 T = TypeVar("T")
@@ -185,16 +186,14 @@ def any_of(table: GroupTable, flags: Sequence[bool]) -> tuple[bool, ...]:
     if table.size == 1:
         return tuple(flags)
     counts = torch.tensor(flags, dtype=torch.int32, device=_device(table))
-    with using(table), guarded("agreement on flags", range(table.size)):
-        dist.all_reduce(counts, group=table.base)
+    reduce_small(counts, dist.ReduceOp.SUM, table, "agreement on flags")
     return tuple(count > 0 for count in counts.tolist())
 
 
 def alike(table: GroupTable, digest: int) -> bool:
     """Tell whether all ranks, several, have the same number of 48 bits; collective."""
     bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=_device(table))
-    with using(table), guarded("agreement on what is alike", range(table.size)):
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=table.base)
+    reduce_small(bounds, dist.ReduceOp.MAX, table, "agreement on what is alike")
     return bool(bounds.sum() == 0)
 
 

@@ -101,9 +101,14 @@ class Standings:
     def verdict(self, rank: int, own: Standing, astray: tuple[int, ...], bound: float) -> str:
         """Say who has left the common path, and where every rank stands, `rank` being this one."""
         named = ", ".join(f"rank {other}" for other in astray)
+        title = f"{named} did not come to where rank {rank} waits, at {own.place or own.waits_for}"
+        return self.explained(title, rank, own, bound)
+
+    def explained(self, title: str, rank: int, own: Standing, bound: float) -> str:
+        """Say where every rank stands below a title, `rank` being this one."""
         lines = {rank: str(own), **{other: self._spelled(other, bound) for other in self.told}}
         told = "\n".join(f"  rank {r}: {lines[r]}" for r in sorted(lines))
-        return f"{named} did not come to where rank {rank} waits, at {own.place or own.waits_for}:\n{told}\n{WAY_OUT}"
+        return f"{title}:\n{told}\n{WAY_OUT}"
 
     def _spelled(self, rank: int, bound: float) -> str:
         standing, silent = self.told[rank], self.silent[rank]

@@ -79,23 +79,24 @@ def _pend(part: torch.Tensor, order: float, world: int, dtype: torch.dtype) -> P
 
 def _total_norms(parts: torch.Tensor, order: float, world: int) -> torch.Tensor:
     """Combine a vector of this rank's norms (float64) with the other ranks'."""
+    what = f"norms of order {order:g}"
     if math.isinf(order):
-        return _extremes(parts, world, largest=order > 0)
+        return _extremes(parts, world, what, largest=order > 0)
     if order == 0:
-        return reduce_world(parts, world, dist.ReduceOp.SUM)
+        return reduce_world(parts, world, dist.ReduceOp.SUM, what)
     if world == 1:
         return parts
-    return reduce_world(parts.pow_(order), world, dist.ReduceOp.SUM).pow_(1 / order)
+    return reduce_world(parts.pow_(order), world, dist.ReduceOp.SUM, what).pow_(1 / order)
 
 
-def _extremes(parts: torch.Tensor, world: int, largest: bool) -> torch.Tensor:
+def _extremes(parts: torch.Tensor, world: int, what: str, *, largest: bool) -> torch.Tensor:
     """Take the largest (smallest) over ranks; gloo's maximum loses NaNs, so they are flagged beside."""
     if world == 1:
         return parts
     values = parts if largest else -parts
     flags = values.isnan().to(values.dtype)
     both = torch.cat([values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags])
-    values, flags = reduce_world(both, world, dist.ReduceOp.MAX).chunk(2)
+    values, flags = reduce_world(both, world, dist.ReduceOp.MAX, what).chunk(2)
     values = values.masked_fill(flags > 0, math.nan)
     return values if largest else -values
 
@@ -179,7 +180,7 @@ def _total(pieces: Iterable[torch.Tensor], home: HomeTensor) -> torch.Tensor:
     total = torch.zeros((), dtype=exact, device=home.device)
     for piece in pieces:
         total = total + piece.sum(dtype=exact)
-    return reduce_world(total, home.home_layout.world, dist.ReduceOp.SUM)
+    return reduce_world(total, home.home_layout.world, dist.ReduceOp.SUM, f"a sum over {tuple(home.shape)}")
 
 
 def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +188,7 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     home, every = args[0], func.overloadpacket is aten.all
     found = home.local.all() if every else home.local.any()
     op = dist.ReduceOp.MIN if every else dist.ReduceOp.MAX
-    return reduce_world(found.to(torch.int32), home.home_layout.world, op).to(torch.bool)
+    return reduce_world(found.to(torch.int32), home.home_layout.world, op, "a truth value").to(torch.bool)
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -196,7 +197,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     pieces = [cut_like(arg, home.home_layout) for arg in args]
     found = torch.tensor(int(torch.equal(*pieces)), dtype=torch.int32)
-    return bool(reduce_world(found, home.home_layout.world, dist.ReduceOp.MIN))
+    return bool(reduce_world(found, home.home_layout.world, dist.ReduceOp.MIN, "a comparison"))
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,10 +206,11 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     largest = func.overloadpacket in (aten.max, aten.amax)
     if not _over_all(home, dims) or keepdim or not home.is_floating_point():
         return run_whole(func, args, kwargs)
+    what = f"an extreme over {tuple(home.shape)}"
     none = torch.tensor(-math.inf if largest else math.inf, dtype=torch.float64, device=home.device)
     if home.local.numel():
         none = (home.local.max() if largest else home.local.min()).double()
-    return _extremes(none.reshape(1), home.home_layout.world, largest)[0].to(home.dtype)
+    return _extremes(none.reshape(1), home.home_layout.world, what, largest=largest)[0].to(home.dtype)
 
 
 def _take_over(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -274,7 +274,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # The versions of gradients are nobody's business, so this write is not counted.
     func([g.local if type(g) is HomeTensor else g for g in gradients], found_inf, *args[2:], **kwargs)
     world = next(g.home_layout.world for g in gradients if type(g) is HomeTensor)
-    reduce_world(found_inf, world, dist.ReduceOp.MAX)
+    reduce_world(found_inf, world, dist.ReduceOp.MAX, "whether gradients are finite")
 
 
 LOCAL_OPS: dict[Any, Handler] = {

@@ -173,3 +173,32 @@ def _(job: Job) -> Results:
         time.sleep(2.0)
     _step(model, optimizer, rows)
     return {}
+
+
+UNLIKE = "unlike calls"
+
+
+@script("takes a norm on one rank while the others take a sum", refused=UNLIKE, settings=SEVERAL)
+def _(job: Job) -> Results:
+    model, _, _ = _start(job)
+    weight = model.last.weight.detach()
+    return {"value": weight.norm() if job.rank == 0 else weight.sum()}
+
+
+@script("clips gradients on one rank while the others take a norm", refused=UNLIKE, settings=SEVERAL)
+def _(job: Job) -> Results:
+    model, _, _ = _start(job)
+    if job.rank == 0:
+        return {"norm": nn.utils.clip_grad_norm_(model.parameters(), 1.0)}
+    return {"norm": model.last.weight.grad.norm()}
+
+
+@script("saves on one rank while the others take a norm", refused="rank", settings=SEVERAL)
+def _(job: Job) -> Results:
+    model, _, rows = _start(job)
+    if job.rank == 0 and not job.is_plain:
+        model.hetu.save(job.folder / "saved")
+    float(model.last.weight.detach().norm())
+    if job.rank > 0:
+        _wait_for_the_end(model, rows)
+    return {}

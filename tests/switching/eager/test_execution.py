@@ -60,7 +60,7 @@ def test_gradients_are_accumulated_without_sync_and_with() -> None:
     model = parallel(copy.deepcopy(plain), plan=Plan.single())
     with model.no_sync():
         step(model, 1)
-        assert model.body.weight.grad is None
+        assert model.body.weight.grad is not None  # it waits for who reads it, or for the next step
     step(model, 2, deepest=1)
     step(plain, 1)
     step(plain, 2, deepest=1)

@@ -1,0 +1,87 @@
+"""Small sums and extremes over all ranks, which notice that ranks have made unlike calls.
+
+Gloo takes messages of one kind for each other, whatever they are for: it ends the process where their sizes differ, and
+mixes their values where they do not. So all that are small have one size, and carry a number of what they are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
+from hetu_fx.errors import DivergedError
+
+_WIDTH = 64
+MARKS = 2
+_DIGEST_BYTES = 2  # so that the sum of squares over thousands of ranks is exact
+
+
+def reduce_small(
+    value: Tensor, op: dist.ReduceOp.RedOpType, table: GroupTable, what: str, size: int | None = None
+) -> Tensor:
+    """Reduce a small tensor over the ranks of a table, in place, and give it back; collective.
+
+    Args:
+        value: on the host, it travels in 64 bits; elsewhere as it is, and unlike calls are not noticed.
+        op: SUM, MAX or MIN.
+        table: the ranks.
+        what: it is for, for messages.
+        size: how many ranks, from 0 on; None: all.
+
+    Raises:
+        DivergedError: on every rank, if some have come with another `what`, size, dtype or op.
+    """
+    size = size or table.size
+    if size == 1:
+        return value
+    with guarded(what, range(size), table):
+        group = table.group(range(size))
+        if value.device.type != "cpu":
+            dist.all_reduce(value, op=op, group=group)
+            return value
+        head, rest = packed(value, op, what)
+        dist.all_reduce(head, op=op, group=group)
+        if is_alike := are_alike(head[:MARKS].tolist(), op, size):
+            if rest.numel():
+                dist.all_reduce(rest, op=op, group=group)
+    if not is_alike:
+        _refuse(table, what)
+    flat = torch.cat([head[MARKS:], rest])[: _flat(value).numel()]
+    _flat(value).copy_(flat)
+    return value
+
+
+def _flat(value: Tensor) -> Tensor:
+    return (torch.view_as_real(value) if value.is_complex() else value).view(-1)
+
+
+def packed(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tensor, Tensor]:
+    """Return the message that all small ones look like, and what has no room in it."""
+    text = f"{what} {value.dtype} {tuple(value.shape)} {op}"
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")
+    is_whole = not (value.is_floating_point() or value.is_complex())
+    flat = _flat(value).to(torch.int64 if is_whole else torch.float64)
+    head = flat.new_zeros(_WIDTH)
+    head[0], head[1] = digest, digest * digest if op == dist.ReduceOp.SUM else -digest
+    own = flat[: _WIDTH - MARKS]
+    head[MARKS : MARKS + own.numel()] = own
+    return head, flat[_WIDTH - MARKS :].clone()
+
+
+def are_alike(marks: list[float], op: dist.ReduceOp.RedOpType, size: int) -> bool:
+    """Tell whether all ranks have had the same digest, from the sums of it and its square, or its two extremes."""
+    if op == dist.ReduceOp.SUM:
+        return int(marks[0]) ** 2 == size * int(marks[1])
+    return marks[0] == -marks[1]
+
+
+def _refuse(table: GroupTable, what: str) -> None:
+    if table.path is not None:
+        table.path.refuse_unlike(what)
+    raise DivergedError(
+        f"rank {table.rank} asks for {what}, other ranks for something else; make the same calls on all"
+    )

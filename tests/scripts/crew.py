@@ -52,7 +52,8 @@ class Crew:
         return outcomes
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.scripts.imports"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self._world):
             mine, theirs = context.Pipe()

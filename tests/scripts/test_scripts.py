@@ -15,7 +15,7 @@ from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import Kind, Raised, Returned, is_expected, judge
 
 TURNS = ("dp2", "tp2")
-EVERY = 2  # of how many scripts one is selected; python -m tests.scripts runs all in all settings
+EVERY = 4  # of how many scripts one is selected; python -m tests.scripts runs all in all settings
 
 Crews = Callable[[str], Crew]
 

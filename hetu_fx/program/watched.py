@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import SLOTS
+from hetu_fx.base.torch_private import LISTED_SLOTS, SLOTS
 from hetu_fx.program.code_reads import CodeReads
 from hetu_fx.program.reads import ABSENT, PLAIN, Methods, Read, Reads, Space, frozen, same
 from hetu_fx.program.structure import place
@@ -197,7 +197,7 @@ class Watch:
         key = (id(owner if space is None else space), name)
         if key[0] not in self._known or key in self._read or key in self._written:
             return None
-        if isinstance(owner, nn.Module) and space is not None and any(name in space[kind] for kind in SLOTS):
+        if isinstance(owner, nn.Module) and space is not None and _is_of_slots(owner, space, name):
             return None
         before = _own_value(owner, space, name)
         return Access(f"{name!r} of {self._label(owner, space)}", owner, space, name, before, frozen(before))
@@ -236,6 +236,13 @@ def _is_config(value: Any) -> bool:
         return False
     library = kind.__module__.partition(".")[0]
     return library == _NAMESPACE or library not in sys.stdlib_module_names | {"torch", "sympy", "numpy"}
+
+
+def _is_of_slots(module: nn.Module, space: Space, name: str) -> bool:
+    """Tell whether an attribute is what is in a module's slots, which are compared by themselves."""
+    if isinstance(module, nn.RNNBase) and name in LISTED_SLOTS:
+        return True
+    return any(name in space[kind] for kind in SLOTS)
 
 
 def _space_of(owner: Any) -> Space | None:

@@ -165,3 +165,22 @@ def test_a_number_that_the_forward_leaves_is_there() -> None:
     watching = Watching(Writing(leaves_a_number))
     watching.program()
     assert watching.model.last == 2
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(3, 2, num_layers=2, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cell(x[None])[0]
+
+
+def test_what_a_recurrent_layer_lists_of_its_parameters_is_no_state_of_the_forward() -> None:
+    watching = Watching(Recurrent())
+    first = watching.program()
+    assert watching.program() is first
+    cell = watching.model.cell
+    assert all(listed is held for listed, held in zip(cell._flat_weights, cell.parameters(), strict=True))
+    cell.weight_ih_l0.requires_grad_(False)
+    assert watching.program() is not first

@@ -261,7 +261,21 @@ class _Recurrent(nn.Module):
         return functional.cross_entropy(self.last(states[:, -1]), labels)
 
 
-_trains("runs a GRU", _Recurrent, lambda m, b: m(**b), dict, refused="size")
+_trains("runs a GRU", _Recurrent, lambda m, b: m(**b), dict)
+
+
+class _TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(2, HIDDEN // 2, num_layers=2, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        states, _ = self.cell(x.view(len(x), -1, 2))
+        return functional.cross_entropy(self.last(states.mean(1)), labels)
+
+
+_trains("runs an LSTM of two layers, both ways", _TwoWays, lambda m, b: m(**b), dict)
 
 
 class _Square(torch.autograd.Function):

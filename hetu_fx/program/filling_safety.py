@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from hetu_fx.base.frameworks import label_inputs, position_input
-from hetu_fx.base.torch_private import short_name
+from hetu_fx.base.torch_private import OpOverload, short_name
 from hetu_fx.batches.packing import IGNORED, Filling
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import argument
@@ -210,4 +210,4 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _name(node: fx.Node) -> str:
-    return short_name(node.target).rpartition("::")[2] if isinstance(node.target, torch._ops.OpOverload) else ""
+    return short_name(node.target).rpartition("::")[2] if isinstance(node.target, OpOverload) else ""

@@ -124,6 +124,17 @@ def rename(node: fx.Node, name: str) -> None:
     node._rename(name)
 
 
+def is_accumulated(node: Any) -> bool:
+    """Tell whether the backward under way adds to the gradient of a leaf, by the node that does it.
+
+    It does not where torch.autograd.grad returns it (which is what torch's error is about), nor beside `inputs=`.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
 def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
     """Return what holds a leaf's hooks: those on its gradient, and those for once that has accumulated."""
     return tensor._backward_hooks, tensor._post_accumulate_grad_hooks

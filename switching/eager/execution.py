@@ -80,12 +80,6 @@ class EagerVariant(Variant):
         at_home = layout_of(home).annotation
         return BridgeEntry(name, tuple(home.shape), home.dtype, at_home, copies, gradient if trained else copies)
 
-    def flush(self) -> None:
-        """Bring gradients that were kept back home, of the parameters that some rank has used; collective."""
-        if self.kept_back.bridge is not None:
-            used = self.used_anywhere(self.kept_back.local.keys())
-            self.kept_back.flush(self.homes, self.homes.keys() - set(used))
-
     def used_anywhere(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the trained parameters that are among some rank's `names`; collective.
 

@@ -123,6 +123,8 @@ class HomeTensor(AsksForWhole):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the tensor and this rank's piece, without talking to other ranks."""
+        if "local" not in self.__dict__:
+            return f"HomeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, its piece is not here yet)"
         return (
             f"HomeTensor(shape={tuple(self.shape)}, dtype={self.dtype}, home={self.home_layout.annotation}, "
             f"rank={self.home_layout.rank}, local={self.local!r})"

@@ -55,10 +55,15 @@ class StepBackward:
     leaves: Mapping[str, Tensor] = field(default_factory=dict)
     is_over: bool = False
 
-    def run(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the home parameters and of the inputs, from those of the pieces."""
+    def run(self, gradients: Sequence[Tensor | None], nodes: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the home parameters and of the inputs, from those of the pieces.
+
+        Args:
+            gradients: of the pieces.
+            nodes: of the user's graph, which take what is returned.
+        """
         self._check(gradients)
-        self.collector.begin()
+        self.collector.begin(nodes)
         keeps = keeps_graph()
         pairs = [(p, g) for p, g in zip(self.pieces, gradients, strict=True) if g is not None and p.requires_grad]
         if pairs:
@@ -74,7 +79,8 @@ class StepBackward:
         if torch.is_grad_enabled():
             self.collector.refuse(
                 "create_graph=True asks for a second derivative, which a parallel model does not have; compute the "
-                "penalty inside the model's forward, or inside model.hetu.whole()"
+                'penalty inside the model\'s forward and pass capture="eager" to hetu_fx.auto_parallelize, or take it '
+                "inside model.hetu.whole()"
             )
         if self.is_over:
             once = f"{RUNS_ONCE}; " if self.collector.ran_ahead else ""
@@ -106,7 +112,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, *ctx.step.run(gradients))
+        return (None, *ctx.step.run(gradients, [node for node, _ in ctx.next_functions]))
 
 
 def tied(step: StepBackward) -> list[Tensor]:

@@ -7,13 +7,13 @@ complete it is handed to the bridge, whose buckets travel beside the rest of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hetu_fx.base.torch_private import foreach_mul
+from hetu_fx.base.torch_private import foreach_mul, gradient_hooks, is_accumulated
 from hetu_fx.comm_ops.wire.consensus import any_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.bridge.bridge import Bridge, Reduction
@@ -87,9 +87,25 @@ class Collector:
     def _may_travel(self) -> bool:
         return self._overlaps and self._reduction is not None and (self._sums_first or not self.ran_ahead)
 
-    def begin(self) -> None:
-        """Say that backward begins: what the user has cleared of earlier gradients counts no more."""
+    def begin(self, nodes: Sequence[Any]) -> None:
+        """Say that backward begins: what the user has cleared of earlier gradients counts no more.
+
+        Gradients that the user takes one by one, by hooks or by torch.autograd.grad, are kept neither back nor beside
+        others that were.
+
+        Args:
+            nodes: of autograd that take the gradients of the trained parameters, and maybe others.
+        """
         self.kept.forget_cleared(self.homes)
+        keeps = self._reduction is None or self.kept.bridge is not None
+        if keeps and not self._adds_up(nodes):
+            self.kept.read()
+            self._reduction = self._reduction or Reduction(self.bridge, self._trained_here)
+
+    def _adds_up(self, nodes: Sequence[Any]) -> bool:
+        """Tell whether nothing happens to gradients but that they are added to those before."""
+        hooked = any(any(gradient_hooks(self.homes[name])) for name in self.trained)
+        return not hooked and all(map(is_accumulated, nodes[: len(self.trained)]))
 
     def listen(self) -> None:
         """Hand each gradient on as it arrives, from now on, if it may travel: before the backward that completes them.
@@ -168,7 +184,7 @@ class Collector:
         if not sums_first:
             self._multiply(list(left.values()))
         if self._reduction is None:
-            self.kept.add(self.bridge, left, {name: self.homes[name] for name in self.trained})
+            self.kept.add(self.bridge, left, {name: self.homes[name] for name in self._used(left)})
             return {}
         self.kept.withdraw(self.homes)
         used = {*self._handed_on, *left, *self.kept.local}
@@ -177,9 +193,13 @@ class Collector:
         home = self._reduction.finish()
         if sums_first:
             self._multiply(list(home.values()))
-        if self._used_anywhere is not None and home:
-            home = {name: home[name] for name in self._used_anywhere(used)}
+        if home:
+            home = {name: home[name] for name in self._used(used) if name in home}
         return as_home(home, self.homes)
+
+    def _used(self, here: Collection[str]) -> Collection[str]:
+        """Return what some rank has used, of which this one has used what is `here`; collective if ranks may differ."""
+        return self.trained if self._used_anywhere is None else self._used_anywhere(here)
 
     def _must_run_again(self) -> bool:
         """Tell whether float16 gradients were made under another scale than the loss has, so that some were lost."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -92,7 +92,9 @@ class KeptBack:
                 self.local[name] = gradient if kept is None else kept.add_(gradient)
         for name in (bridge.names & homes.keys()) - self._shown.keys():
             home: Any = homes[name]
-            self._shown[name] = _Shown(awaited(home, self._read), home.grad, home.home_layout)
+            if home.grad is not None:
+                home.grad.to_local()  # what another variant keeps comes home: one cannot wait for the other
+            self._shown[name] = _Shown(awaited(home, self.read), home.grad, home.home_layout)
             home.grad = self._shown[name].gradient
 
     def take(self, name: str, gradient: Tensor | None) -> Tensor | None:
@@ -115,16 +117,14 @@ class KeptBack:
             homes[name].grad = shown.before
         self._shown, self.bridge, self.under_way = {}, None, None
 
-    def flush(self, homes: Mapping[str, nn.Parameter], unused: Collection[str] = ()) -> None:
-        """Bring what was kept into `.grad`, but for `unused` ones; collective if something was kept, on all alike."""
+    def flush(self, homes: Mapping[str, nn.Parameter]) -> None:
+        """Bring what was kept into `.grad`, unless it was cleared; collective if something was kept, on all alike."""
         self.settle()
         self.forget_cleared(homes)
-        for name in self._shown.keys() & set(unused):
-            homes[name].grad = self._shown.pop(name).before
-        self._read()
+        self.read()
 
-    def _read(self) -> None:
-        """Bring all that is kept home, to where it is shown."""
+    def read(self) -> None:
+        """Bring all that is kept home, to where it is shown; collective if something is, on all ranks alike."""
         bridge, self.bridge = self.bridge, None
         if bridge is None:
             return

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hetu_fx.plans.plan import Plan
 from tests.scripts.job import Job, loss_of, whole
 from tests.scripts.script import Results, script
 from tests.scripts.training import batches, sgd, trained
@@ -496,3 +497,118 @@ def _(job: Job) -> Results:
     norm = nn.utils.clip_grad_norm_(trained(model), 0.01)
     optimizer.step()
     return {"norm": float(norm), **job.parameters(model)}
+
+
+@script("runs forwards under no_sync and backwards after it")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    losses = []
+    for one in batches(3):
+        with _without_traffic(model):
+            losses.append(loss_of(model(**job.rows(one))))
+    norms = []
+    for loss in losses:
+        loss.backward()
+        norms.append(float(model.last.weight.grad.norm()))
+    return {"norms": norms, **job.gradients(model)}
+
+
+@script("runs a forward before no_sync and its backward within")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    first, second = batches(2)
+    loss = loss_of(model(**job.rows(first)))
+    with _without_traffic(model):
+        loss.backward()
+        loss_of(model(**job.rows(second))).backward()
+    return job.gradients(model)
+
+
+@script("steps inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    optimizer = sgd(model)
+    with _without_traffic(model):
+        for one in batches(2):
+            optimizer.zero_grad()
+            loss_of(model(**job.rows(one))).backward()
+            optimizer.step()
+    return job.parameters(model)
+
+
+@script("sets gradients to zero in place inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    optimizer = sgd(model)
+    for one in batches(2):
+        with _without_traffic(model):
+            loss_of(model(**job.rows(one))).backward()
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model(**job.rows(one))).backward()
+        loss_of(model(**job.rows(one))).backward()
+        optimizer.step()
+    return job.parameters(model)
+
+
+@script("takes gradients by torch.autograd.grad inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    with _without_traffic(model):
+        found = torch.autograd.grad(loss_of(model(**job.rows(batch))), trained(model))
+    return {f"gradient {i}": whole(gradient) for i, gradient in enumerate(found)}
+
+
+@script("goes on under another variant inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    if not job.is_plain:
+        model.hetu.add_variant(Plan.data_parallel(range(job.world)), name="other")
+    names = [] if job.is_plain else list(model.hetu.variants)
+    for i, one in enumerate(batches(4)):
+        if names:
+            model.hetu.switch(names[i % 2])
+        with _without_traffic(model):
+            loss_of(model(**job.rows(one))).backward()
+    return job.gradients(model)
+
+
+@script("takes gradients by torch.autograd.grad after no_sync has kept others")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    first, second, third = batches(3)
+    with _without_traffic(model):
+        loss_of(model(**job.rows(first))).backward()
+    found = torch.autograd.grad(loss_of(model(**job.rows(second))), trained(model))
+    loss_of(model(**job.rows(third))).backward(inputs=[model.last.weight])
+    return {**{f"apart {i}": whole(gradient) for i, gradient in enumerate(found)}, **job.gradients(model)}
+
+
+@script("hooks parameters and trains inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    first, *others = batches(3)
+    with _without_traffic(model):
+        loss_of(model(**job.rows(first))).backward()
+        model.middle.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        for one in others:
+            loss_of(model(**job.rows(one))).backward()
+    return job.gradients(model)
+
+
+@script("calls backward for some parameters only inside no_sync")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    with _without_traffic(model):
+        for one in batches(2):
+            loss_of(model(**job.rows(one))).backward(inputs=[model.last.weight])
+    loss_of(model(**job.rows(batch))).backward()
+    return job.gradients(model)

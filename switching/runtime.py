@@ -250,7 +250,7 @@ class Runtime:
         assert batch is not None
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
-        if facts.sizes_differ or facts.sizes != batch.facts.sizes:
+        if facts.unequal_sizes or facts.sizes != batch.facts.sizes:
             batch = batch.filled(facts, self.settings.outputs)
         if changed:
             self._take_in()

@@ -56,7 +56,7 @@ class StepFacts:
         is_joined: a rank knows of a process that is ready to join.
         update_seconds: of each rank's optimizers since the last facts; 0 if unknown.
         sizes: the largest of each, of ranks with rows.
-        sizes_differ: some such ranks have smaller ones.
+        unequal_sizes: the places, among `sizes`, of those that are smaller on some such ranks.
     """
 
     rows: tuple[int, ...] = _fact(_counts)
@@ -69,7 +69,7 @@ class StepFacts:
     is_joined: bool = _fact(any)
     update_seconds: tuple[float, ...] = _fact(tuple)
     sizes: tuple[int, ...] = ()
-    sizes_differ: bool = False
+    unequal_sizes: tuple[int, ...] = ()
 
 
 _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
@@ -157,7 +157,8 @@ def _with_sizes(agreed: StepFacts, gathered: Sequence[Numbers], count: int) -> S
     """Return the facts with the sizes that inputs must have, of the ranks that have rows (all, if none has any)."""
     ranks = [row for row, rows in zip(gathered, agreed.rows, strict=True) if rows] or gathered
     columns = list(zip(*(map(int, row[_FIRST_SIZE : _FIRST_SIZE + count]) for row in ranks), strict=True))
-    return replace(agreed, sizes=tuple(map(max, columns)), sizes_differ=any(len(set(sizes)) > 1 for sizes in columns))
+    unequal = tuple(place for place, sizes in enumerate(columns) if len(set(sizes)) > 1)
+    return replace(agreed, sizes=tuple(map(max, columns)), unequal_sizes=unequal)
 
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:

@@ -184,7 +184,7 @@ def _say_nothing(record: logging.LogRecord) -> bool:
 def _export(
     program: _Program, model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[ExportedProgram, Example, tuple[str, ...]]:
-    """Export with a dynamic batch, or else with a static one, or else with all sizes static.
+    """Export with all sizes dynamic, or else with the batch alone, or else with a static batch, or all sizes static.
 
     What fixes a batch most often is `len(x)`: the second attempt leaves it open, at a cost for every other call of it.
     """
@@ -195,8 +195,10 @@ def _export(
         raise
     except Exception as error:
         first_error = error
-    with contextlib.suppress(Exception), open_lengths():
-        return _export_once(program, example, batch=True, rest=True), example, ()
+    for rest in (True, False):
+        with contextlib.suppress(Exception), open_lengths():
+            exported = _export_once(program, example, batch=True, rest=rest)
+            return exported, example, () if rest else (_fixed("every size but the batch", first_error),)
     kept = make_example(tensors, model, keep_batch=True)
     for rest in (True, False):
         with contextlib.suppress(Exception):
@@ -219,6 +221,9 @@ def _static_notes(program: _Program, example: Example, error: Exception, *, rest
         shapes = example.dynamic_shapes(Dim.AUTO, rest_is_dynamic=False)
         torch.export.export(program, inputs, dynamic_shapes={"tensors": shapes}, strict=False)
     where = f" at {lines[0]}" if lines else ""
-    reason = str(error).strip().splitlines()[0]
-    note = f"the batch size is fixed by the model{where} (len(x) and comparisons fix a size): {reason}"
+    note = _fixed("the batch size", error, f"{where} (len(x) and comparisons fix a size)")
     return (note,) if rest else (note, "all other sizes are fixed, too")
+
+
+def _fixed(what: str, error: Exception, where: str = "") -> str:
+    return f"{what} is fixed by the model{where}: {str(error).strip().splitlines()[0]}"

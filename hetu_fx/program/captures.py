@@ -23,7 +23,7 @@ from hetu_fx.graph.containers import Constant, Opaque, walk
 from hetu_fx.program.hooks import check_global_hooks, check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
-from hetu_fx.program.program import Program, make_program
+from hetu_fx.program.program import Program, bind, make_program
 from hetu_fx.program.reads import ABSENT, PLAIN, Reads, shown
 from hetu_fx.program.structure import Structure, differences
 from hetu_fx.program.watched import Access, Watch, put
@@ -61,6 +61,20 @@ class Captured:
         """Tell whether the model is what it was, down to what its forward has read."""
         same = self.structure is structure or self.structure.key == structure.key
         return same and self.reads.hold()
+
+    def misfit(self, batch: Batch) -> str:
+        """Say which size of a batch of this form the program does not take; empty if it takes all.
+
+        Raises:
+            BatchError: inputs have different numbers of rows, which no program takes.
+        """
+        tensors = input_tensors(self.program.graph, batch)
+        self.program.num_rows(tensors)
+        try:
+            bind(self.program.inputs, tensors)
+        except BatchError as error:
+            return str(error)
+        return ""
 
     def changes(self, structure: Structure) -> tuple[str, ...]:
         """Say what is unlike what it was."""
@@ -118,7 +132,12 @@ class Programs:
     def find(self, batch: Batch, training: bool) -> Program:
         """Return the program for batches like this one; captures the model the first time, and where it has changed.
 
-        Programs are kept: where a model becomes again what it was, so does the program.
+        Programs are kept: where a model becomes again what it was, so does the program. A program that fixes sizes has
+        one like it for every other size.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+            BatchError: it cannot be for these sizes, but was for others.
         """
         if self.model.training is not training:
             with in_mode(self.model, training):
@@ -127,7 +146,7 @@ class Programs:
         self._look()
         form = self._form(batch, training)
         kept = self._captured.setdefault(form, [])
-        found = next((one for one in kept if one.holds(self.structure)), None)
+        found = next((one for one in kept if one.holds(self.structure) and not one.misfit(batch)), None)
         if found is None:
             found = self._capture(batch, training, form, kept)
         elif found is not kept[0]:
@@ -170,8 +189,14 @@ class Programs:
 
     def _capture(self, batch: Batch, training: bool, form: str, kept: list[Captured]) -> Captured:
         start = perf_counter()
-        why = kept[0].changes(self.structure) if kept else ()
-        program, reads = self.trace(batch, training)
+        misfit = next((one.misfit(batch) for one in kept if one.holds(self.structure)), "")
+        why = (misfit,) if misfit else kept[0].changes(self.structure) if kept else ()
+        try:
+            program, reads = self.trace(batch, training)
+        except CaptureError as error:
+            if misfit:  # the model itself does not take such a size
+                raise BatchError(misfit) from error
+            raise
         self._look()  # a forward may register hooks when it first runs
         found = Captured(program, self.structure, reads)
         kept.insert(0, found)

@@ -120,12 +120,13 @@ def needing_gradients(tensors: Mapping[str, Tensor], row_inputs: Collection[str]
 
 def sizes_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, int]:
     """Return every size but the rows, by a name for messages."""
-    sizes: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        first = 1 if name in row_inputs else 0
-        for dim in range(first, tensor.dim()):
-            sizes[f"dim {dim} of input {name!r}"] = int(tensor.shape[dim])
-    return sizes
+    dims = dims_besides_rows(tensors, row_inputs)
+    return {f"dim {dim} of input {name!r}": int(tensors[name].shape[dim]) for name, dim in dims}
+
+
+def dims_besides_rows(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> list[tuple[str, int]]:
+    """Return every dim but the rows, as (input, dim), in the order of `sizes_besides_rows`."""
+    return [(name, dim) for name, x in tensors.items() for dim in range(int(name in row_inputs), x.dim())]
 
 
 def longest_side(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from sympy import sympify
 from torch import Tensor, nn
 
 from hetu_fx.base.frameworks import paddings
@@ -16,7 +17,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.program.filling_safety import Difference, filled_up, filling_of, trace_of_filling
 from hetu_fx.program.program import Program, bind, evaluate
-from hetu_fx.switching.step.batches import ReadBatch, sizes_besides_rows
+from hetu_fx.switching.step.batches import ReadBatch, dims_besides_rows, sizes_besides_rows
 
 
 class Fillings:
@@ -36,9 +37,10 @@ class Fillings:
         Raises:
             BatchError: on every rank, where sizes differ and the program would not do the same for filled rows.
         """
+        _check_sizes_are_open(batch, facts)
         filling, found = self._of(batch.program)
         relevant = [one for one in found if wants_values or one.kind is not OutputKind.VALUE]
-        if facts.sizes_differ and relevant:
+        if facts.unequal_sizes and relevant:
             raise BatchError(
                 f"ranks bring inputs of unequal sizes (the largest are {_named(batch, facts)}), and filled up to one "
                 f"size the model would do something else: {relevant[0].text}. Pass what masks the padding "
@@ -52,6 +54,19 @@ class Fillings:
             filling = filling_of(program.graph, paddings(self._model))
             self._known[program] = filling, trace_of_filling(program, filling, self._model.get_buffer)
         return self._known[program]
+
+
+def _check_sizes_are_open(batch: ReadBatch, facts: StepFacts) -> None:
+    shapes = {leaf.name: meta.shape(leaf.node) for leaf in batch.program.inputs}
+    dims = dims_besides_rows(batch.tensors, batch.program.row_inputs)
+    sizes = [sympify(meta.expression(shapes[name][dim])) for name, dim in dims]
+    fixed = [batch.facts.size_names[place] for place in facts.unequal_sizes if sizes[place].is_number]
+    if fixed:
+        why = "; ".join(batch.program.graph.notes) or "loops over a size fix it, as comparisons do"
+        raise BatchError(
+            f"{', '.join(fixed)} is not the same on all ranks, but the model's forward fixes it ({why}); pad all "
+            f"ranks' batches of a step to the same size in the collator"
+        )
 
 
 def _named(batch: ReadBatch, facts: StepFacts) -> str:

@@ -281,6 +281,20 @@ def test_a_batch_fixed_by_a_loop_over_its_rows_is_noted_with_its_line() -> None:
     assert any("test_capture.py:" in note for note in graph.notes)
 
 
+def test_a_length_of_which_a_number_is_made_leaves_the_batch_open() -> None:
+    class Clamps(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            largest = torch.sqrt(torch.tensor(x.size(1)))
+            return x.clamp(-float(largest) / 4, float(largest) / 4).mean()
+
+    model, x = Clamps(), torch.randn(4, 6)
+    graph = capture(model, (x,))
+    assert graph.batch_symbol is not None
+    assert any("every size but the batch is fixed by the model" in note for note in graph.notes)
+    out = run_on_one_device(graph, model, (torch.cat([x, x]),))
+    assert torch.equal(out[OutputKind.LOSS, "loss"], model(torch.cat([x, x])))
+
+
 def test_error_names_line_reason_and_way_out() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -129,3 +129,28 @@ def test_a_program_is_known_by_its_graph_whatever_the_sizes_of_its_example() -> 
     other = Programs(nn.Linear(3, 2), None).find({"input": torch.ones(2, 3)}, True)
     assert few.fingerprint == many.fingerprint
     assert few.fingerprint != other.fingerprint
+
+
+class Stepping(nn.Module):
+    """Fixes the number of its steps, and takes at most five."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bounds = (1, 2, 3, 4, 5)
+        return torch.stack([x[:, at] * bounds[at] for at in range(x.shape[1])]).mean()
+
+
+def test_a_size_that_a_program_fixes_has_a_program_of_its_own_and_is_told_as_the_reason() -> None:
+    programs = Programs(Stepping(), None)
+    three, four = ({"x": torch.ones(2, steps)} for steps in (3, 4))
+    found = [programs.find(batch, True) for batch in (three, four, three, four)]
+    assert found[0] is found[2] is not found[1] is found[3]
+    first, second = programs.events
+    assert first.why == ()
+    assert "dim 1 of input 'x' has size 4, but the captured graph needs 3" in second.why[0]
+
+
+def test_a_size_that_the_model_itself_does_not_take_is_the_batchs_error() -> None:
+    programs = Programs(Stepping(), None)
+    programs.find({"x": torch.ones(2, 3)}, True)
+    with pytest.raises(BatchError, match="dim 1 of input 'x' has size 6, but the captured graph needs 3"):
+        programs.find({"x": torch.ones(2, 6)}, True)

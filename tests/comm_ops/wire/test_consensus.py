@@ -45,10 +45,10 @@ def test_sizes_that_may_differ_come_with_the_largest_of_ranks_that_have_rows(oth
     mine = replace(FACTS, sizes_may_differ=True)
     other(replace(mine, sizes=(9,)))
     agreed = agree(TWO, mine)
-    assert (agreed.sizes, agreed.sizes_differ) == ((9,), True)
+    assert (agreed.sizes, agreed.unequal_sizes) == ((9,), (0,))
     other(replace(mine, sizes=(9,), rows=0))
     agreed = agree(TWO, mine)
-    assert (agreed.sizes, agreed.sizes_differ) == ((7,), False)
+    assert (agreed.sizes, agreed.unequal_sizes) == ((7,), ())
 
 
 def test_a_rank_alone_raises_its_error() -> None:

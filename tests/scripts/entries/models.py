@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.scripts.job import Job
 from tests.scripts.models import CLASSES, FEATURES, HIDDEN
 from tests.scripts.script import Results, script
-from tests.scripts.training import batches, in_double, sgd
+from tests.scripts.training import batches, in_double, sgd, steps
 
 
 class _Base(nn.Module):
@@ -355,6 +355,44 @@ class _Adversarial(_Base):
 
 
 _trains("has two losses of regression", _Adversarial, lambda m, b: m(**b), dict)
+
+
+class _Loop(_Base):
+    """Reads its rows step by step, as many as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.back = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        state = x.new_zeros(x.shape[0], HIDDEN)
+        for at in range(x.shape[1]):
+            state = torch.tanh(self.first(x[:, at]) + self.back(state))
+        return {"loss": functional.cross_entropy(self.last(state), labels)}
+
+
+@script("loops over the steps of its sequences, in batches of other lengths")
+def _(job: Job) -> Results:
+    model = _built(_Loop)
+    made = [
+        {**one, "x": torch.stack([one["x"]] * length, 1)} for length, one in zip((3, 5, 3), batches(3), strict=True)
+    ]
+    job.parallel(model, made[0])
+    return {"losses": steps(job, model, made, sgd(model)), **job.parameters(model)}
+
+
+class _Noisy(_Base):
+    """Adds noise whose size it works out from those of its input, as NEFTune does."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        wide = self.hidden(x)[:, None].expand(-1, 500, -1)
+        largest = 5.0 / torch.sqrt(torch.tensor(wide.size(1) * wide.size(2)))
+        noise = torch.zeros_like(wide).uniform_(-largest, largest)
+        return functional.cross_entropy(self.last(wide + noise).mean(1), labels) + 1e3 * noise.square().mean()
+
+
+# Other numbers are drawn than on one device, as many and as large.
+_trains("adds noise of a size that follows from that of its input", _Noisy, lambda m, b: m(**b), dict, tolerance=3e-2)
 
 
 @script("trains in single precision", tolerance=1e-4)

@@ -37,6 +37,15 @@ _runs_with("with a small largest norm", max_grad_norm=0.05)
 _runs_with("with AdamW", tolerance=1e-3, optim="adamw_torch_fused", learning_rate=1e-2)
 _runs_with("with gradient checkpointing", gradient_checkpointing=True)
 _runs_with("dropping the last rows", dataloader_drop_last=True)
+_runs_with("with NEFTune's noise, too small to be seen", neftune_noise_alpha=1e-9)
+_runs_with("without clipping", max_grad_norm=0.0)
+_runs_with("with torch.compile", torch_compile=True, torch_compile_backend="eager")
+_runs_with("with rows grouped by their lengths", train_sampling_strategy="group_by_length")
+_runs_with("with losses averaged over devices' tokens", average_tokens_across_devices=True)
+_runs_with("with the dispatcher of batches", accelerator_config={"dispatch_batches": True})
+_runs_with(
+    "with batches split by accelerate", accelerator_config={"split_batches": True}, per_device_train_batch_size=8
+)
 
 
 @script("evaluates by Trainer after each epoch", tolerance=_SINGLE)

@@ -24,7 +24,8 @@ def read(model: nn.Module, **options: Any) -> ReadBatch:
 
 
 def agreed(batch: ReadBatch, size: int, *, differ: bool = True) -> StepFacts:
-    return replace(StepFacts(), sizes=(size,) * len(batch.facts.sizes), sizes_differ=differ)
+    places = range(len(batch.facts.sizes))
+    return replace(StepFacts(), sizes=tuple(size for _ in places), unequal_sizes=tuple(places) if differ else ())
 
 
 def test_inputs_and_symbols_are_those_of_the_longest_and_outputs_those_of_what_was_brought() -> None:
@@ -55,3 +56,17 @@ def test_an_output_that_cannot_be_cut_is_refused_only_where_it_is_wanted() -> No
     assert fill(wants_values=False).tensors["input_ids"].shape == (3, 10)  # the loss is the same
     with pytest.raises(BatchError, match=r"value 'router_logits.0'"):
         fill(wants_values=True)
+
+
+def test_unequal_sizes_are_refused_on_every_rank_where_the_graph_fixes_them() -> None:
+    class Steps(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([x[:, at].tanh() for at in range(x.shape[1])]).mean()
+
+    model = Steps()
+    batch = read_batch((torch.randn(3, 7),), {}, Programs(model, None), training=True, shared=False)
+    for size in (7, 10):
+        with pytest.raises(
+            BatchError, match="dim 1 of input 'x' is not the same on all ranks, but the model's forward fixes it"
+        ):
+            Fillings(model).filled(batch, agreed(batch, size), wants_values=False)

@@ -45,8 +45,9 @@ FAST = (
     *(f"tests/comm_ops/{name}.py" for name in _LAST),
 )
 _GUARDS = ("hetu_fx/program/", "switching/")
+_OF_GUARDS = ("reads", "contents", "code_reads", "surroundings", "not_kept", "structure", "watched", "hooks")
 GUARDS = (
-    *(f"tests/program/test_{name}.py" for name in ("reads", "code_reads", "not_kept", "structure", "watched", "hooks")),
+    *(f"tests/program/test_{name}.py" for name in _OF_GUARDS),
     "tests/switching/test_members.py",
 )
 ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_of_many_changes_on_four_ranks",)

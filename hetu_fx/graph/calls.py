@@ -79,6 +79,15 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     ]
 
 
+def without_out(op: OpOverload) -> OpOverload | None:
+    """Return the overload of an op that takes the same but for what this one writes to (out=); None if none does."""
+    wanted = [(given.name, str(given.type)) for given in schema(op).arguments if not is_written(given)]
+    overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+    return next(
+        (one for one in overloads if [(given.name, str(given.type)) for given in schema(one).arguments] == wanted), None
+    )
+
+
 def _as_nodes(argument: Any) -> Iterator[fx.Node]:
     if isinstance(argument, fx.Node):
         yield argument

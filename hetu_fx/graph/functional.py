@@ -16,7 +16,7 @@ from torch import fx
 from hetu_fx.base.torch_private import overload_name, schema
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph import meta
-from hetu_fx.graph.calls import viewed_argument, written_arguments
+from hetu_fx.graph.calls import viewed_argument, without_out, written_arguments
 from hetu_fx.graph.capture_failure import WAY_OUT
 from hetu_fx.graph.regions import gradient_carriers
 
@@ -54,7 +54,7 @@ def functionalize(graph: fx.Graph, differentiable: Collection[fx.Node]) -> dict[
         differentiable: the placeholders that may carry a gradient.
 
     Raises:
-        CaptureError: for a write that cannot be followed (out= arguments, writes through unusual views).
+        CaptureError: for a write that cannot be followed (to several tensors, through unusual views).
     """
     if not any(written_arguments(node) or _updates_statistics(node) for node in graph.nodes):
         return {}
@@ -168,17 +168,20 @@ class _Functionalizer:
         return self._insert(aten.slice_scatter.default, (base, value, dim, start, start + lengths[index]))
 
     def _rewrite_write(self, node: fx.Node, written: list[fx.Node]) -> None:
-        if len(written) != 1 or written[0] is not node.args[0]:
-            raise self._refusal(f"{node.target}, which writes to several tensors or to an out= argument")
+        into = node.kwargs.get("out")
         target = written[0]
+        if len(written) != 1 or (target is not into and target is not node.args[0]):
+            raise self._refusal(f"{node.target}, which writes to several tensors, or to one in the middle")
         through_op = self._root(target).op != "placeholder"
         if through_op and target in self.carriers and not meta.grad_enabled(node):
             raise self._refusal("a write in a no-grad region to a value that carries a gradient")
         if node.target is not aten.detach_.default and not through_op:
             self.changed.add(self._root(target))
         node_args = fx.node.map_arg(node.args, self._read)
-        kwargs = fx.node.map_arg(node.kwargs, self._read)
+        kwargs = fx.node.map_arg({name: arg for name, arg in node.kwargs.items() if name != "out"}, self._read)
         value = self._functional_value(node, node_args, kwargs)
+        if target is into and not meta.same_shape(value, target):
+            raise self._refusal(f"{node.target}, which gives the tensor of its out= argument another size")
         if meta.dtype(value) != meta.dtype(target):
             value = self._insert(aten.to.dtype, (value, meta.dtype(target)))
         self._write(target, value)
@@ -202,9 +205,12 @@ class _Functionalizer:
             return renamed
         namespace, _, name = schema(target).name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-        if not name.endswith("_") or packet is None or overload_name(target) not in packet.overloads():
-            raise self._refusal(f"{target}, an in-place op without a functional form")
-        variant: Callable[..., Any] = getattr(packet, overload_name(target))
+        if not name.endswith("_"):
+            variant = without_out(target)
+        else:
+            variant = getattr(packet, overload_name(target), None)
+        if variant is None:
+            raise self._refusal(f"{target}, which writes, and has no functional form")
         return variant
 
     def _broadcast(self, source: fx.Node, like: fx.Node) -> fx.Node:

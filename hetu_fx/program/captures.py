@@ -20,13 +20,15 @@ from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch, input_tensors
 from hetu_fx.graph.capture import ambient_autocasts, capture, in_mode
 from hetu_fx.graph.containers import Constant, Opaque, walk
+from hetu_fx.program.access import Access, put
+from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_global_hooks, check_hooks, hooks_must_change
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.program import Program, bind, make_program
-from hetu_fx.program.reads import ABSENT, PLAIN, Reads, shown
+from hetu_fx.program.reads import ABSENT, Reads, shown
 from hetu_fx.program.structure import Structure, differences
-from hetu_fx.program.watched import Access, Watch, put
+from hetu_fx.program.watched import Watch
 
 _MOST_STRUCTURES = 8  # that are kept, for models that change to and fro
 _log = logging.getLogger("hetu_fx.variants")
@@ -210,6 +212,7 @@ class Programs:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
         check_hooks(self.model)
         program, watch = self._trace_once(batch, training)
+        watch.surroundings.check()
         if watch.changed:
             program, watch = self._traced_again(batch, training, program, watch.changed)
         return program, watch.reads()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from hetu_fx.program.reads import PLAIN, Read
+from hetu_fx.program.contents import PLAIN
+from hetu_fx.program.reads import Read
 
-_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_PACKAGES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")})
+_LIBRARIES = (sysconfig.get_path("stdlib"), *_PACKAGES)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _HERE = __file__.rpartition("/program/")[0]
 
 
@@ -29,6 +33,7 @@ class CodeReads:
     def __init__(self, reach: Callable[[Any, str], None]) -> None:
         self._reach = reach
         self._seen: set[int] = set()
+        self._looked_into: set[tuple[int, frozenset[str]]] = set()
         self.found: dict[tuple[int, str], Read] = {}
 
     def look_at_class(self, kind: type) -> None:
@@ -45,7 +50,7 @@ class CodeReads:
         if not isinstance(function, FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
-        own = not function.__code__.co_filename.startswith((*_LIBRARIES, _HERE))
+        own = is_own_file(function.__code__.co_filename)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if not _is_empty(cell):
                 self._found(cell, "cell_contents", cell.cell_contents, f"{name!r} around {_place(function)}", own)
@@ -54,12 +59,17 @@ class CodeReads:
                 if name in function.__globals__:
                     value = function.__globals__[name]
                     self._found(function.__globals__, name, value, f"global {name!r} of {_file(function)}", own)
-                    if isinstance(value, ModuleType) and _is_own_module(value):
-                        self._of_module(value, _names(function.__code__))
+                    self._look_into(value, _names(function.__code__))
 
-    def _of_module(self, module: ModuleType, names: set[str]) -> None:
-        for name in sorted(names & vars(module).keys()):
-            self._found(vars(module), name, vars(module)[name], f"{module.__name__}.{name}", True)
+    def _look_into(self, value: Any, names: frozenset[str]) -> None:
+        """Look at what code that has these names may read of a module or of a class of the user's."""
+        if not _is_own_space(value) or (id(value), names) in self._looked_into:
+            return
+        self._looked_into.add((id(value), names))
+        for name in sorted(names & {name for space in _spaces(value) for name in space}):
+            item, owner = getattr(value, name), vars(value) if isinstance(value, ModuleType) else value
+            self._found(owner, name, item, f"{value.__name__}.{name}", True)
+            self._look_into(item, names)
 
     def _found(self, owner: Any, name: str, value: Any, label: str, own: bool) -> None:
         if isinstance(value, FunctionType | MethodType):
@@ -71,9 +81,9 @@ class CodeReads:
             self.found[id(owner), name] = Read(label, owner, name)
 
 
-def _names(code: CodeType) -> set[str]:
+def _names(code: CodeType) -> frozenset[str]:
     """Return the names that code and what is nested in it looks up."""
-    return {*code.co_names, *(name for one in _nested(code) for name in _names(one))}
+    return frozenset((*code.co_names, *(name for one in _nested(code) for name in _names(one))))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -87,9 +97,26 @@ def _is_empty(cell: Any) -> bool:
         return True
 
 
-def _is_own_module(module: ModuleType) -> bool:
-    path = getattr(module, "__file__", None)
-    return path is not None and not path.startswith((*_LIBRARIES, _HERE))
+def is_own_file(path: str) -> bool:
+    """Tell whether code in a file is the user's: not of an installed package, of Python or of hetu_fx."""
+    return not path.startswith((*_LIBRARIES, _HERE))
+
+
+def is_of_python(path: str) -> bool:
+    """Tell whether code in a file is of Python's own library."""
+    return path.startswith((_LIBRARIES[0], "<")) and not path.startswith(_PACKAGES)
+
+
+def _is_own_space(value: Any) -> bool:
+    """Tell whether a value is a module or a class of the user's."""
+    module = sys.modules.get(value.__module__) if isinstance(value, type) else value
+    path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+    return path is not None and is_own_file(path)
+
+
+def _spaces(value: ModuleType | type) -> Iterator[Mapping[str, Any]]:
+    """Yield where a module or a class has what it has, torch's classes left out."""
+    return map(vars, filter(_is_own_space, value.__mro__ if isinstance(value, type) else (value,)))
 
 
 def _file(function: FunctionType) -> str:

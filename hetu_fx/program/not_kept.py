@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.errors import StateError
-from hetu_fx.program.reads import PLAIN
+from hetu_fx.program.contents import PLAIN
 
 
 class NotKept:

@@ -7,6 +7,7 @@ only what has become another object is compared.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.base.torch_private import version
+from hetu_fx.program.contents import PLAIN, Memory, can_change, frozen, same
 from hetu_fx.program.structure import told_hook, type_name
 
 
@@ -28,7 +30,6 @@ class _Absent:
 ABSENT = _Absent()
 """Stands for the value of an attribute that is not there."""
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 Space = dict[str, Any]
 _MOST_SHOWN = 80
 
@@ -121,7 +122,7 @@ class Reads:
         self._values = [read.value for read in self._entries]
         self._found = [read.value for read in self._others]
         both = (*self._values, *self._found)
-        self._containers = [(value, frozen(value)) for value in both if _can_change(value)]
+        self._containers = [(value, frozen(value)) for value in both if can_change(value)]
         self._tensors = [value for value in both if isinstance(value, Tensor)]
         self._versions = list(map(version, self._tensors))
         self._sizes = list(map(len, self._spaces))
@@ -153,58 +154,12 @@ def _columns(reads: Iterable[Read]) -> tuple[list[Any], list[str]]:
     return [read.owner for read in listed], [read.name for read in listed]
 
 
-def _can_change(value: Any) -> bool:
-    """Tell whether a value is a container whose contents may change while it stays the same object."""
-    if isinstance(value, tuple):
-        return any(map(_can_change, value))
-    return isinstance(value, list | dict | set)
-
-
-def frozen(value: Any) -> Any:
-    """Return a copy of a container and of those in it, with the same objects in them; what is none as it is."""
-    match value:
-        case dict():
-            return {key: frozen(item) for key, item in value.items()}
-        case list():
-            return [frozen(item) for item in value]
-        case tuple():
-            return tuple(map(frozen, value))
-        case set():
-            return set(value)
-        case _:
-            return value
-
-
-def same(value: Any, other: Any) -> bool:
-    """Tell whether two values are the same to a graph: equal plain values, equal containers, else the same object."""
-    if value is other:
-        return True
-    match value:
-        case dict():
-            return (
-                isinstance(other, dict)
-                and value.keys() == other.keys()
-                and all(same(item, other[key]) for key, item in value.items())
-            )
-        case list() | tuple():
-            return (
-                isinstance(other, list | tuple)
-                and isinstance(value, tuple) == isinstance(other, tuple)
-                and len(value) == len(other)
-                and all(map(same, value, other))
-            )
-        case set() | frozenset():
-            return isinstance(other, set | frozenset) and value == other
-        case _:
-            return type(value) is type(other) and isinstance(value, PLAIN) and repr(value) == repr(other)
-
-
 def shown(value: Any) -> str:
     """Show a value, the same on all ranks: plain ones as they are, others by their kind."""
     match value:
         case dict():
             text = "{" + ", ".join(f"{key!r}: {shown(item)}" for key, item in value.items()) + "}"
-        case list():
+        case list() | deque():
             text = f"[{', '.join(map(shown, value))}]"
         case tuple():
             text = f"({', '.join(map(shown, value))})"
@@ -212,7 +167,7 @@ def shown(value: Any) -> str:
             text = "{" + ", ".join(sorted(map(shown, value))) + "}"
         case Tensor():
             text = f"a tensor of shape {list(value.shape)}"
-        case _ if value is ABSENT or isinstance(value, PLAIN):
+        case _ if value is ABSENT or isinstance(value, (*PLAIN, Memory)):
             text = repr(value)
         case _ if callable(value) and not isinstance(value, type | torch.nn.Module):
             text = told_hook(value)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,61 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import LISTED_SLOTS, SLOTS
+from hetu_fx.program.access import Access, own_value
 from hetu_fx.program.code_reads import CodeReads
-from hetu_fx.program.reads import ABSENT, PLAIN, Methods, Read, Reads, Space, frozen, same
+from hetu_fx.program.contents import PLAIN, frozen, same
+from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, Space
 from hetu_fx.program.structure import place
+from hetu_fx.program.surroundings import Surroundings
 
 _OWN = frozenset(vars(nn.Module()))
 _NO_CONFIGS = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, enum.Enum, torch.SymInt, torch.SymFloat)
-_NAMESPACE = "argparse"
+_SETTINGS = ("argparse", "multiprocessing")
 _MOST_ITEMS = 256
 Place = tuple[int, str]
 """An attribute: the number of what has it, and its name."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Access:
-    """The first access to an attribute in a forward.
-
-    Attributes:
-        label: what it is, for people.
-        owner: what has it.
-        space: the owner's own attributes; None for an object without.
-        name: of the attribute.
-        before: what the owner itself had there; `ABSENT` for what is in its class.
-        copy: of that, if it is a container.
-    """
-
-    label: str
-    owner: Any
-    space: Space | None
-    name: str
-    before: Any
-    copy: Any
-
-    @property
-    def now(self) -> Any:
-        """Return what the owner itself has there now."""
-        return _own_value(self.owner, self.space, self.name)
-
-    def put_back(self) -> None:
-        """Let the owner have again what it had."""
-        match self.before:
-            case list() as held:
-                held[:] = self.copy
-            case dict() | set() as held:
-                held.clear()
-                held.update(self.copy)
-        if self.space is not None:
-            put(self.space, self.name, self.before)
-
-
-def put(space: Space, name: str, value: Any) -> None:
-    """Let an object have an attribute, or none."""
-    if value is ABSENT:
-        space.pop(name, None)
-    else:
-        space[name] = value
 
 
 class Watch:
@@ -98,6 +56,7 @@ class Watch:
         self._written: dict[Place, tuple[Access, Any]] = {}
         self._kinds: set[type] = set()
         self._code = CodeReads(self._reach)
+        self.surroundings = Surroundings()
         self.changed: list[tuple[Access, Any]] = []
 
     @contextmanager
@@ -105,6 +64,7 @@ class Watch:
         """Note what is read and written inside, in this thread; what was noted before is forgotten."""
         self._forget()
         modules = [(place(name), module) for name, module in self.model.named_modules()]
+        self._of_the_model = {id(vars(module)) for _, module in modules}
         if isinstance(self.loss_fn, nn.Module):
             modules += [(f"loss_fn{name and '.'}{name}", module) for name, module in self.loss_fn.named_modules()]
         with ExitStack() as self._patches:
@@ -115,15 +75,19 @@ class Watch:
                 self._code.look_at_class(kind)
             if isinstance(self.loss_fn, FunctionType | MethodType):
                 self._code.look_at(self.loss_fn)
-            yield
+            with self.surroundings.watching():
+                yield
         self._finish()
 
     def reads(self) -> Reads:
         """Return what was read, as it is now: outside of the trace, so that no value of the trace is among them."""
-        reads, methods = dict(self._code.found), dict[int, tuple[str, Space, set[str]]]()
+        reads: dict[Any, Read] = {**self._code.found, **self.surroundings.found}
+        methods = dict[int, tuple[str, Space, set[str]]]()
         for key, access in self._read.items():
-            if access.space is vars(self.model) and access.name == "forward":
-                continue  # what runs the graphs
+            if access.space is vars(self.model) and access.name == "forward":  # its own is what runs the graphs
+                own = type(self.model)
+                reads[id(own), "forward"] = Read("'forward' of the model's class", own, "forward")
+                continue
             kind = None if access.space is None or access.name in access.space else _class_with(access)
             if kind is None:
                 reads[key] = Read(access.label, access.owner if access.space is None else access.space, access.name)
@@ -132,7 +96,7 @@ class Watch:
                 methods.setdefault(id(access.space), (label, access.space or {}, set()))[2].add(access.name)
                 if not isinstance(vars(kind)[access.name], classmethod):
                     label = f"{access.name!r} of class {kind.__qualname__}"
-                    reads[id(kind), access.name] = Read(label, kind, access.name)
+                    reads[id(type(access.owner)), access.name] = Read(label, type(access.owner), access.name)
         return Reads(reads.values(), (Methods(*found) for found in methods.values()))
 
     @property
@@ -182,7 +146,7 @@ class Watch:
         space = access.space
         self._read[id(owner if space is None else space), name] = access
         if access.before is not ABSENT:
-            self._reach(value, f"{name} of {self._label(owner, space)}")
+            self._reach(access.before if value is ABSENT else value, f"{name} of {self._label(owner, space)}")
 
     def _note_write(self, owner: Any, name: str) -> None:
         access = self._first(owner, name)
@@ -191,16 +155,28 @@ class Watch:
 
     def _first(self, owner: Any, name: str) -> Access | None:
         """Return the access to an attribute, if it is known what has it and this is the first."""
-        if name in _OWN or name.startswith("__") or threading.get_ident() != self._thread:
+        if (name in _OWN and name != "training") or name.startswith("__") or threading.get_ident() != self._thread:
             return None
         space = _space_of(owner)
+        if isinstance(owner, nn.Module) and space is not None:
+            if id(space) not in self._of_the_model:
+                space = self._slots_apart(space, name)
+            elif name == "training" or _is_of_slots(owner, space, name):
+                return None
         key = (id(owner if space is None else space), name)
         if key[0] not in self._known or key in self._read or key in self._written:
             return None
-        if isinstance(owner, nn.Module) and space is not None and _is_of_slots(owner, space, name):
-            return None
-        before = _own_value(owner, space, name)
+        before = own_value(owner, space, name)
         return Access(f"{name!r} of {self._label(owner, space)}", owner, space, name, before, frozen(before))
+
+    def _slots_apart(self, space: Space, name: str) -> Space:
+        """Return what keeps a tensor or submodule of a module that is none of the model's, else the module's own."""
+        label, _ = self._known.get(id(space), ("", None))
+        if not label:
+            return space
+        slots: Space = next((space[kind] for kind in SLOTS if name in space[kind]), space)
+        self._know(slots, label)
+        return slots
 
     def _label(self, owner: Any, space: Space | None) -> str:
         return self._known[id(owner if space is None else space)][0]
@@ -211,12 +187,13 @@ class Watch:
             return
         if isinstance(value, FunctionType | MethodType):
             self._code.look_at(value)
-        elif isinstance(value, list | tuple | dict):
+        elif isinstance(value, list | tuple | dict | deque):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in list(items)[:_MOST_ITEMS]:
                 self._reach(item, f"{label}[{key!r}]")
         elif isinstance(value, nn.Module):
-            self._know(vars(value), label)
+            for name, module in value.named_modules():
+                self._know(vars(module), f"{label}{name and '.'}{name}")
         elif isinstance(value, SimpleNamespace):  # its class cannot be patched: all that it has counts as read
             for name, item in vars(value).items():
                 self._code.found[id(vars(value)), name] = Read(f"{name!r} of {label}", vars(value), name)
@@ -235,7 +212,7 @@ def _is_config(value: Any) -> bool:
     if isinstance(value, _NO_CONFIGS) or not kind.__flags__ & 1 << 9:  # made by a class statement
         return False
     library = kind.__module__.partition(".")[0]
-    return library == _NAMESPACE or library not in sys.stdlib_module_names | {"torch", "sympy", "numpy"}
+    return library in _SETTINGS or library not in sys.stdlib_module_names | {"torch", "sympy", "numpy"}
 
 
 def _is_of_slots(module: nn.Module, space: Space, name: str) -> bool:
@@ -251,10 +228,6 @@ def _space_of(owner: Any) -> Space | None:
     except AttributeError:
         return None
     return space
-
-
-def _own_value(owner: Any, space: Space | None, name: str) -> Any:
-    return getattr(owner, name, ABSENT) if space is None else space.get(name, ABSENT)
 
 
 def _class_with(access: Access) -> type | None:

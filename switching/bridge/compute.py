@@ -58,7 +58,8 @@ class Compute:
         state = bridge, _versions(pieces)
         if self._gathered[0] != state:
             self._gathered = (None, {})  # before the new copies are made, so that there are never two of each
-            self._gathered = (state, bridge.gather(pieces))
+            with torch.inference_mode(False), torch.no_grad():  # a step that trains may read these copies, too
+                self._gathered = (state, bridge.gather(pieces))
             if self._sized_for is not bridge:
                 self._sized_for, self.sizes = bridge, None
         return dict(self._gathered[1])

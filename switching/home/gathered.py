@@ -19,7 +19,7 @@ from hetu_fx.base.torch_private import version as version_of
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.tensor import HomeTensor, gather_whole, mark_written, wrap
 
-_REFUSED = {"resize_", "resize_as_", "set_"}
+_REFUSED = {"resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"}
 
 
 class Origin:

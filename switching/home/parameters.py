@@ -53,7 +53,13 @@ def _swap(name: str, parameter: nn.Parameter, home: nn.Parameter) -> None:
             f"parameters)"
         )
     hooks = gradient_hooks(parameter)
-    torch.utils.swap_tensors(parameter, home)
+    try:
+        torch.utils.swap_tensors(parameter, home)
+    except RuntimeError as error:
+        raise StateError(
+            f"parameter {name!r} cannot become a home parameter while a tensor that was computed from it is kept, as "
+            f"torch.nn.utils.weight_norm does; use torch.nn.utils.parametrizations, or let go of the tensor ({error})"
+        ) from error
     set_gradient_hooks(parameter, hooks)
 
 

@@ -47,3 +47,19 @@ def test_values_of_the_users_modules_are_found() -> None:
 
 def test_functions_of_libraries_are_not_looked_into() -> None:
     assert reads(json.dumps) == ({}, [])
+
+
+class Settings:
+    """A class that is never made into an object."""
+
+    rate = 0.25
+
+    class Inner:
+        """Another in it."""
+
+        depth = 3
+
+
+def test_attributes_of_the_users_classes_are_found() -> None:
+    found, _ = reads(lambda: Settings.rate * Settings.Inner.depth)
+    assert (found["Settings.rate"], found["Inner.depth"]) == (0.25, 3)

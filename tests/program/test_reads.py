@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, frozen, same, shown
+from hetu_fx.program.contents import frozen, same
+from hetu_fx.program.reads import ABSENT, Methods, Read, Reads, shown
 
 
 def reads_of(space: dict[str, Any], *names: str) -> Reads:

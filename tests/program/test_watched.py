@@ -167,6 +167,26 @@ def test_a_number_that_the_forward_leaves_is_there() -> None:
     assert watching.model.last == 2
 
 
+def test_what_a_module_of_the_loss_has_in_its_slots_is_read() -> None:
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(2))
+    watching = Watching(nn.Linear(3, 2), lambda output, **batch: criterion(output, torch.zeros(4, dtype=torch.int64)))
+    first = watching.programs.find({"input": torch.ones(4, 3)}, True)
+    assert watching.programs.find({"input": torch.ones(4, 3)}, True) is first
+    criterion.weight = torch.ones(2)
+    assert watching.programs.find({"input": torch.ones(4, 3)}, True) is not first
+
+
+def test_another_forward_of_the_models_class_is_captured() -> None:
+    class Own(Guarded):
+        pass
+
+    watching = Watching(Own())
+    first = watching.program()
+    Own.forward = lambda self, x: self.layer(x)  # type: ignore[method-assign]
+    assert watching.program() is not first
+    assert "'forward' of the model's class" in watching.why
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,62 @@
+"""One attribute that a forward has read or written, as it was before: to be compared, and to be put back."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from hetu_fx.program.reads import ABSENT, Space
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Access:
+    """The first access to an attribute in a forward.
+
+    Attributes:
+        label: what it is, for people.
+        owner: what has it.
+        space: the owner's own attributes; None for an object without.
+        name: of the attribute.
+        before: what the owner itself had there; `ABSENT` for what is in its class.
+        copy: of that, if it is a container.
+    """
+
+    label: str
+    owner: Any
+    space: Space | None
+    name: str
+    before: Any
+    copy: Any
+
+    @property
+    def now(self) -> Any:
+        """Return what the owner itself has there now."""
+        return own_value(self.owner, self.space, self.name)
+
+    def put_back(self) -> None:
+        """Let the owner have again what it had."""
+        match self.before:
+            case list() as held:
+                held[:] = self.copy
+            case deque() as held:
+                held.clear()
+                held.extend(self.copy)
+            case dict() | set() as held:
+                held.clear()
+                held.update(self.copy)
+        if self.space is not None:
+            put(self.space, self.name, self.before)
+
+
+def put(space: Space, name: str, value: Any) -> None:
+    """Let an object have an attribute, or none."""
+    if value is ABSENT:
+        space.pop(name, None)
+    else:
+        space[name] = value
+
+
+def own_value(owner: Any, space: Space | None, name: str) -> Any:
+    """Return what an object itself has under a name, in its space if it has one; `ABSENT` if nothing."""
+    return getattr(owner, name, ABSENT) if space is None else space.get(name, ABSENT)

@@ -1,0 +1,102 @@
+"""What is in values that may change while they stay the same objects: copies of it, and comparisons with these."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_CONTAINERS = (list, dict, set, deque)
+
+
+_RANDOM = ("random", "numpy.random")
+"""Where classes come from whose objects give random numbers."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an object has in memory: an array, a number of ctypes, or the state of a generator of random numbers.
+
+    Attributes:
+        kind: the class of the object.
+        layout: format and shape; empty for a state.
+        content: the bytes.
+    """
+
+    kind: type
+    layout: tuple[Any, ...]
+    content: bytes
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__} of {self.content.hex()[:16]}"
+
+
+def can_change(value: Any) -> bool:
+    """Tell whether a value's contents may change while it stays the same object."""
+    if isinstance(value, tuple):
+        return any(map(can_change, value))
+    return isinstance(value, _CONTAINERS) or frozen(value) is not value
+
+
+def frozen(value: Any) -> Any:
+    """Return a copy of what can change, and of such values in it, with the same objects in them; else the value."""
+    match value:
+        case dict():
+            return {key: frozen(item) for key, item in value.items()}
+        case list():
+            return [frozen(item) for item in value]
+        case deque():
+            return deque(map(frozen, value), value.maxlen)
+        case tuple():
+            return tuple(map(frozen, value))
+        case set():
+            return set(value)
+        case _:
+            return _memory(value)
+
+
+def same(value: Any, other: Any) -> bool:
+    """Tell whether two values are the same to a graph: equal plain values, equal contents, else the same object.
+
+    Either may be what `frozen` has made of one.
+    """
+    if value is other:
+        return True
+    match value:
+        case dict():
+            return (
+                isinstance(other, dict)
+                and value.keys() == other.keys()
+                and all(same(item, other[key]) for key, item in value.items())
+            )
+        case list() | tuple() | deque():
+            return _kind(value) is _kind(other) and len(value) == len(other) and all(map(same, value, other))
+        case set() | frozenset():
+            return isinstance(other, set | frozenset) and value == other
+    if type(value) is type(other) and isinstance(value, PLAIN):
+        return repr(value) == repr(other)
+    content = frozen(value)
+    return isinstance(content, Memory) and content == frozen(other)
+
+
+def _kind(value: Any) -> type | None:
+    return next((kind for kind in (list, tuple, deque) if isinstance(value, kind)), None)
+
+
+def _memory(value: Any) -> Any:
+    """Return what a value shows of its memory (by Python's buffer protocol), or its random state; else the value."""
+    kind = type(value)
+    if isinstance(value, (*PLAIN, Tensor, type)):
+        return value
+    if kind.__module__.startswith(_RANDOM) and not callable(value):
+        return Memory(kind, (), pickle.dumps(value))
+    try:
+        with memoryview(value) as memory:
+            return Memory(kind, (memory.format, memory.shape), memory.tobytes())
+    except (TypeError, ValueError, BufferError):
+        return value

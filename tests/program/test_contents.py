@@ -1,0 +1,46 @@
+"""What is in objects that stay the same is compared with a copy of it."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+
+from hetu_fx.program.contents import can_change, frozen, same
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "a list": ([1, {"a": 2}], lambda value: value[1].update(a=3)),
+    "a queue": (deque([1.0]), lambda value: value.append(2.0)),
+    "an array": (numpy.ones(3), lambda value: value.fill(2.0)),
+    "an array in a list": ([numpy.ones(3)], lambda value: value[0].fill(2.0)),
+    "a number of ctypes": (ctypes.c_double(1.0), lambda value: setattr(value, "value", 2.0)),
+    "bytes that can be written": (bytearray(b"a"), lambda value: value.append(1)),
+    "random numbers of Python": (random.Random(0), lambda value: value.random()),
+    "random numbers of numpy": (numpy.random.default_rng(0), lambda value: value.random()),
+}
+
+
+@pytest.mark.parametrize(("value", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_copy_is_the_same_until_the_contents_change(value: Any, change: Callable[[Any], Any]) -> None:
+    assert can_change(value)
+    copy = frozen(value)
+    assert same(value, copy)
+    assert same(copy, frozen(value))
+    change(value)
+    assert not same(value, copy)
+
+
+@pytest.mark.parametrize("value", [1, "a", object(), print, numpy.ones, (1, print)], ids=str)
+def test_what_cannot_change_is_its_own_copy(value: Any) -> None:
+    assert not can_change(value)
+    assert same(frozen(value), value)
+
+
+def test_arrays_of_unlike_shapes_or_formats_are_unlike() -> None:
+    assert not same(numpy.zeros(2), frozen(numpy.zeros((2, 1))))
+    assert not same(numpy.zeros(1, dtype="int64"), frozen(numpy.zeros(1, dtype="float64")))

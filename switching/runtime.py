@@ -238,7 +238,8 @@ class Runtime:
         local: LocalFacts | Exception
         try:
             batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
-            told = {"compute_seconds": self.report.timer.seconds}
+            timer = self.report.timer
+            told = {"compute_seconds": timer.seconds / timer.share}
             for watcher in self._watchers:
                 told.update(watcher.tell())
             changed = self.members.look(self.execution.structure)

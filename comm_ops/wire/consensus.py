@@ -7,7 +7,7 @@ fit together are refused. An error on one rank travels too, so that all ranks ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
@@ -55,8 +55,7 @@ class StepFacts:
         probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
         is_joined: a rank knows of a process that is ready to join.
         update_seconds: of each rank's optimizers since the last facts; 0 if unknown.
-        sizes: the largest of each, of ranks with rows.
-        unequal_sizes: the places, among `sizes`, of those that are smaller on some such ranks.
+        sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
     rows: tuple[int, ...] = _fact(_counts)
@@ -68,8 +67,21 @@ class StepFacts:
     probe_seconds: tuple[float, ...] = _fact(tuple)
     is_joined: bool = _fact(any)
     update_seconds: tuple[float, ...] = _fact(tuple)
-    sizes: tuple[int, ...] = ()
-    unequal_sizes: tuple[int, ...] = ()
+    sizes_of: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return the largest of each."""
+        return tuple(map(max, self._sizes))
+
+    @property
+    def unequal_sizes(self) -> tuple[int, ...]:
+        """Return the places, among `sizes`, of those that are smaller on some ranks."""
+        return tuple(place for place, sizes in enumerate(self._sizes) if len(set(sizes)) > 1)
+
+    @property
+    def _sizes(self) -> Iterable[tuple[int, ...]]:
+        return zip(*filter(None, self.sizes_of), strict=True)
 
 
 _COMBINE: Mapping[str, Callable[[Numbers], Any]] = {
@@ -136,7 +148,7 @@ def agree(table: GroupTable, facts: LocalFacts | Exception) -> StepFacts:
     if table.size == 1:
         if isinstance(facts, Exception):
             raise facts
-        return replace(_combined([facts.numbers], facts.counts), sizes=facts.sizes)
+        return replace(_combined([facts.numbers], facts.counts), sizes_of=(facts.sizes,))
     facts = _fitting(facts)
     gathered = _exchange(table, _encode(facts))
     if any(row[_ERROR] for row in gathered):
@@ -154,11 +166,10 @@ def _combined(ranks: Sequence[Numbers], counts: tuple[float, ...]) -> StepFacts:
 
 
 def _with_sizes(agreed: StepFacts, gathered: Sequence[Numbers], count: int) -> StepFacts:
-    """Return the facts with the sizes that inputs must have, of the ranks that have rows (all, if none has any)."""
-    ranks = [row for row, rows in zip(gathered, agreed.rows, strict=True) if rows] or gathered
-    columns = list(zip(*(map(int, row[_FIRST_SIZE : _FIRST_SIZE + count]) for row in ranks), strict=True))
-    unequal = tuple(place for place, sizes in enumerate(columns) if len(set(sizes)) > 1)
-    return replace(agreed, sizes=tuple(map(max, columns)), unequal_sizes=unequal)
+    """Return the facts with the sizes of the ranks that have rows (all, if none has any)."""
+    told = [tuple(map(int, row[_FIRST_SIZE : _FIRST_SIZE + count])) for row in gathered]
+    counted = [sizes if rows or not any(agreed.rows) else () for sizes, rows in zip(told, agreed.rows, strict=True)]
+    return replace(agreed, sizes_of=tuple(counted))
 
 
 def together(table: GroupTable, act: Callable[[], T]) -> T:

@@ -8,8 +8,9 @@ as they are and once filled up; what it returns must be equal where both have it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,6 +27,8 @@ from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.program.program import Bindings, Program, evaluate
 
 _TOKENS, _MORE = 6, 3  # of every size that the graph leaves open, and what it is filled up by
+_TRIALS = 2  # with other parameters, as one may have a maximum where the filling does not show
+_NUMBERS = 1_000_003  # random ones of which large parameters are made: a prime, so that no two of their rows are alike
 _TOLERANCE = 1e-9  # relative, in double precision
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 
@@ -41,11 +44,21 @@ class Difference:
     text: str
 
 
-def filling_of(graph: Graph, paddings: Mapping[str, int]) -> Filling:
-    """Return what fills each input: what the loss ignores where it is its target, counted on in positions, else 0.
+def fillings_of(graph: Graph, paddings: Mapping[str, int]) -> tuple[Filling, ...]:
+    """Return what may fill each input: what the loss ignores where it is its target, counted on in positions, else 0.
 
-    `paddings` names what the framework of the model pads inputs with.
+    Where choices are inputs, they may also say what is hidden: then they are filled with True.
+
+    Args:
+        graph: of the model.
+        paddings: what the framework of the model pads inputs with, by name.
     """
+    usual = _usual_filling(graph, paddings)
+    choices = {leaf.name: 1 for leaf in graph.leaves_of(LeafKind.INPUT) if meta.dtype(leaf.node) is torch.bool}
+    return (usual, replace(usual, padding={**usual.padding, **choices})) if choices else (usual,)
+
+
+def _usual_filling(graph: Graph, paddings: Mapping[str, int]) -> Filling:
     targets = {**paddings, **{name: IGNORED for name in label_inputs()}}
     inputs = {leaf.node: leaf.name for leaf in graph.leaves_of(LeafKind.INPUT)}
     for node in graph.graph.nodes:
@@ -69,7 +82,22 @@ def filled_up(tensor: Tensor, shape: tuple[int, ...], name: str, filling: Fillin
     return made
 
 
-def trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tuple[Difference, ...]:
+def way_of_filling(
+    program: Program, paddings: Mapping[str, int], buffers: Buffers
+) -> tuple[Filling, tuple[Difference, ...]]:
+    """Return what to fill a program's inputs with, and the trace that it leaves.
+
+    That is the first way that leaves none but in values beside the loss, or the usual one.
+    """
+    ways = []
+    for filling in fillings_of(program.graph, paddings):
+        ways.append((filling, _trace_of_filling(program, filling, buffers)))
+        if all(one.kind is OutputKind.VALUE for one in ways[-1][1]):
+            return ways[-1]
+    return ways[0]
+
+
+def _trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tuple[Difference, ...]:
     """Return what a program makes otherwise of inputs that are filled up.
 
     Args:
@@ -78,17 +106,18 @@ def trace_of_filling(program: Program, filling: Filling, buffers: Buffers) -> tu
         buffers: gives those of the model.
     """
     try:
-        return tuple(_differences(program, filling, buffers))
+        trials = (tuple(_differences(program, filling, buffers, number)) for number in range(_TRIALS))
+        return next(filter(None, trials), ())
     except Exception as error:  # whatever ops raise on sizes and values that they were not meant for
         return (Difference(None, f"it cannot be tried on a few tokens ({type(error).__name__}: {error})"),)
 
 
-def _differences(program: Program, filling: Filling, buffers: Buffers) -> Iterator[Difference]:
+def _differences(program: Program, filling: Filling, buffers: Buffers, number: int) -> Iterator[Difference]:
     sizes = [_sizes(program, count) for count in (_TOKENS, _TOKENS + _MORE)]
     short = {leaf.name: _sample(leaf, sizes[0], filling) for leaf in program.inputs}
     shapes = {leaf.name: _shape(leaf.node, sizes[1]) for leaf in program.inputs}
     long = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in short.items()}
-    before, after = (_Trial(program, buffers, tensors).outputs() for tensors in (short, long))
+    before, after = (_Trial(program, buffers, tensors, number).outputs() for tensors in (short, long))
     for leaf, node, one, other in zip(program.graph.outputs, program.graph.output_values, before, after, strict=True):
         if isinstance(one, Tensor) and not _alike(one, other):
             yield Difference(leaf.kind, f"its {leaf.kind} {leaf.name!r} is another one ({meta.source_line(node)})")
@@ -109,14 +138,14 @@ def _shape(node: fx.Node, sizes: Bindings) -> tuple[int, ...]:
 
 
 def _sample(leaf: Leaf, sizes: Bindings, filling: Filling) -> Tensor:
-    """Return an input: positions from 0, numbers that differ, ones for all that chooses or is masked."""
+    """Return an input: positions from 0, numbers that differ, tokens that are none of padding, masks that hide none."""
     shape, dtype = _shape(leaf.node, sizes), meta.dtype(leaf.node)
     if leaf.name == filling.positions:
         return torch.arange(shape[-1]).to(dtype).expand(shape).clone()
     if dtype.is_floating_point and len(shape) > 2:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    given = torch.ones(shape, dtype=_doubled(dtype))
-    return given + given if filling.padding.get(leaf.name) == 1 else given
+    hides = filling.padding.get(leaf.name) == 1
+    return torch.full(shape, (0 if dtype is torch.bool else 2) if hides else 1, dtype=_doubled(dtype))
 
 
 def _alike(one: Tensor, other: Any) -> bool:
@@ -137,6 +166,7 @@ class _Trial:
     program: Program
     buffers: Buffers
     tensors: Mapping[str, Tensor]
+    number: int
 
     @torch.no_grad()
     def outputs(self) -> list[Any]:
@@ -159,7 +189,7 @@ class _Trial:
                 case LeafKind.INPUT:
                     yield leaf, self.tensors[leaf.name]
                 case LeafKind.PARAMETER:
-                    yield leaf, _Parameter(meta.hints(leaf.node), meta.dtype(leaf.node), number)
+                    yield leaf, _Parameter(meta.hints(leaf.node), meta.dtype(leaf.node), number * _TRIALS + self.number)
                 case LeafKind.BUFFER:
                     yield leaf, _double(self.buffers(leaf.name).cpu())
                 case LeafKind.CONSTANT:
@@ -182,8 +212,9 @@ class _Parameter:
         if not self.dtype.is_floating_point:
             return torch.zeros(self.shape, dtype=self.dtype)
         scale: float = max(1, self.shape[-1] if self.shape else 1) ** -0.5
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randn(self.shape, generator=generator, dtype=torch.float64).mul_(scale)
+        generator, count = torch.Generator().manual_seed(self.seed), math.prod(self.shape)
+        few = torch.randn(min(count, _NUMBERS), generator=generator, dtype=torch.float64).mul_(scale)
+        return few.repeat(-(-count // _NUMBERS))[:count].view(self.shape)
 
 
 def _value(value: Any) -> Any:

@@ -40,6 +40,7 @@ class ReadBatch:
         bindings: what the graph's symbols stand for; the batch symbol stands for this rank's rows.
         splits: its micro-batches are not those of the plan, which may have but one.
         brought: what the symbols stood for before the batch was filled up to the sizes of all ranks; None: it was not.
+        sizes_of: by rank, the sizes before that; (): nobody's batch was filled up.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class ReadBatch:
     bindings: Bindings
     splits: bool = False
     brought: Bindings | None = None
+    sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property
     def needing(self) -> Mapping[str, Tensor]:

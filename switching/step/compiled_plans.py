@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
 from hetu_fx.transforms.lowering.lower import lower
 from hetu_fx.transforms.lowering.recompute import Recompute
 from hetu_fx.transforms.passes import run_pass
+from hetu_fx.transforms.rewrites.counter_rng import draws_by_token
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 from hetu_fx.transforms.specialize.specialize import Specialize
 
@@ -87,6 +89,11 @@ class StagePlan:
     def talks_in_step(self) -> bool:
         """Tell whether replicas exchange sums in the middle of the model, so that none may stay away."""
         return self.deduced.talks_across_replicas
+
+    @cached_property
+    def draws_by_token(self) -> bool:
+        """Tell whether random numbers are told apart by tokens, counted over rows that are as long as each other."""
+        return draws_by_token(self.deduced.annotated.graph)
 
     @property
     def contributes_loss(self) -> bool:

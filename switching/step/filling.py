@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -15,9 +15,10 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
-from hetu_fx.program.filling_safety import Difference, filled_up, filling_of, trace_of_filling
+from hetu_fx.program.filling_safety import Difference, filled_up, way_of_filling
 from hetu_fx.program.program import Program, bind, evaluate
-from hetu_fx.switching.step.batches import ReadBatch, dims_besides_rows, sizes_besides_rows
+from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, dims_besides_rows
+from hetu_fx.switching.step.rows import RowPlan
 
 
 class Fillings:
@@ -47,12 +48,11 @@ class Fillings:
                 f"(attention_mask) if the model takes it, or pad all ranks' batches of a step to the same size in the "
                 f'collator (padding="max_length", or pad_to_multiple_of with a multiple that all stay below)'
             )
-        return _with_sizes(batch, facts.sizes, filling)
+        return _with_sizes(batch, facts, filling)
 
     def _of(self, program: Program) -> tuple[Filling, tuple[Difference, ...]]:
         if program not in self._known:
-            filling = filling_of(program.graph, paddings(self._model))
-            self._known[program] = filling, trace_of_filling(program, filling, self._model.get_buffer)
+            self._known[program] = way_of_filling(program, paddings(self._model), self._model.get_buffer)
         return self._known[program]
 
 
@@ -73,19 +73,42 @@ def _named(batch: ReadBatch, facts: StepFacts) -> str:
     return ", ".join(f"{name}: {size}" for name, size in zip(batch.facts.size_names, facts.sizes, strict=True))
 
 
-def _with_sizes(batch: ReadBatch, sizes: tuple[int, ...], filling: Filling) -> ReadBatch:
-    rest = iter(sizes)
-    tensors = {
-        name: filled_up(tensor, _shape(tensor, name in batch.program.row_inputs, rest), name, filling)
-        for name, tensor in batch.tensors.items()
-    }
-    assert tuple(sizes_besides_rows(tensors, batch.program.row_inputs).values()) == sizes
-    return replace(batch, tensors=tensors, bindings=bind(batch.program.inputs, tensors), brought=batch.bindings)
+def _with_sizes(batch: ReadBatch, facts: StepFacts, filling: Filling) -> ReadBatch:
+    shapes = _shapes(batch.program, batch.tensors, facts.sizes)
+    tensors = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in batch.tensors.items()}
+    bindings = bind(batch.program.inputs, tensors)
+    sizes_of = facts.sizes_of if facts.unequal_sizes else ()
+    return replace(batch, tensors=tensors, bindings=bindings, brought=batch.bindings, sizes_of=sizes_of)
 
 
-def _shape(tensor: Tensor, has_rows: bool, rest: Iterator[int]) -> tuple[int, ...]:
-    first = tuple(tensor.shape[:1]) if has_rows else ()
-    return (*first, *(next(rest) for _ in range(tensor.dim() - len(first))))
+def _shapes(program: Program, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of inputs with other sizes than they have, in the order of `sizes_besides_rows`."""
+    rest, shapes = iter(sizes), {}
+    for name, tensor in tensors.items():
+        rows = tuple(tensor.shape[:1]) if name in program.row_inputs else ()
+        shapes[name] = (*rows, *(next(rest) for _ in range(tensor.dim() - len(rows))))
+    return shapes
+
+
+def narrowed(batch: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatchRows:
+    """Return a micro-batch of a filled batch with the largest sizes that the ranks of its own rows have brought."""
+    last = cut.first_row + cut.rows
+    brought = [
+        sizes
+        for sizes, owned in zip(batch.sizes_of, rows.owned, strict=True)
+        if max(owned.start, cut.first_row) < min(owned.stop, last)
+    ]
+    if not brought:
+        return cut
+    shapes = _shapes(batch.program, cut.tensors, tuple(map(max, zip(*brought, strict=True))))
+    tensors = {name: tensor[tuple(map(slice, shapes[name]))].contiguous() for name, tensor in cut.tensors.items()}
+    return replace(cut, tensors=tensors, bindings={**cut.bindings, **bind(batch.program.inputs, tensors)})
+
+
+def share_of(narrow: Sequence[MicroBatchRows], cuts: Sequence[MicroBatchRows]) -> float:
+    """Return which share of the elements of some micro-batches others have that were made of them."""
+    some, others = (sum(t.numel() for cut in made for t in cut.tensors.values()) for made in (narrow, cuts))
+    return some / others if others else 1.0
 
 
 def as_brought(batch: ReadBatch, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

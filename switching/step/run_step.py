@@ -21,7 +21,7 @@ from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
 from hetu_fx.switching.step.engine import Feeds, MicroBatchFeeds, StageOutcome
 from hetu_fx.switching.step.execution import LossAndOutput, StepInputs
-from hetu_fx.switching.step.filling import as_brought
+from hetu_fx.switching.step.filling import as_brought, narrowed, share_of
 from hetu_fx.switching.step.frame import StepFrame, ValueRoute, value_routes
 from hetu_fx.switching.step.gradients import Collector, RunAgain
 from hetu_fx.transforms.specialize.device_graph import SlotKind
@@ -104,7 +104,18 @@ class _GraphStep(StepFrame):
     def _micro_batches(self) -> list[MicroBatchFeeds]:
         inputs = self.inputs
         cuts = self.batch.cuts(inputs.rows, self.variant.plan, self.table, shared=inputs.shared)
+        if isinstance(self.batch, ReadBatch) and self.batch.sizes_of and self._may_narrow():
+            narrow = [narrowed(self.batch, cut, inputs.rows) for cut in cuts]
+            self.outcome.timer.share = share_of(narrow, cuts)
+            cuts = narrow
         return [self._micro_batch(cut) for cut in cuts]
+
+    def _may_narrow(self) -> bool:
+        """Tell whether micro-batches may have sizes of their own: nothing is made of several of them together."""
+        plan = self.variant.plan
+        shares = plan.sequence_parallel or any(stage.shares_sequence for *_, stage in plan.stages)
+        together = self.wants_values or self.needing or self.stage.talks_in_step or self.stage.draws_by_token
+        return not shares and not together
 
     def _micro_batch(self, cut: MicroBatchRows) -> MicroBatchFeeds:
         rows = self.leaves_of(cut.tensors)

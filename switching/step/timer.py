@@ -64,6 +64,9 @@ class ComputeTimer:
     """Adds up the time between the first start and the last stop of each stretch, less what communication pauses.
 
     Parts of a step may be backward at once: what is started twice goes on until it is stopped twice.
+
+    Attributes:
+        share: of the work that a step is known to have, the part that this rank has not been spared.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -71,6 +74,7 @@ class ComputeTimer:
         self._counted, self._spans = 0.0, list[tuple[Any, Any]]()
         self._since: Any = None
         self._starts = self._pauses = 0
+        self.share = 1.0
 
     @property
     def seconds(self) -> float:

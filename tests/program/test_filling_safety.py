@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hetu_fx.batches.packing import Filling
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.program.captures import Programs
-from hetu_fx.program.filling_safety import filled_up, filling_of, trace_of_filling
+from hetu_fx.program.filling_safety import filled_up, fillings_of, way_of_filling
 from tests import model_zoo as zoo
 
 LENGTH = 13
@@ -34,7 +34,7 @@ def tokens(*, mask: bool = True, per_row: bool = False, **others: Tensor) -> dic
 def differences(model: nn.Module, batch: dict[str, Tensor], *, training: bool = True, **paddings: int) -> set[str]:
     """Give the kinds of outputs that are others for longer inputs."""
     program = Programs(model, None).first(batch, training)
-    found = trace_of_filling(program, filling_of(program.graph, paddings), model.get_buffer)
+    _, found = way_of_filling(program, paddings, model.get_buffer)
     return {"nothing can be told" if one.kind is None else one.kind.value for one in found}
 
 
@@ -109,8 +109,27 @@ def test_labels_are_told_by_the_loss_and_neighbours_are_seen(between: nn.Module,
     batch = {"words": torch.ones(4, LENGTH, dtype=torch.long), "tags": torch.ones(4, LENGTH, dtype=torch.long)}
     model = Tagger(between, -7)
     program = Programs(model, None).first(batch, training=True)
-    assert filling_of(program.graph, {}).padding == {"tags": -7}
+    assert fillings_of(program.graph, {})[0].padding == {"tags": -7}
     assert bool(differences(model, batch)) is seen
+
+
+class Hiding(nn.Module):
+    """A mean over the tokens that a mask does not hide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        shown = (~hidden).to(x.dtype)[..., None]
+        return self.head((x * shown).sum(1) / shown.sum(1)).square().mean()
+
+
+def test_masks_that_are_true_where_something_is_hidden_are_filled_with_true() -> None:
+    batch = {"x": torch.randn(4, LENGTH, 3), "hidden": torch.zeros(4, LENGTH, dtype=torch.bool)}
+    program = Programs(Hiding(), None).first(batch, training=True)
+    filling, found = way_of_filling(program, {}, Hiding().get_buffer)
+    assert (filling.padding, found) == ({"hidden": 1}, ())
 
 
 def test_values_that_mix_rows_and_tokens_are_told_apart_from_the_loss() -> None:

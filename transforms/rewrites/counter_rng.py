@@ -28,6 +28,12 @@ STATE = "random_state"
 SELU_ALPHA = 1.7580993408473766  # alpha * scale of SELU, the value alpha dropout drops to (torch's constant)
 
 
+def draws_by_token(graph: Graph) -> bool:
+    """Tell whether something is drawn by indices that count more than rows, so that row lengths matter."""
+    drawn = (node for node in graph.graph.nodes if node.target in (DROPOUT, UNIFORM))
+    return any(isinstance(argument(node, "row_length"), fx.Node) for node in drawn)
+
+
 @dataclass(frozen=True)
 class Randomness:
     """Replace every random op by one that draws from (seed, step, site, global index).

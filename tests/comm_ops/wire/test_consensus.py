@@ -37,7 +37,7 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    expected = StepFacts((4,), 7, (12.0,), (0.5,), probe_seconds=(0.0,), update_seconds=(0.0,), sizes=(7,))
+    expected = StepFacts((4,), 7, (12.0,), (0.5,), probe_seconds=(0.0,), update_seconds=(0.0,), sizes_of=((7,),))
     assert agree(ALONE, FACTS) == expected
 
 
@@ -45,10 +45,10 @@ def test_sizes_that_may_differ_come_with_the_largest_of_ranks_that_have_rows(oth
     mine = replace(FACTS, sizes_may_differ=True)
     other(replace(mine, sizes=(9,)))
     agreed = agree(TWO, mine)
-    assert (agreed.sizes, agreed.unequal_sizes) == ((9,), (0,))
+    assert (agreed.sizes_of, agreed.sizes, agreed.unequal_sizes) == (((7,), (9,)), (9,), (0,))
     other(replace(mine, sizes=(9,), rows=0))
     agreed = agree(TWO, mine)
-    assert (agreed.sizes, agreed.unequal_sizes) == ((7,), ())
+    assert (agreed.sizes_of, agreed.sizes, agreed.unequal_sizes) == (((7,), ()), (7,), ())
 
 
 def test_a_rank_alone_raises_its_error() -> None:
@@ -59,7 +59,7 @@ def test_a_rank_alone_raises_its_error() -> None:
 def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
     other(replace(FACTS, rows=1, longest=9, counts=(3.0,), told={"compute_seconds": 2.0}))
     zeros = (0.0, 0.0)
-    told = StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), probe_seconds=zeros, update_seconds=zeros, sizes=(7,))
+    told = StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), probe_seconds=zeros, update_seconds=zeros, sizes_of=((7,), (7,)))
     assert agree(TWO, FACTS) == told
 
 

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import hetu_fx
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import BatchError
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.captures import Programs
-from hetu_fx.switching.step.batches import ReadBatch, read_batch
-from hetu_fx.switching.step.filling import Fillings, as_brought
+from hetu_fx.switching import graph_execution
+from hetu_fx.switching.step import run_step
+from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, read_batch
+from hetu_fx.switching.step.filling import Fillings, as_brought, narrowed, share_of
+from hetu_fx.switching.step.rows import RowPlan
 from tests.model_zoo import bert, causal_batch, llama, mixtral
 
 
@@ -24,8 +29,10 @@ def read(model: nn.Module, **options: Any) -> ReadBatch:
 
 
 def agreed(batch: ReadBatch, size: int, *, differ: bool = True) -> StepFacts:
-    places = range(len(batch.facts.sizes))
-    return replace(StepFacts(), sizes=tuple(size for _ in places), unequal_sizes=tuple(places) if differ else ())
+    sizes = tuple(
+        (length,) * len(batch.facts.sizes) for length in ((min(7, size - 1), size) if differ else (size, size))
+    )
+    return replace(StepFacts(), sizes_of=sizes)
 
 
 def test_inputs_and_symbols_are_those_of_the_longest_and_outputs_those_of_what_was_brought() -> None:
@@ -70,3 +77,53 @@ def test_unequal_sizes_are_refused_on_every_rank_where_the_graph_fixes_them() ->
             BatchError, match="dim 1 of input 'x' is not the same on all ranks, but the model's forward fixes it"
         ):
             Fillings(model).filled(batch, agreed(batch, size), wants_values=False)
+
+
+def test_micro_batches_are_as_wide_as_the_rows_of_the_ranks_that_have_brought_theirs() -> None:
+    model = llama()
+    batch = Fillings(model).filled(read(model), agreed(read(model), 10), wants_values=False)
+    rows = RowPlan((range(0, 3), range(3, 4)), (range(0, 4),), ((range(0, 2), range(2, 4)),))
+    cuts = [MicroBatchRows(batch.tensors, 2, first, batch.bindings) for first in (0, 2)]
+    narrow = [narrowed(batch, cut, rows) for cut in cuts]
+    assert [cut.tensors["labels"].shape[1] for cut in narrow] == [7, 10]  # the second has a row of rank 1's too
+    assert [max(cut.bindings.values()) for cut in narrow] == [7, 10]
+    assert share_of(narrow, cuts) == 17 / 20
+    nothing = replace(cuts[0], rows=0)
+    assert narrowed(batch, nothing, rows) is nothing
+
+
+def test_narrow_micro_batches_add_up_to_the_loss_and_gradients_of_the_filled_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = torch.arange(10) < torch.tensor([[7], [5], [10], [9]])  # as two ranks bring them, of 7 and of 10 tokens
+    ids = torch.where(shown, torch.randint(1, 97, (4, 10), generator=torch.Generator().manual_seed(0)), 0)
+    batch = {"input_ids": ids, "attention_mask": shown.long(), "labels": ids.masked_fill(~shown, -100)}
+    plan = Plan((Pipeline((Stage((0,)),), micro_batches=2),))
+    widths: list[int] = []
+
+    def trained() -> list[Tensor]:
+        model = hetu_fx.auto_parallelize(small_llama(), batch, plan=plan)
+        loss = model(**batch).loss
+        loss.backward()
+        return [loss, *(parameter.grad.full_tensor() for parameter in model.parameters())]
+
+    def read_as_two(*args: Any, **options: Any) -> ReadBatch:
+        one = read_batch(*args, **options)
+        return replace(one, sizes_of=((7, 7, 7), (10, 10, 10)))
+
+    def narrow(one: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatchRows:
+        made = narrowed(one, cut, replace(rows, owned=(range(0, 2), range(2, 4))))
+        widths.append(made.tensors["labels"].shape[1])
+        return made
+
+    expected = trained()
+    monkeypatch.setattr(graph_execution, "read_batch", read_as_two)
+    monkeypatch.setattr(run_step, "narrowed", narrow)
+    for one, other in zip(trained(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert widths == [7, 10]
+
+
+def small_llama() -> nn.Module:
+    torch.manual_seed(0)
+    return llama().double().train()

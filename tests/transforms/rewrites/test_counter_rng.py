@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hetu_fx.deduction.factors.analyse import analyse
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
-from hetu_fx.transforms.rewrites.counter_rng import Randomness
+from hetu_fx.transforms.rewrites.counter_rng import Randomness, draws_by_token
 from tests.graph.compare import assert_same_as_eager, run_on_one_device
 from tests.model_zoo import SAMPLES, captured, to_double
 
@@ -193,3 +193,12 @@ def test_rules_let_every_factor_pass_through_a_draw() -> None:
         assert op.operands[0].dims == factors.dims(node)
         own = {cls for dim in factors.dims(node) for cls in dim}
         assert op.whole & own <= factors.repeated  # query and key positions are one class
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_draws_that_count_tokens_over_rows_depend_on_the_length_of_rows(flat: bool) -> None:
+    class Dropped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(x.flatten(0, 1) if flat else x, 0.5).sum()
+
+    assert draws_by_token(Randomness()(capture(Dropped(), {"x": torch.ones(4, 6, 8)}))) is flat

@@ -36,6 +36,7 @@ VARIABLE = "HETU_FX_WAIT_SECONDS"
 _LONGEST_PAUSE = 2.0
 _SHORTEST_PAUSE = 0.05
 _POLL_SECONDS = 0.002
+_BEATS = 3  # without which a rank is dead, once its connection is
 _NEWS_SECONDS = 0.2  # in which all ranks of a message have told where they are
 _VERDICT = f"verdict/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # an earlier start may have left its own
 
@@ -86,6 +87,7 @@ class CommonPath:
         self._inside_until = perf_counter()
         self._warned: Wait | None = None
         self._over = threading.Event()
+        self._tell(self._standing())
         self._thread = threading.Thread(target=self._work, daemon=True, name="hetu_fx_common_path")
         self._thread.start()
         finish_at_exit(self)
@@ -111,16 +113,29 @@ class CommonPath:
             time.sleep(_POLL_SECONDS if absent else 0)
 
     def explain(self, what: str) -> None:
-        """Raise DivergedError if waiting for `what` has failed because a rank has left."""
+        """Raise DivergedError if waiting for `what` has failed because a rank has left, or is dead."""
         try:
             self._hear_verdict()
-            self._known.hear({other: self._read(other) for other in self._others}, 0.0)
-            own = replace(self._standing(), waits_for=what, seconds=0.0)
-            if self.broken is None and (left := self._known.astray(own, math.inf)):
-                self._break(self._known.verdict(self.rank, own, left, math.inf))
+            if self.broken is None:
+                self._name_lost(replace(self._standing(), waits_for=what, seconds=0.0))
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
         self.check()
+
+    def _name_lost(self, own: Standing) -> None:
+        """Leave a verdict on the ranks that have left, or give no sign of life while this one looks."""
+        known, seconds = Standings(), _BEATS * self._pause
+        known.hear(self._told(), 0.0)
+        lost = known.astray(own, math.inf)
+        if not lost:
+            time.sleep(seconds)
+            known.hear(self._told(), seconds)
+            lost = known.silent_for(seconds)
+        if lost and self.broken is None:
+            self._break(known.verdict(self.rank, own, lost, 2 * seconds))
+
+    def _told(self) -> dict[int, Standing | None]:
+        return {other: self._read(other) for other in self._others}
 
     def refuse_unlike(self, what: str) -> None:
         """Raise DivergedError: other ranks have come to a message of this rank's for something else."""
@@ -128,7 +143,7 @@ class CommonPath:
         try:
             self._tell(own)
             time.sleep(_NEWS_SECONDS)
-            self._known.hear({other: self._read(other) for other in self._others}, 0.0)
+            self._known.hear(self._told(), 0.0)
             self._break(self._known.explained("ranks make unlike calls", self.rank, own, math.inf))
         except RuntimeError:  # the store is gone, with the rank that served it
             _log.info("rank %d cannot ask where the others are: the store is gone", self.rank)
@@ -199,7 +214,7 @@ class CommonPath:
         if wait is None or now - wait.start < self.seconds / 4:
             self._known = Standings()
             return
-        self._known.hear({other: self._read(other) for other in self._others}, passed)
+        self._known.hear(self._told(), passed)
         self._judge(wait, self._standing())
 
     def _read(self, rank: int) -> Standing | None:

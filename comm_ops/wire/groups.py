@@ -132,6 +132,11 @@ class GroupTable:
         self._groups, self._base, self._path = {}, None, None
 
     @property
+    def number(self) -> str:
+        """Return what all its ranks call it among the tables over its process group."""
+        return self._name.rpartition("/")[2]
+
+    @property
     def path(self) -> CommonPath | None:
         """Return what watches that its ranks take one path; None if nobody does, or where a thread waits aside."""
         return self._path if self.pauses_work else None

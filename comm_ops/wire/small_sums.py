@@ -7,6 +7,8 @@ mixes their values where they do not. So all that are small have one size, and c
 from __future__ import annotations
 
 import hashlib
+import math
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ def reduce_small(
             if rest.numel():
                 dist.all_reduce(rest, op=op, group=group)
     if not is_alike:
-        _refuse(table, what)
+        refuse_unlike(table, what)
     flat = torch.cat([head[MARKS:], rest])[: _flat(value).numel()]
     _flat(value).copy_(flat)
     return value
@@ -74,12 +76,15 @@ def packed(value: Tensor, op: dist.ReduceOp.RedOpType, what: str) -> tuple[Tenso
 
 def are_alike(marks: list[float], op: dist.ReduceOp.RedOpType, size: int) -> bool:
     """Tell whether all ranks have had the same digest, from the sums of it and its square, or its two extremes."""
+    if not all(map(math.isfinite, marks)):  # the other's numbers are of another kind
+        return False
     if op == dist.ReduceOp.SUM:
         return int(marks[0]) ** 2 == size * int(marks[1])
     return marks[0] == -marks[1]
 
 
-def _refuse(table: GroupTable, what: str) -> None:
+def refuse_unlike(table: GroupTable, what: str) -> NoReturn:
+    """Raise DivergedError: this rank has come with `what`, others with something else."""
     if table.path is not None:
         table.path.refuse_unlike(what)
     raise DivergedError(

@@ -80,6 +80,10 @@ class Standings:
             self.silent[rank] = 0.0 if is_new or rank not in self.told else self.silent[rank] + seconds
         self.told = dict(told)
 
+    def silent_for(self, seconds: float) -> tuple[int, ...]:
+        """Return the ranks that have told nothing new for so long."""
+        return tuple(rank for rank, silent in self.silent.items() if silent >= seconds)
+
     def astray(self, own: Standing, bound: float) -> tuple[int, ...]:
         """Return the ranks that this one waits for in vain: they have left, or are not in its call for `bound` seconds.
 

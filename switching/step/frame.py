@@ -159,7 +159,7 @@ class StepFrame:
         self.root = inputs.guess.value * scale if in_float16 else 1.0  # what a backward that runs ahead begins with
         ran_with = self.root / scale if self.runs_ahead else None
         exact = in_float16 or (gives_values and not self.runs_ahead)
-        self._loss_gradient = LossGradient(self.table, inputs.guess, ran_with, exact=exact)
+        self._loss_gradient = LossGradient(self.table, inputs.guess, ran_with, exact=exact, step=inputs.step)
         self._gathering: Collector | None = None
         self._leaves: dict[str, Tensor] = {}
         self._check_inputs()

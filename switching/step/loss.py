@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hetu_fx.base.torch_private import make_subclass
 from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
+from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed, refuse_unlike
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step.timer import ComputeTimer
 
@@ -40,14 +42,18 @@ class LossGradient:
         ran_with: what backward has run with, if it has run already.
         exact: backward must not run with a guess, as its gradients are of float16: what vanished or overflowed under
             another scale does not come back by multiplying.
+        step: the number of the step; ranks whose losses are of unlike steps, or models, are told so.
     """
 
-    def __init__(self, table: GroupTable, guess: Guess, ran_with: float | None = None, *, exact: bool = False) -> None:
+    def __init__(
+        self, table: GroupTable, guess: Guess, ran_with: float | None = None, *, exact: bool = False, step: int = 0
+    ) -> None:
         self.table, self.guess, self.exact = table, guess, exact
+        self._what = f"backward of the loss of step {step} of model {table.number}"
         self._is_known = table.size == 1 and ran_with is None
         self._waits = exact and ran_with is None
         self._ran_with = guess.value if ran_with is None else ran_with
-        self._mean: Tensor | None = None
+        self._told: Tensor | None = None
         self._sum = Exchange()
         self._correction = 1.0
 
@@ -55,20 +61,26 @@ class LossGradient:
         """Start to average what comes in; return what backward is to run with."""
         if self._is_known:
             return gradient
-        self._mean = gradient.detach().clone() / self.table.size
-        self._sum = _started_sum(self._mean, self.table)
+        told, _ = packed(gradient.detach().double() / self.table.size, dist.ReduceOp.SUM, self._what)
+        self._told, self._sum = told, _started_sum(told, self.table)
         if self._waits:
             self._sum.wait()
-            self._ran_with = float(self._mean)
+            self._ran_with = self._mean(told)
         return torch.full_like(gradient, self._ran_with)
 
     def correction(self) -> float:
         """Wait for the average; return it over the guess (1 where the loss has not been asked for its gradient)."""
-        if self._mean is not None:
+        if self._told is not None:
+            told, self._told = self._told, None
             self._sum.wait()
-            self._correct(float(self._mean))
-            self._mean = None
+            self._correct(self._mean(told))
         return self._correction
+
+    def _mean(self, told: Tensor) -> float:
+        *marks, mean = told[: MARKS + 1].tolist()
+        if not are_alike(marks, dist.ReduceOp.SUM, self.table.size):
+            refuse_unlike(self.table, self._what)
+        return float(mean)
 
     def ran_again(self) -> float:
         """Say that backward runs again, with the average; return that."""

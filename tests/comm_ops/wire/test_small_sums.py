@@ -44,3 +44,7 @@ def test_other_sizes_of_the_same_are_unlike() -> None:
 def test_complex_numbers_travel_as_two() -> None:
     head, _ = packed(torch.tensor(1 + 2j), SUM, "sum")
     assert head[MARKS : MARKS + 2].tolist() == [1.0, 2.0]
+
+
+def test_what_other_kinds_of_numbers_look_like_is_unlike() -> None:
+    assert not are_alike([float("nan"), 1.0], SUM, 2)

@@ -46,7 +46,7 @@ def test_a_rank_without_new_signs_of_life_is_named() -> None:
     standings = Standings()
     for _ in range(8):
         standings.hear({1: AT_WORK}, 1.0)
-    assert standings.silent[1] == 7.0
+    assert (standings.silent_for(7.0), standings.silent_for(8.0)) == ((1,), ())
     assert standings.astray(WAITS, BOUND) == (1,)
 
 

@@ -202,3 +202,32 @@ def _(job: Job) -> Results:
     if job.rank > 0:
         _wait_for_the_end(model, rows)
     return {}
+
+
+@script("calls backward of two models' losses in unlike order", refused=UNLIKE, settings=SEVERAL)
+def _(job: Job) -> Results:
+    model, _, rows = _start(job)
+    other, batch = job.mlp()
+    other = job.parallel(other, batch, wait_seconds=PATIENCE)
+    losses = [loss_of(one(**rows)) for one in (model, other)]
+    for loss in losses if job.rank == 0 else losses[::-1]:
+        loss.backward()
+    return {}
+
+
+@script("calls backward of two calls' losses in unlike order", refused=UNLIKE, settings=SEVERAL)
+def _(job: Job) -> Results:
+    model, _, rows = _start(job)
+    losses = [loss_of(model(**rows)) for _ in range(2)]
+    for loss in losses if job.rank == 0 else losses[::-1]:
+        loss.backward()
+    return {}
+
+
+@script("calls backward on one rank while the others take a norm", refused="rank", settings=SEVERAL)
+def _(job: Job) -> Results:
+    model, _, rows = _start(job)
+    loss = loss_of(model(**rows))
+    if job.rank == 0:
+        loss.backward()
+    return {"norm": model.last.weight.detach().norm().item()}

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hetu_fx.comm_ops.wire.collectives import Exchange
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.comm_ops.wire.small_sums import MARKS
+from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step
 from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, applied
@@ -26,7 +28,11 @@ class Sums:
     def start(self, tensor: Tensor, table: GroupTable) -> Exchange:
         def finish() -> None:
             self.waited += 1
-            tensor.add_(self.other)
+            if tensor.dim():  # the gradient of a loss, behind what tells what it is
+                tensor[:MARKS] *= 2
+                tensor[MARKS] += self.other
+            else:
+                tensor.add_(self.other)
 
         return Exchange(finish=finish)
 
@@ -141,3 +147,14 @@ def test_in_float16_what_ran_ahead_under_another_scale_runs_again_with_the_avera
     assert gradient.correction() == 5.0
     assert gradient.ran_again() == 5.0
     assert gradient.correction() == 1.0
+
+
+def test_losses_of_unlike_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Tensor] = []
+    monkeypatch.setattr(step, "_started_sum", lambda tensor, table: sent.append(tensor) or Exchange())
+    first, second = (LossGradient(GroupTable.dry(0, 2), Guess(), step=number) for number in (1, 2))
+    for gradient in (first, second):
+        gradient.begin(torch.tensor(1.0))
+    sent[0] += sent[1]
+    with pytest.raises(DivergedError, match="the loss of step 1"):
+        first.correction()

@@ -1,0 +1,97 @@
+"""Processes that end early, in every way: the others raise an error that says who has left, and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+WORLD = 2
+BOUND = 5.0
+SECONDS = 100.0
+
+
+def leave(how: str) -> None:
+    """End this process."""
+    if how == "exit":
+        sys.exit(0)
+    if how == "raise":
+        raise ValueError("a bad sample")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(how: str) -> None:
+    """Train three steps; rank 1 leaves after the first, or has fewer batches."""
+    import hetu_fx
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(4, 4)
+    model = hetu_fx.auto_parallelize(
+        model,
+        (x,),
+        plan=hetu_fx.Plan.data_parallel(range(WORLD)),
+        loss_fn=lambda output, input: output.pow(2).mean(),
+        wait_seconds=BOUND,
+    )
+    rank = int(os.environ["RANK"])
+    for step in range(2 if rank == 1 and how == "fewer" else 3):
+        if rank == 1 and step == 1:
+            leave(how)
+        model(x).loss.backward()
+
+
+def run(how: str, launcher: Sequence[str] = ()) -> list[tuple[int, str]]:
+    """Run `work` on every rank, or by a launcher; return how each process ended, and what it has written."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORLD)}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    one = ["-m", __name__, how]
+    commands = [[sys.executable, *launcher, *one]] if launcher else [[sys.executable, *one]] * WORLD
+    started = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank, command in enumerate(commands)
+    ]
+    try:
+        return [(process.returncode, text) for process in started for text in [process.communicate(timeout=SECONDS)[1]]]
+    finally:
+        for process in started:
+            process.kill()
+
+
+REASONS = {
+    "exit": "rank 1: has left the program; its last call was",
+    "fewer": "rank 1: has left the program; its last call was",
+    "raise": "rank 1: has left the program (ValueError: a bad sample, at test_common_path_ranks.py:",
+    "kill": "rank 1: has given no sign of life",
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", list(REASONS))
+def test_who_is_left_says_who_has_left(how: str) -> None:
+    (code, told), _ = run(how)
+    assert code == 1
+    assert REASONS[how] in told
+    assert "hetu_fx.errors.DivergedError" in told
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+def test_under_torchrun_too() -> None:
+    ((code, told),) = run("fewer", ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"])
+    assert code == 1
+    assert REASONS["fewer"] in told
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

@@ -243,7 +243,7 @@ def _(job: Job) -> Results:
     return {"logits": job.gathered(found["logits"]), **job.parameters(model), **job.buffers(model)}
 
 
-@script("saves by save_pretrained inside whole()")
+@script("saves by save_pretrained inside whole()", tolerance=1e-6)
 def _(job: Job) -> Results:
     model, batch = job.llama()
     model = job.parallel(model, batch)

@@ -14,6 +14,8 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import HomeLayout
 from hetu_fx.switching.home.tensor import HomeTensor, undisturbed
 
+_KEPT_READINGS = 3  # of one tensor beside the newest: so far ranks may be apart
+
 JOINT = "read by all ranks"
 COPIED = "copied after"
 
@@ -57,6 +59,26 @@ class Held:
         return part if self.writes == wanted else None
 
 
+class Readings:
+    """This rank's parts of what it has read itself, for ranks that read it later, while this writes and reads on."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, dict[int, torch.Tensor]] = {}
+
+    def keep(self, key: Key, writes: int, part: torch.Tensor) -> None:
+        """Keep a part, as it was after so many writes, and some of what was kept of the same tensor before."""
+        before = list(self._kept.get(key, {}).items())
+        self._kept[key] = dict([*before[-_KEPT_READINGS:], (writes, part)])  # another one: threads look it up
+
+    def part(self, key: Key, writes: int) -> torch.Tensor | None:
+        """Return what was read after so many writes; from any thread."""
+        return self._kept.get(key, {}).get(writes)
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._kept.clear()
+
+
 def part_of(local: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
     """Return the elements that this rank counts in host memory, in the order of its chunks."""
     pieces = [local[index(place)].reshape(-1) for _, place in layout.counted_chunks]
@@ -66,6 +88,12 @@ def part_of(local: torch.Tensor, layout: HomeLayout) -> torch.Tensor:
 def is_copy(key: Key) -> bool:
     """Tell whether a key is of a copy."""
     return COPIED in key[1:]
+
+
+def source_of(key: Key) -> tuple[Key, int, torch.dtype]:
+    """Return the key of what a copy was made of, after how many writes, and in which dtype."""
+    *source, _, writes, dtype = key
+    return tuple(source), int(writes), getattr(torch, dtype.removeprefix("torch."))
 
 
 def why_not(key: Key, held: Sequence[Held], question: Mapping[str, Any], seconds: float) -> str:

@@ -7,7 +7,7 @@ as it was after how many writes, tells it from others on all ranks alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
@@ -34,19 +34,36 @@ class PieceCopy:
 
 
 _copies: dict[int, PieceCopy] = {}
+_swaps = 0
 
 
 def note_copy(source: torch.Tensor, source_piece: torch.Tensor, piece: torch.Tensor, layout: HomeLayout) -> None:
     """Remember as long as it is there that `piece` is a copy of that of the home tensor `source`."""
     number = id(piece)
-    if piece is not source_piece:
-        gone = ref(piece, lambda _: _copies.pop(number, None))
-        _copies[number] = PieceCopy(gone, ref(source_piece), version(source), layout)
+    if piece is source_piece:
+        return
+    gone = ref(piece, lambda _: _copies.pop(number, None))
+    _copies[number] = _without_the_middle(PieceCopy(gone, ref(source_piece), version(source), layout), source_piece)
 
 
-def forget_copy(piece: torch.Tensor) -> None:
-    """Take a piece for no copy: it has become that of a tensor with a name of its own."""
-    _copies.pop(id(piece), None)
+def _without_the_middle(copied: PieceCopy, source_piece: torch.Tensor) -> PieceCopy:
+    """Take a copy of an unwritten copy for one of what that is a copy of, which stays when the one between goes."""
+    between = copy_at(source_piece)
+    first = None if between is None else between.source()
+    if between is None or first is None or version(source_piece) or first.dtype != source_piece.dtype:
+        return copied
+    return replace(copied, source=between.source, writes=between.writes)
+
+
+def note_swap() -> None:
+    """Remember that a tensor has another piece, which may be a copy, from now on."""
+    global _swaps
+    _swaps += 1
+
+
+def swaps() -> int:
+    """Return how often tensors have been given other pieces."""
+    return _swaps
 
 
 def copy_at(piece: torch.Tensor) -> PieceCopy | None:

@@ -167,7 +167,7 @@ def _new_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     target, source = args[0], args[1]
     if type(target) is not HomeTensor:
-        target.copy_(gather_whole([source])[0])
+        target.copy_(source.whole())  # as an array is read: by all ranks, or by one alone
         return target  # type: ignore[no-any-return]
     target.local.copy_(cut_like(source, target.home_layout))
     mark_written([target])

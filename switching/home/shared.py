@@ -10,14 +10,12 @@ asks, and refuses if it has made more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
-from weakref import WeakKeyDictionary, WeakMethod, finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hetu_fx.annotations.local import index
 from hetu_fx.base.torch_private import version
@@ -26,15 +24,16 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.comm_ops.wire.one_sided import Caller, Listener, Question, Refused
 from hetu_fx.comm_ops.wire.shutdown import finish_at_exit
 from hetu_fx.errors import CommError, StateError
-from hetu_fx.switching.home.held import COPIED, JOINT, Held, Key, is_copy, part_of, why_not
+from hetu_fx.switching.home.held import JOINT, Held, Key, Readings, is_copy, part_of, source_of, why_not
 from hetu_fx.switching.home.memory import let_go_of_wholes
-from hetu_fx.switching.home.parameters import cut_optimizer_state
-from hetu_fx.switching.home.piece_copies import all_copies, copy_at
+from hetu_fx.switching.home.names import Names
 from hetu_fx.switching.home.tensor import READ_WHOLE, HomeTensor, gather_whole
 
 _PAUSE_SECONDS = 0.005
 _MARGIN_SECONDS = 10.0  # who is asked tells why it does not answer before who asks gives up
 _LEAVING = "is leaving"
+_LEAVING_SECONDS = 2.0
+_USEFUL_SECONDS = 60.0  # for which a rank that leaves waits for the next question
 
 
 class SharedHomes:
@@ -50,11 +49,11 @@ class SharedHomes:
         self.rank, self.size = table.rank, table.size
         self.seconds = min(seconds, table.timeout.total_seconds())
         self.know(homes)
-        self._read: dict[Key, tuple[int, torch.Tensor]] = {}  # this rank's part of what it has read itself
+        self._read = Readings()
         self._joint = 0  # readings by all ranks so far
         self._is_leaving = False
         self._asked_at = time.monotonic()
-        _runs.append(ref(self))
+        _runs.append(ref(self, _runs.remove))
         if self.size > 1:
             listener = Listener(_weakly(self._answer))
             finalize(self, listener.close)
@@ -63,37 +62,7 @@ class SharedHomes:
 
     def know(self, homes: Mapping[str, nn.Parameter]) -> None:
         """Take these as the run's home parameters from now on; between the same steps on all ranks."""
-        self.homes = {name: _home(parameter) for name, parameter in homes.items()}
-        self._parameters = dict(homes)
-        self._index: dict[int, tuple[Key, HomeTensor]] | None = None
-
-    def name_of(self, piece: torch.Tensor) -> Key | None:
-        """Return the key of the parameter, or the optimizer's state, whose piece this is; None if it is of none."""
-        for is_new in (False, True):
-            if is_new or self._index is None:
-                self._index = {id(tensor.local): (key, tensor) for key, tensor in self._named()}
-            found = self._index.get(id(piece))
-            if found is not None and found[1].local is piece:
-                return found[0]
-            if copy_at(piece) is not None:  # not what the index has missed, most likely: there are many of them
-                return None
-        return None
-
-    def copy_name_of(self, piece: torch.Tensor) -> Key | None:
-        """Return the key of a copy of something with a name; None if it is none, or one of several."""
-        key = self._copy_key(piece)
-        if key is None or version(piece) == 0:
-            return key
-        alike = [held for held in self._held(key) if held.writes == version(piece)]
-        return key if len(alike) == 1 else None
-
-    def _copy_key(self, piece: torch.Tensor) -> Key | None:
-        copied = copy_at(piece)
-        source = None if copied is None else copied.source()
-        if copied is None or source is None:
-            return None
-        origin = self.name_of(source) or self._copy_key(source)
-        return None if origin is None else (*origin, COPIED, str(copied.writes), str(piece.dtype))
+        self.names = Names(homes)
 
     def whole(self, home: HomeTensor, key: Key | None) -> torch.Tensor:
         """Return the whole of a tensor; without a key all ranks must ask.
@@ -103,9 +72,9 @@ class SharedHomes:
             CommError: another rank has ended, or cannot be reached.
         """
         asked = key or (JOINT, str(self._joint), str(tuple(home.shape)), str(home.dtype))
-        now = 0 if key is None else version(home.local) if is_copy(key) else self._held(key)[0].writes
+        now = 0 if key is None else version(home.local) if is_copy(key) else self.names.held(key)[0].writes
         part = part_of(home.local, home.home_layout)
-        self._read[asked] = (now, part.clone())
+        self._read.keep(asked, now, part.clone())
         question = {"key": asked, "version": now, "layout": str(home.home_layout.annotation), "rank": self.rank}
         whole = self._gathered(home, part, question)
         self._joint += key is None
@@ -118,13 +87,23 @@ class SharedHomes:
 
     def finish(self) -> None:
         """Answer the others until they leave too, or have asked nothing for long; when the process ends."""
-        self._is_leaving = True
-        if any(home.home_layout.counted_chunks for home in self.homes.values()):
+        if not self._is_leaving:
+            for run in _all_runs():  # at once: ranks finish them in orders of their own
+                run._leave()
+        if any(home.home_layout.counted_chunks for home in self.names.homes.values()):
             for rank in range(self.size):
-                with suppress(CommError):  # it has ended
-                    if rank != self.rank:
-                        self._caller.ask(rank, {"key": [_LEAVING]})
+                self._wait_for(rank)
         self._caller.close()
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        self._asked_at = time.monotonic()
+
+    def _wait_for(self, rank: int) -> None:
+        has_left = torch.tensor([rank == self.rank], dtype=torch.uint8)
+        with suppress(CommError):  # it has ended
+            while not has_left and time.monotonic() < self._asked_at + min(self.seconds, _USEFUL_SECONDS):
+                self._caller.ask(rank, {"key": [_LEAVING]}, has_left)
 
     def _gathered(self, home: HomeTensor, own: torch.Tensor, question: Question) -> torch.Tensor:
         whole = own.new_empty(home.home_layout.shape)
@@ -148,73 +127,57 @@ class SharedHomes:
 
     def _answer(self, question: Question) -> torch.Tensor:
         """Answer another rank, in a thread."""
-        self._asked_at = time.monotonic()
+        key = tuple(question["key"])
+        if key == (_LEAVING,):
+            return self._left()
         try:
-            key = tuple(question["key"])
-            return self._left() if key == (_LEAVING,) else self._part_at(key, question)
+            return self._part_at(key, question).view(torch.uint8)
         finally:
             self._asked_at = time.monotonic()
 
     def _left(self) -> torch.Tensor:
-        """Wait until this rank leaves too; not longer than it is of use."""
-        while not self._is_leaving and time.monotonic() < self._asked_at + self.seconds:
+        """Tell whether this rank leaves too, after a short while if it does not yet."""
+        deadline = time.monotonic() + min(_LEAVING_SECONDS, self.seconds)
+        while not self._is_leaving and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.tensor([self._is_leaving], dtype=torch.uint8)
 
     def _part_at(self, key: Key, question: Question) -> torch.Tensor:
-        """Return this rank's part of a tensor as bytes, once it has been written as often as on the rank that asks."""
+        """Return this rank's part of a tensor, once it has been written as often as on the rank that asks."""
         wanted, deadline = question["version"], time.monotonic() + self.seconds
         while True:
-            read = self._read.get(key)
-            if read is not None and read[0] == wanted:
-                return _as_bytes(read[1])
-            held = self._held(key)
-            parts = [part for one in held if (part := one.part(wanted, question["layout"])) is not None]
-            if len(parts) == 1 or (parts and not wanted):  # copies that nobody has written since are alike
-                return _as_bytes(parts[0])
+            held = self.names.held(key)
+            part = self._part_now(key, held, question)
+            if part is not None:
+                return part
             is_beyond = bool(held) and all(one.writes > wanted for one in held)
-            if parts or is_beyond or time.monotonic() > deadline:
+            if is_beyond or time.monotonic() > deadline:
                 raise StateError(why_not(key, held, question, self.seconds))
             time.sleep(_PAUSE_SECONDS)
 
-    def _held(self, key: Key) -> list[Held]:
-        """Return what this rank holds under a key: several, if it is one of copies."""
-        if key[0] == JOINT:
-            return []
-        if is_copy(key):
-            alike = [(p, its) for p, its in all_copies() if (str(its.writes), str(p.dtype)) == key[-2:]]
-            return [Held(piece, piece, its.layout) for piece, its in alike if self._copy_key(piece) == key]
-        if len(key) == 1:
-            return [Held.home(self.homes[key[0]])]
-        name, number, state = key
-        found = [one.state.get(self._parameters[name], {}).get(state) for one, its in _numbered() if its == int(number)]
-        return [Held.home(tensor) for tensor in found if isinstance(tensor, HomeTensor)]
-
-    def _named(self) -> Iterator[tuple[Key, HomeTensor]]:
-        for name, home in self.homes.items():
-            yield (name,), home
-            for optimizer, number in _numbered():
-                for key, value in optimizer.state.get(self._parameters[name], {}).items():
-                    if isinstance(value, HomeTensor):
-                        yield (name, str(number), str(key)), value
+    def _part_now(self, key: Key, held: Sequence[Held], question: Question) -> torch.Tensor | None:
+        """Return the part if it is here now; of a copy that nobody has written since also that of its source."""
+        wanted = question["version"]
+        read = self._read.part(key, wanted)
+        if read is not None:
+            return read
+        parts = [part for one in held if (part := one.part(wanted, question["layout"])) is not None]
+        if len(parts) == 1 or (parts and not wanted):
+            return parts[0]
+        if parts:
+            raise StateError(why_not(key, held, question, self.seconds))
+        if not is_copy(key) or wanted:
+            return None
+        source, writes, dtype = source_of(key)
+        part = self._part_now(source, self.names.held(source), {**question, "version": writes})
+        return None if part is None else part.to(dtype)
 
 
 _runs: list[ref[SharedHomes]] = []
-_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # by number, in the order of their first steps
-_numbers = count()
 
 
-def remember(optimizer: Optimizer, *_: object) -> None:
-    """Know what an optimizer keeps from now on, under the same number on all ranks; what it has loaded is cut."""
-    if optimizer not in _seen:
-        _seen[optimizer] = next(_numbers)
-        optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
-        cut_optimizer_state(optimizer)
-
-
-def _home(parameter: nn.Parameter) -> HomeTensor:
-    assert isinstance(parameter, HomeTensor)
-    return parameter
+def _all_runs() -> list[SharedHomes]:
+    return [run for run in (reference() for reference in _runs) if run is not None]
 
 
 def _weakly(method: Callable[[Question], torch.Tensor]) -> Callable[[Question], torch.Tensor]:
@@ -232,22 +195,13 @@ def _weakly(method: Callable[[Question], torch.Tensor]) -> Callable[[Question], 
 
 def _read_whole(home: HomeTensor) -> torch.Tensor:
     """Return the whole of a home tensor: of the run that knows its name, else of the newest, where all ranks ask."""
-    runs = [run for run in (reference() for reference in _runs) if run is not None]
-    for find in (SharedHomes.name_of, SharedHomes.copy_name_of):
+    runs = _all_runs()
+    for find in (Names.name_of, Names.copy_name_of):
         for run in runs:
-            key = find(run, home.local)
+            key = find(run.names, home.local)
             if key is not None:
                 return run.whole(home, key)
     return runs[-1].whole(home, None) if runs else gather_whole([home])[0]
 
 
-def _as_bytes(part: torch.Tensor) -> torch.Tensor:
-    return part.view(torch.uint8)
-
-
-def _numbered() -> tuple[tuple[Optimizer, int], ...]:
-    return tuple(_seen.items())
-
-
-register_optimizer_step_pre_hook(remember)
 READ_WHOLE[:] = [_read_whole]

@@ -27,7 +27,7 @@ from hetu_fx.comm_ops.wire.collectives import gather_segments
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
-from hetu_fx.switching.home.piece_copies import forget_copy, note_copy
+from hetu_fx.switching.home.piece_copies import note_copy, note_swap
 
 T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -115,7 +115,7 @@ class HomeTensor(AsksForWhole):
         _SET_DATA(self, other.detach())
         before = version(self.local)
         self.local, self.home_layout = other.local, other.home_layout
-        forget_copy(self.local)
+        note_swap()
         # The version of `local` never goes back, so that it tells of a swap as of any other write.
         after = max(before, version(self.local))
         set_versions((self.local,), (after,))

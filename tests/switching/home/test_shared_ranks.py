@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def check_one_rank_alone_saves_while_the_others_go_on(rank: int, world: int, fol
 
 def check_all_ranks_ask_and_write_at_once(rank: int, world: int, folder: Path) -> None:
     run = Run(rank)
-    for turn in range(8):
+    for turn in range(16):
         assert_whole({name: torch.tensor(p.numpy(force=True)) for name, p in run.named_parameters()}, 2.0**turn)
         run.write(2.0)
     dist.barrier()
@@ -151,8 +152,9 @@ def check_copies_of_what_has_a_name_have_one(rank: int, world: int, folder: Path
         assert_whole(loaded(again), 1.5)
         assert torch.equal(loaded(halves)["columns"], value("columns").float())
         assert torch.equal(torch.tensor(private.tolist()), value("uneven").float() * 2)
+        assert torch.equal(torch.tensor(private.clone().half().tolist()), (value("uneven") * 2).half().float())
         with pytest.raises(StateError, match=r"a copy of parameter 'uneven', of which there are 0 here"):
-            private.clone().numpy()
+            private.mul_(2).numpy()
     dist.barrier()
 
 
@@ -221,6 +223,34 @@ def check_arrays_of_pieces_are_read_only(rank: int, world: int, folder: Path) ->
     with pytest.raises(StateError, match=r"cannot be put into memory that processes share.*full_tensor\(\)"):
         run.uneven.share_memory_()
     dist.barrier()
+
+
+def check_runs_are_left_in_any_order(rank: int, world: int, folder: Path) -> None:
+    runs = [Run(rank), Run(rank)]
+    began = monotonic()
+    for run in runs if rank else reversed(runs):
+        run.shared.finish()
+    assert monotonic() - began < 30  # each would wait twice as long for a rank that has not left
+    dist.barrier()
+
+
+def check_ranks_that_leave_answer_who_still_reads(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank)
+    if rank == 0:
+        while not all((folder / f"leaving{other}").exists() for other in range(1, world)):
+            sleep(0.01)
+        assert_whole(loaded(run.state_dict()))
+    (folder / f"leaving{rank}").touch()
+    run.shared.finish()
+    dist.barrier()
+
+
+def check_a_rank_that_leaves_waits_for_questions_a_bounded_time(rank: int, world: int, folder: Path) -> None:
+    run = Run(rank, SECONDS)
+    if rank:
+        run.shared.finish()
+    dist.barrier()  # the first leaves only now
+    run.shared.finish()
 
 
 @pytest.mark.distributed

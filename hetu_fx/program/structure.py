@@ -39,7 +39,8 @@ class Structure:
         self.modules = dict(model.named_modules())
         everyone = list(self.modules.values())
         self._everyone, self._types = everyone, list(map(type, everyone))
-        self._spaces = list(map(vars, everyone))
+        # A module without a mode of its own (what torch.compile gives) has that of the one that it holds.
+        self._spaces = [space for space in map(vars, everyone) if "training" in space]
         self._modes = list(map(_mode, self._spaces))
         kept = [getattr(module, kind) for module in everyone for kind in SLOTS]
         kept += [getattr(module, kind) for module in everyone[1:] for kind in HOOKS]

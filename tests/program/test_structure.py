@@ -97,3 +97,14 @@ def test_a_structure_that_comes_back_is_the_one_it_was() -> None:
     watching.model.train()
     watching.program()
     assert first.structure is training or first.structure.key == training.key
+
+
+def test_a_compiled_module_has_the_mode_of_what_it_holds() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    model[1] = torch.compile(model[1], backend="eager")
+    before = Structure(model)
+    assert before.holds()
+    model[1].eval()
+    assert not before.holds()
+    model[1].train()
+    assert before.holds()

@@ -275,6 +275,35 @@ def _(job: Job) -> Results:
     return {"losses": steps(job, model, batches(2), optimizer), **job.parameters(model)}
 
 
+@script("compiles a submodule before the model is parallel, and after")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    model.middle.compile(backend="eager")
+    job.parallel(model, batch)
+    losses = steps(job, model, batches(2), sgd(model))
+    model.last.compile(backend="eager")
+    return {"losses": losses + steps(job, model, batches(1), sgd(model)), **job.parameters(model)}
+
+
+@script("replaces a submodule by its compiled self")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    model.middle = torch.compile(model.middle, backend="eager")
+    job.parallel(model, batch)
+    return {"losses": steps(job, model, batches(2), sgd(model)), **job.parameters(model)}
+
+
+@script("resizes its embeddings before the call", tolerance=1e-5)
+def _(job: Job) -> Results:
+    model, batch = job.llama(tie_word_embeddings=True)
+    vocabulary = model.config.vocab_size
+    model.resize_token_embeddings(vocabulary + 4, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[vocabulary:] = 0.01
+    job.parallel(model, batch)
+    return {"loss": step(job, model, batch, sgd(model)), **job.parameters(model)}
+
+
 @script("resizes its embeddings after the call", refused="before hetu_fx.auto_parallelize")
 def _(job: Job) -> Results:
     model, batch = job.llama(tie_word_embeddings=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.base.once import once
-from hetu_fx.base.torch_private import gradient_hooks, set_gradient_hooks, without_weak_references
+from hetu_fx.base.torch_private import buffer_slots, gradient_hooks, set_gradient_hooks, without_weak_references
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -153,12 +153,24 @@ class Buffers:
         self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
 
     def take_from_first(self, names: Sequence[str]) -> None:
-        """Give all ranks the values that rank 0 has in these; collective. Buffers that are gone are forgotten."""
+        """Give all ranks the values that rank 0 has in these; collective. Buffers that are gone are forgotten.
+
+        One that was computed from home tensors, and so is one (a mask that prunes), becomes a plain tensor first.
+        """
+        self._make_plain()
         there = {name for name, _ in self.model.named_buffers()}
         self._stale = {name: at for name, at in self._stale.items() if name in there}
         if names:
             self.mark_written(names, 0)
             self.sync()
+
+    def _make_plain(self) -> None:
+        known: dict[int, Tensor] = {}
+        for module in self.model.modules():
+            slots = buffer_slots(module)
+            for name, buffer in slots.items():
+                if isinstance(buffer, HomeTensor):
+                    slots[name] = known.setdefault(id(buffer), buffer.full_tensor().detach().clone())
 
     def sync(self) -> None:
         """Bring every buffer that stages have written up to date on all ranks; collective."""

@@ -9,6 +9,7 @@ from torch import nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.switching.home.ops import HomeTensor, home_layout
 from hetu_fx.switching.home.parameters import Buffers
 
 COLUMNS = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -60,3 +61,12 @@ def test_a_written_buffer_is_stale_until_it_is_synchronised(buffers: Buffers) ->
 def test_a_rank_that_wrote_nothing_knows_what_others_wrote(buffers: Buffers) -> None:
     buffers.write({}, {"mean": COLUMNS})
     assert buffers._stale
+
+
+def test_a_buffer_that_was_computed_from_home_tensors_becomes_plain(buffers: Buffers) -> None:
+    whole = home_layout(Annotation.on((0,)), (6,), 0, 1)
+    buffers.model.register_buffer("mask", HomeTensor.from_full(torch.arange(6.0), whole))
+    buffers.take_from_first([])
+    mask = buffers.model.get_buffer("mask")
+    assert type(mask) is torch.Tensor
+    assert mask.tolist() == list(range(6))

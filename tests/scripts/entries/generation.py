@@ -37,7 +37,7 @@ def trained(job: Job, model: nn.Module, batch: dict[str, Tensor], steps: int = 1
     return optimizer
 
 
-@script("generates greedily in eval between training steps")
+@script("generates greedily in eval between training steps", tolerance=1e-6)
 def _(job: Job) -> Results:
     model, batch = job.llama()
     model = job.parallel(model, batch)

@@ -104,7 +104,7 @@ class CommonPath:
             raise DivergedError(self.broken)
 
     def meet(self, name: str, members: Sequence[int]) -> None:
-        """Wait until all `members` (this rank among them) have come to a meeting of that name, which there is once."""
+        """Wait until all `members`, ranks of the group, have come to the meeting of that name, which there is once."""
         self._store.set(f"met/{name}/{self.rank}", "here")
         absent = [f"met/{name}/{member}" for member in members]
         while absent:

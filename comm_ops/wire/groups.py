@@ -216,7 +216,7 @@ class GroupTable:
         start = perf_counter()
         with guarded("group creation", ranks, self):
             if self._path is not None:
-                self._path.meet(name, members)
+                self._path.meet(name, ranks)
             group = create_group(list(members), name, self.timeout)
         self.creations.append(GroupCreation(ranks, perf_counter() - start))
         return group

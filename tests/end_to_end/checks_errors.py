@@ -96,8 +96,6 @@ def check_examples_that_disagree(rank: int, world: int, folder: Path) -> None:
     batch = batch_of("mlp", 4)
     other = batch if rank else {"x": batch["x"]}
     refused(BatchError, "keys, dtypes", group, batch=other, loss_fn=None)
-    broken = batch if rank else {"x": batch["x"], "target": batch["target"][:, :2]}
-    refused(BatchError, "dim 1 of input 'target'", group, batch=broken, loss_fn=None)
 
 
 def check_batches_that_disagree(rank: int, world: int, folder: Path) -> None:
@@ -107,12 +105,10 @@ def check_batches_that_disagree(rank: int, world: int, folder: Path) -> None:
     twins = Twins("llama", dp(3, 1), group)
     batch = batch_of("llama", 4)
     mine = rows_of(batch, (2, 2))
-    longer = rows_of(batch_of("llama", 4, 13), (2, 2))
     deeper = {**mine, "input_ids": mine["input_ids"][None]}
     others = {
         "keys": {"input_ids": mine["input_ids"]},
         "dtypes": {**mine, "labels": mine["labels"].int()},
-        r"dim 1 of input 'input_ids' has sizes \[11, 13\].*pad": longer,
         "rank 1|.": deeper,
         "rank 1|lebels": {**mine, "lebels": mine["labels"]},
         "rank 1|numbers of rows": {**mine, "labels": mine["labels"][:1]},

@@ -106,7 +106,7 @@ class Handle:
                 f"with capture='eager' the module itself runs: a hook that is registered on {name!r} "
                 f"sees what this process computes"
             )
-        return self._runtime.execution.observers.add(name, tell)
+        return self._runtime.execution.observers.observe(name, tell)
 
     @property
     def _captures(self) -> tuple[CaptureEvent, ...]:

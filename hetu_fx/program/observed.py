@@ -36,7 +36,7 @@ class Observers:
         self.model = model
         self._all: list[Observation] = []
 
-    def add(self, name: str, tell: Observer) -> Observation:
+    def observe(self, name: str, tell: Observer) -> Observation:
         """Let `tell` have the output of the module of a name after each forward.
 
         Raises:

@@ -17,7 +17,7 @@ from tests.program.guarded import Watching
 def test_observing_leads_to_another_program_and_removing_back_to_the_first() -> None:
     watching = Watching()
     first = watching.program()
-    observation = watching.programs.observers.add("layer", lambda output: None)
+    observation = watching.programs.observers.observe("layer", lambda output: None)
     observed = watching.program()
     assert [leaf.name for leaf in observed.graph.outputs][1] == "observed layer"
     observation.remove()
@@ -29,7 +29,7 @@ def test_all_observers_of_a_module_are_told_and_no_others() -> None:
     seen: list[tuple[str, Any]] = []
     observers = Observers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     for name in ("0", "0", "1"):
-        observers.add(name, lambda output, name=name: seen.append((name, output)))
+        observers.observe(name, lambda output, name=name: seen.append((name, output)))
     assert observers.names == ("0", "1")
     observers.tell({"0": 5})
     assert seen == [("0", 5), ("0", 5)]
@@ -38,9 +38,9 @@ def test_all_observers_of_a_module_are_told_and_no_others() -> None:
 def test_a_submodule_that_is_not_there_or_not_called_is_refused() -> None:
     watching = Watching()
     with pytest.raises(StateError, match="no submodule 'body' to observe; there are layer, norm, dropout"):
-        watching.programs.observers.add("body", print)
+        watching.programs.observers.observe("body", print)
     watching.model.idle = nn.Linear(1, 1)
-    watching.programs.observers.add("idle", print)
+    watching.programs.observers.observe("idle", print)
     with pytest.raises(CaptureError, match="module 'idle' is observed, but the forward does not call it"):
         watching.program()
 

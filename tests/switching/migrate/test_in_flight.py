@@ -72,7 +72,6 @@ READERS: dict[str, Callable[[Trip], Any]] = {
     "its piece": lambda trip: trip.tensor.local,
     "its layout": lambda trip: trip.tensor.home_layout,
     "an op": lambda trip: trip.tensor + 1,
-    "printing": lambda trip: repr(trip.tensor),
     "a copy": lambda trip: copy.deepcopy(trip.tensor),
     "the optimizer's step": lambda trip: trip.optimizer.step(),
     "loading its own state": lambda trip: trip.optimizer.load_state_dict(copy.deepcopy(trip.optimizer.state_dict())),
@@ -87,6 +86,11 @@ def test_who_reads_the_state_waits_for_it(trip: Trip, reader: str) -> None:
     assert trip.way._journey is None
     assert [event.event for event in trip.way.events] == ["arrived"]
     assert trip.way.events[0].step == 7
+
+
+def test_printing_does_not_wait(trip: Trip) -> None:
+    assert "its piece is not here yet" in repr(trip.tensor)
+    assert trip.way._journey is not None
 
 
 def test_hooks_of_others_run_after_a_step_has_waited(trip: Trip) -> None:

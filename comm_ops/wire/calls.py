@@ -1,25 +1,34 @@
 """What this process does, for a message to the others: its calls of a parallel model, and where it is now.
 
 Where it is stands on the stack of the thread that called: nothing is noted on the way into a call but its name, its
-place in the user's own code, and the time.
+place in the user's own code, and the time. Another thread's stack is read by `faulthandler`, in one go: its frames must
+not be walked one by one, as it may go on in between, and python 3.11 then gives frames that are freed already.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
 import os
+import re
 import sys
+import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from types import FrameType, TracebackType
 
+import torch
+
 _OURS = "hetu_fx"
-_STARTERS = ("hetu_fx.launch", "hetu_fx.cli", "hetu_fx.emulate", "hetu_fx.demo")  # they run scripts, further out
-_LIBRARIES = frozenset({"torch", *sys.stdlib_module_names}) - {"__main__"}
+_STARTERS = ("launch", "cli", "emulate", "demo")  # packages of ours that run scripts, further out
 _ENGINE = "_engine_run_backward"  # of torch.autograd.graph: its callers wait in it for a backward
 _SHOWN_CHARACTERS = 80
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 @dataclass(slots=True)
@@ -43,11 +52,9 @@ last = LastCall()
 
 def note(name: str, *, is_step: bool = False) -> None:
     """Remember a call in which ranks will wait for each other; `is_step`: it is counted, in the thread of the user."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_inner(frame):
-        frame = frame.f_back
+    line = next((line for line in _stack(sys._getframe(1)) if not line.is_inner), None)
     last.name, last.at = name, perf_counter()
-    last.place = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    last.place = None if line is None else (line.file, line.number)
     if is_step:
         last.steps += 1
         last.thread = threading.get_ident()
@@ -67,7 +74,7 @@ class Whereabouts:
 def whereabouts() -> Whereabouts:
     """Tell where the thread is that calls parallel models; from any thread."""
     thread = last.thread or threading.main_thread().ident
-    return _whereabouts(list(_stack(None if thread is None else sys._current_frames().get(thread))))
+    return _whereabouts(_stacks().get(thread or 0, []))
 
 
 def place_of(error: BaseException | None) -> str:
@@ -76,57 +83,113 @@ def place_of(error: BaseException | None) -> str:
     return _whereabouts(stack[::-1]).place if stack else ""
 
 
-Stack = list[tuple[FrameType, int]]  # frames and lines, the innermost first
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that a thread is at, in one of the functions on its stack."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is in a call of this package, or in one of torch's in which its callers wait."""
+        is_below = _is_below(self.file, _our_folders()) and not _is_below(self.file, _starters_folders())
+        return is_below or self.function == _ENGINE
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether it is of a library below the user's code, or of ours."""
+        return (
+            self.is_ours
+            or _is_below(self.file, _starters_folders())
+            or self.file.startswith("<frozen")
+            or _is_below(self.file, _library_folders())
+        )
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether it is in the file that python was started with."""
+        return self.file == getattr(sys.modules.get("__main__"), "__file__", None)
+
+    @property
+    def short(self) -> str:
+        """It as people write it."""
+        return f"{os.path.basename(self.file)}:{self.number}"
 
 
-def _stack(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+Stack = list[Line]  # the innermost first
+
+
+def _stack(frame: FrameType | None) -> Iterator[Line]:
+    """Yield the lines of this thread's own stack."""
     while frame is not None:
-        yield frame, frame.f_lineno
+        yield Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
 
 
-def _trace(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def _trace(trace: TracebackType | None) -> Iterator[Line]:
     while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
+        code = trace.tb_frame.f_code
+        yield Line(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
 
 
+def _stacks() -> dict[int, Stack]:
+    """Return the stacks of all threads, of each the innermost hundred lines."""
+    with open(os.memfd_create("stacks"), "w+b") if sys.platform == "linux" else tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    stacks: dict[int, Stack] = {}
+    stack: Stack = []
+    for told in text.splitlines():
+        if thread := _THREAD.match(told):
+            stack = stacks[int(thread[1], 16)] = []
+        elif frame := _FRAME.match(told):
+            stack.append(Line(frame[1], int(frame[2]), frame[3]))
+    return stacks
+
+
+@cache
+def _our_folders() -> tuple[str, ...]:
+    """Return where this package's code lies: its packages may lie beside each other."""
+    named = [name for name, module in sys.modules.items() if name == _OURS or hasattr(module, "__path__")]
+    own = [name for name in named if name.split(".")[0] == _OURS and name.count(".") < 2]
+    return tuple(folder for name in own for folder in sys.modules[name].__path__)
+
+
+@cache
+def _starters_folders() -> tuple[str, ...]:
+    return tuple(os.path.join(folder, name) for folder in sys.modules[_OURS].__path__ for name in _STARTERS)
+
+
+@cache
+def _library_folders() -> tuple[str, ...]:
+    return (os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"])
+
+
+def _is_below(file: str, folders: tuple[str, ...]) -> bool:
+    installed = "site-packages" if "dist-packages" not in file else "dist-packages"
+    return any(
+        file.startswith(folder + os.sep) and (installed in folder or installed not in file[len(folder) :])
+        for folder in folders
+    )
+
+
 def _whereabouts(stack: Stack) -> Whereabouts:
-    entry = next((i for i in reversed(range(len(stack))) if _is_entry(stack[i][0])), None)
+    entry = next((i for i in reversed(range(len(stack))) if stack[i].is_ours), None)
     outside = stack if entry is None else stack[entry:]  # what the user's code has called, and that code
-    call = "" if entry is None else stack[entry][0].f_code.co_qualname
-    return Whereabouts(call, _shown([(frame, line) for frame, line in outside if not _is_inner(frame)]))
+    call = "" if entry is None else f"{stack[entry].function} ({os.path.basename(stack[entry].file)})"
+    return Whereabouts(call, _shown([line for line in outside if not line.is_inner]))
 
 
-def _is_entry(frame: FrameType) -> bool:
-    return _is_ours(_module(frame)) or frame.f_code.co_name == _ENGINE
-
-
-def _shown(frames: Stack) -> str:
+def _shown(lines: Stack) -> str:
     """Name the innermost line outside of torch and of ours, and the script's own where that is another."""
-    if not frames:
+    if not lines:
         return ""
-    frame, line = frames[0]
-    code = linecache.getline(frame.f_code.co_filename, line).strip()[:_SHOWN_CHARACTERS]
-    script = next(((f, n) for f, n in frames if _module(f) == "__main__"), (frame, line))
-    is_other = script[0] is not frame and not script[0].f_code.co_filename.startswith("<")
-    via = f", from {_short(*script)}" if is_other else ""
-    return _short(frame, line) + (f" ({code})" if code else "") + via
-
-
-def _short(frame: FrameType, line: int) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == _OURS and not module.startswith(_STARTERS)
-
-
-def _is_inner(frame: FrameType) -> bool:
-    """Tell whether a frame is of a library below the user's code, or of ours."""
-    module = _module(frame)
-    return module.partition(".")[0] in _LIBRARIES or module.startswith(_OURS)
+    first = lines[0]
+    code = linecache.getline(first.file, first.number).strip()[:_SHOWN_CHARACTERS]
+    script = next((line for line in lines if line.is_of_script), first)
+    via = f", from {script.short}" if script is not first and not script.file.startswith("<") else ""
+    return first.short + (f" ({code})" if code else "") + via

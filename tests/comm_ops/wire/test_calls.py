@@ -41,7 +41,7 @@ def test_a_backward_that_runs_is_a_call_of_ours_at_the_line_that_asked_for_it() 
     found = []
     x.register_hook(lambda gradient: found.append(_seen_from_a_thread()))
     x.sum().backward()
-    assert found[0].call == "_engine_run_backward"
+    assert found[0].call.startswith("_engine_run_backward")
     assert "(x.sum().backward())" in found[0].place
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.scripts.record import read, write
 from tests.scripts.report import Found, bars, page, summary
 from tests.scripts.run import run_all
 from tests.scripts.script import Script, scripts
@@ -24,8 +25,11 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     settings = [SETTINGS[name] for name in options.setting or SETTINGS]
     found = Found()
-    for one, setting, verdict in run_all(chosen, settings):
+    known = read(options.record)
+    for one, setting, verdict in run_all(chosen, settings, known):
         found.add(one, setting.name, verdict)
+        if (one.name, setting.name) not in known:
+            write(options.record, one, setting.name, verdict)
         good = is_expected(one, verdict)
         if options.verbose or not good:
             why = f": {verdict.why}" if verdict.why else ""
@@ -44,6 +48,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="only this way; may be repeated")
     parser.add_argument("-k", metavar="TEXT", help="only entries whose name contains this")
     parser.add_argument("--page", type=Path, help="write the table as a page of the docs")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write verdicts there; go on from what it holds")
     parser.add_argument("--list", action="store_true", help="only list the entries")
     parser.add_argument("-v", "--verbose", action="store_true", help="a line for each, also for what came out right")
     return parser.parse_args(given)

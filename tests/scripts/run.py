@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 
 from tests.scripts.crew import Crew, crew
+from tests.scripts.record import Key
 from tests.scripts.script import Script
 from tests.scripts.settings import Setting
 from tests.scripts.verdict import Kind, Outcome, Raised, Verdict, judge
 
 
-def run_all(chosen: Sequence[Script], settings: Sequence[Setting]) -> Iterator[tuple[Script, Setting, Verdict]]:
-    """Yield what comes of each script in each setting that it makes sense in."""
-    expected = dict(_plain(chosen))
+def run_all(
+    chosen: Sequence[Script], settings: Sequence[Setting], known: Mapping[Key, Verdict]
+) -> Iterator[tuple[Script, Setting, Verdict]]:
+    """Yield what comes of each script in each setting that it makes sense in; what is known is not run again."""
+    keys = {one.name: {(one.name, s.name) for s in settings if s.name in one.settings} for one in chosen}
+    expected = _plain([one for one in chosen if not keys[one.name] <= known.keys()])
     for setting in settings:
         with crew(setting.name, setting.world) as ranks:
-            for script in chosen:
-                if setting.name in script.settings:
-                    yield script, setting, verdict_of(script, expected[script.name], ranks, setting.world)
+            for one in chosen:
+                if (key := (one.name, setting.name)) in keys[one.name]:
+                    new = None if key in known else verdict_of(one, expected[one.name], ranks, setting.world)
+                    yield one, setting, new or known[key]
 
 
-def _plain(chosen: Sequence[Script]) -> Iterator[tuple[str, Outcome]]:
+def _plain(chosen: Sequence[Script]) -> dict[str, Outcome]:
     with crew("", 1) as alone:
-        for script in chosen:
-            yield script.name, plain_outcome(script, alone)
+        return {one.name: plain_outcome(one, alone) for one in chosen}
 
 
 def plain_outcome(script: Script, alone: Crew) -> Outcome:

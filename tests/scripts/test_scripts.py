@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.scripts.crew import Crew, crew
-from tests.scripts.run import plain_outcome, verdict_of
-from tests.scripts.script import Script, scripts
+from tests.scripts.job import Job
+from tests.scripts.record import read, write
+from tests.scripts.run import plain_outcome, run_all, verdict_of
+from tests.scripts.script import Results, Script, scripts
 from tests.scripts.settings import SETTINGS
-from tests.scripts.verdict import Kind, Raised, Returned, is_expected, judge
+from tests.scripts.verdict import Kind, Raised, Returned, Verdict, is_expected, judge
 
 TURNS = ("dp2", "tp2")
 EVERY = 4  # of how many scripts one is selected; python -m tests.scripts runs all in all settings
@@ -50,8 +53,12 @@ def test_a_script_comes_out_as_on_one_device_or_is_refused_by_name(script: Scrip
     assert is_expected(script, verdict), f"{verdict.kind.value}: {verdict.why}"
 
 
+def _nothing(job: Job) -> Results:
+    return {}
+
+
 def _script(refused: str = "") -> Script:
-    return Script("does nothing", "none", lambda job: {}, refused)
+    return Script("does nothing", "none", _nothing, refused)
 
 
 def test_equal_results_are_right() -> None:
@@ -83,3 +90,10 @@ def test_a_refusal_counts_where_it_is_announced_and_reaches_all_ranks() -> None:
     assert not is_expected(_script(), judge(_script(), one, both, 2))
     assert judge(other, one, both, 2).kind is Kind.CRASH
     assert judge(announced, one, {0: refusal, 1: one}, 2).kind is Kind.CRASH
+
+
+def test_what_a_record_holds_is_not_run_again(tmp_path: Path) -> None:
+    path, hung = tmp_path / "record", Verdict(Kind.HANG, "ranks [1] said nothing", 60.0)
+    for verdict in (Verdict(Kind.RIGHT, "", 1.0), hung):
+        write(path, _script(), "one", verdict)
+    assert list(run_all([_script()], [SETTINGS["one"]], read(path))) == [(_script(), SETTINGS["one"], hung)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.common_path import patience
 from hetu_fx.copies import Parallelize, PlainAgain, as_it_was, attach_copying
 from hetu_fx.errors import BatchError, StateError
+from hetu_fx.forwards import Forwards
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, prepare
 from hetu_fx.program.captures import batch_of
@@ -124,7 +124,7 @@ def _make_parallel(wanted: Preparation) -> Handle:
     runtime.when_idle(adaptation.stand_by)
     handle = Handle(runtime, adaptation, rehoming)
     plain = PlainAgain(wanted.model)
-    _attach(wanted.model, runtime, handle)
+    _attach(wanted.model, runtime, handle, plain)
     attach_copying(wanted.model, plain, partial(_recipe, wanted, runtime))
     return handle
 
@@ -144,19 +144,9 @@ def _recipe(wanted: Preparation, runtime: Runtime) -> Parallelize:
     return parallelize
 
 
-def _attach(model: nn.Module, runtime: Runtime, handle: Handle) -> None:
+def _attach(model: nn.Module, runtime: Runtime, handle: Handle, plain: PlainAgain) -> None:
     """Make calls of the model run on the runtime; class, signature and names stay."""
-    original = runtime.execution.forward
-    run = torch.compiler.disable(runtime.run)  # torch.compile around the model would trace the runtime
-
-    @functools.wraps(original)
-    def forward(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return run(args, kwargs)
-
-    # A method, without a trail to the original: what others wrap it in they can take off again, and find this below.
-    del forward.__dict__["__wrapped__"]
-    forward.__signature__ = _as_method(inspect.signature(original))  # type: ignore[attr-defined]
-    object.__setattr__(model, "forward", MethodType(forward, model))
+    plain.look = Forwards(model, runtime, plain).look
     object.__setattr__(model, "no_sync", runtime.no_sync)
     object.__setattr__(model, "load_state_dict", MethodType(_load_state_dict, model))
     object.__setattr__(model, "hetu", handle)
@@ -169,9 +159,3 @@ def _load_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bo
     if assign:
         check_assigned(model, state_dict)
     return type(model).load_state_dict(model, state_dict, strict=strict)
-
-
-def _as_method(bound: inspect.Signature) -> inspect.Signature:
-    """Return the signature that a function must have to show this one once it is bound."""
-    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    return bound.replace(parameters=[itself, *bound.parameters.values()])

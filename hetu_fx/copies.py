@@ -12,6 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hetu_fx.base.torch_private import CALL
+from hetu_fx.errors import StateError
+
 Parallelize = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]
 """Makes a copy parallel as the model was when it was copied, for a batch like this one; collective."""
 
@@ -21,11 +24,21 @@ class PlainAgain:
 
     Args:
         model: before anything is attached.
+
+    Attributes:
+        look: called before the model is copied or pickled.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._before = dict(model.__dict__)
         self._names: Collection[str] = ()
+        self.look: Callable[[], None] = lambda: None
+
+    def has(self, name: str, value: Any) -> None:
+        """Know that the model itself has something else under a name now; None: nothing."""
+        self._before.pop(name, None)
+        if value is not None:
+            self._before[name] = value
 
     def is_attached(self, model: nn.Module) -> None:
         """Know what has been attached since."""
@@ -42,6 +55,7 @@ class PlainAgain:
     @contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
         """Take off within a block what was attached to the model."""
+        self.look()
         now = {name: model.__dict__[name] for name in self._names if name in model.__dict__}
         self.take_off(model)
         try:
@@ -86,8 +100,18 @@ def _attach_later(made: nn.Module, parallelize: Parallelize) -> None:
         parallelize(itself, args, kwargs)
         return itself.forward(*args, **kwargs)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if vars(made).get("forward") is not waiting:
+            raise StateError(
+                "the forward of this copy of a parallel model was replaced before its first call, which makes it "
+                "parallel; call the copy first, or replace the forward before copying"
+            )
+        return getattr(type(made), CALL)(made, *args, **kwargs)
+
     plain = PlainAgain(made)
-    object.__setattr__(made, "forward", MethodType(torch.compiler.disable(forward), made))
+    waiting = MethodType(torch.compiler.disable(forward), made)
+    object.__setattr__(made, "forward", waiting)
+    object.__setattr__(made, CALL, torch.compiler.disable(call))
     attach_copying(made, plain, lambda: parallelize)
     _waiting[made] = plain
 

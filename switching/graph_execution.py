@@ -21,7 +21,7 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Programs, batch_of
+from hetu_fx.program.captures import Forward, Programs, batch_of
 from hetu_fx.program.program import Program, deduce_program, sizes_of
 from hetu_fx.program.structure import Structure
 from hetu_fx.switching.home.parameters import Buffers
@@ -57,9 +57,19 @@ class GraphExecution:
         check_backend(backend)
         self.programs, self.backend = programs, backend
         self.sequences = SequenceReader(programs)
-        self.forward, self.loss_fn, self.observers = programs.forward, programs.loss_fn, programs.observers
+        self.loss_fn, self.observers = programs.loss_fn, programs.observers
         self.fillings = Fillings(programs.model)
         programs.first(example, training=True)
+
+    @property
+    def forward(self) -> Forward:
+        """Return the model's own forward."""
+        return self.programs.forward
+
+    def become(self, replaced: Forward | None) -> None:
+        """Run what a script has put in the place of the model's forward; None: its class's."""
+        if replaced is not self.programs.replaced:
+            self.programs.become(replaced)
 
     @property
     def program(self) -> Program:

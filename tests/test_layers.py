@@ -24,6 +24,7 @@ FLOORS = (
     "integrations",
     "launch",
     "api",
+    "forwards",
     "handle copies",
     "prepare",
     "checkpoint export report",

@@ -76,6 +76,7 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")  # one
 SLOTS = ("_parameters", "_buffers", "_modules")  # where a module keeps parameters, buffers and submodules, by name
 FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}  # and these, by number
 BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
+CALL = "_call_impl"  # what calling a module runs: hooks, and `forward`
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(  # of all modules
     vars(torch.nn.modules.module)[f"_global_{kind}"]
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

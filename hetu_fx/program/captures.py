@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, parameter_slots
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALL, FORWARD_HOOKS, parameter_slots
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, as_call, flatten_batch, input_tensors
 from hetu_fx.graph.capture import ambient_autocasts, capture, in_mode
@@ -26,7 +27,7 @@ from hetu_fx.program.hooks import check_global_hooks, check_hooks, hooks_must_ch
 from hetu_fx.program.not_kept import NotKept, is_of_the_trace
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.program import Program, bind, make_program
-from hetu_fx.program.reads import ABSENT, Reads, shown
+from hetu_fx.program.reads import ABSENT, Read, Reads, shown
 from hetu_fx.program.structure import Structure, differences
 from hetu_fx.program.watched import Watch
 
@@ -100,9 +101,7 @@ class Programs:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self.model, self.loss_fn = model, loss_fn
-        self.forward: Forward = model.forward
-        self.replaced: Forward | None = model.__dict__.get("forward")
-        self.signature = inspect.signature(self.forward)
+        self.become(model.__dict__.get("forward"))
         self.structure = Structure(model)
         self.observers = Observers(model)
         self.current: Program | None = None
@@ -112,6 +111,12 @@ class Programs:
         self._captured: dict[str, list[Captured]] = {}
         self._newest: list[Captured] = []
         self._lost: list[tuple[Access, Any]] = []
+
+    def become(self, replaced: Forward | None) -> None:
+        """Capture this in the place of the model's forward from now on; None: its class's."""
+        self.replaced = replaced
+        self.forward: Forward = replaced or MethodType(type(self.model).forward, self.model)
+        self.signature = inspect.signature(self.forward)
 
     @property
     def num_blocks(self) -> int:
@@ -215,7 +220,7 @@ class Programs:
         watch.surroundings.check()
         if watch.changed:
             program, watch = self._traced_again(batch, training, program, watch.changed)
-        return program, watch.reads()
+        return program, watch.reads([Read("'forward' of the model", vars(self), "replaced")])
 
     def _traced_again(
         self, batch: Batch, training: bool, program: Program, changed: list[tuple[Access, Any]]
@@ -338,9 +343,10 @@ def _called_as_its_own(model: nn.Module, replaced: Forward | None) -> Iterator[N
     Without its hooks, which are called around every step anyway.
     """
     space = vars(model)
-    before = {name: space.get(name, ABSENT) for name in ("forward", *FORWARD_HOOKS, *BACKWARD_HOOKS)}
+    before = {name: space.get(name, ABSENT) for name in ("forward", CALL, *FORWARD_HOOKS, *BACKWARD_HOOKS)}
     put(space, "forward", ABSENT if replaced is None else replaced)
-    space.update({name: OrderedDict() for name in before if name != "forward"})
+    put(space, CALL, ABSENT)
+    space.update({name: OrderedDict() for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)})
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import LISTED_SLOTS, SLOTS
+from hetu_fx.base.torch_private import CALL, LISTED_SLOTS, SLOTS
 from hetu_fx.program.access import Access, own_value
 from hetu_fx.program.code_reads import CodeReads
 from hetu_fx.program.contents import PLAIN, frozen, same
@@ -79,14 +79,15 @@ class Watch:
                 yield
         self._finish()
 
-    def reads(self) -> Reads:
-        """Return what was read, as it is now: outside of the trace, so that no value of the trace is among them."""
+    def reads(self, others: Iterable[Read]) -> Reads:
+        """Return what was read, and others, as they are now: outside of the trace, so that no value of it is there."""
         reads: dict[Any, Read] = {**self._code.found, **self.surroundings.found}
+        reads.update(((id(other.owner), other.name), other) for other in others)
         methods = dict[int, tuple[str, Space, set[str]]]()
         for key, access in self._read.items():
-            if access.space is vars(self.model) and access.name == "forward":  # its own is what runs the graphs
+            if access.space is vars(self.model) and access.name in ("forward", CALL):  # its own run the graphs
                 own = type(self.model)
-                reads[id(own), "forward"] = Read("'forward' of the model's class", own, "forward")
+                reads[id(own), access.name] = Read(f"{access.name!r} of the model's class", own, access.name)
                 continue
             kind = None if access.space is None or access.name in access.space else _class_with(access)
             if kind is None:

@@ -18,6 +18,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
 from hetu_fx.plans.plan import Plan
+from hetu_fx.program.captures import Forward
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
@@ -111,7 +112,17 @@ class EagerExecution:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
         self.module = EagerModule(model, loss_fn, example)
-        self.forward, self.loss_fn, self.observers = self.module.forward, loss_fn, Observers(model)
+        self.loss_fn, self.observers = loss_fn, Observers(model)
+
+    @property
+    def forward(self) -> Forward:
+        """Return the module's own forward."""
+        return self.module.forward
+
+    def become(self, replaced: Forward | None) -> None:
+        """Run what a script has put in the place of the module's forward; None: its class's."""
+        if replaced is not self.module.replaced:
+            self.module.become(replaced)
 
     @property
     def structure(self) -> Structure:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from hetu_fx.graph.containers import (
 )
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Forward, batch_of, form_of
-from hetu_fx.program.structure import Structure
+from hetu_fx.program.structure import Structure, told_hook
 from hetu_fx.switching.step.batches import longest_side, needing_gradients, sizes_besides_rows
 from hetu_fx.switching.step.frame import ValueRoute
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks
@@ -94,14 +95,20 @@ class EagerModule:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, example: Batch) -> None:
-        self.forward: Forward = model.forward
-        self.signature = inspect.signature(self.forward)
         self.model, self.loss_fn = model, loss_fn
         self.structure = Structure(model)
-        self._caller = _Caller(model, self.forward, loss_fn)
+        self.become(vars(model).get("forward"))
         self._has_rows: dict[str, bool] = {}
         args, kwargs = as_call(example)
         self.read(args, kwargs, training=True)  # notes which inputs have rows
+
+    def become(self, replaced: Forward | None) -> None:
+        """Call this in the place of the model's forward from now on; None: its class's."""
+        self.replaced = replaced
+        self.forward: Forward = replaced or MethodType(type(self.model).forward, self.model)
+        self.signature = inspect.signature(self.forward)
+        self._caller = _Caller(self.model, self.forward, self.loss_fn)
+        self._told = f" by {told_hook(replaced)}" if replaced else ""
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> EagerBatch:
         """Read the arguments of a call of the model.
@@ -127,7 +134,7 @@ class EagerModule:
             rows=rows[row_inputs[0]],
             # All ranks must cut the same inputs by rows.
             signature=f"{form_of(batch, training)} state {self.structure.digest} rows of {' '.join(row_inputs)} "
-            f"gradients of {needing}",
+            f"gradients of {needing}{self._told}",
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),
             longest=longest_side(tensors, row_inputs),

@@ -180,12 +180,18 @@ class Execution(Protocol[V]):
     """
 
     observers: Observers
-    forward: Callable[..., Any]
     loss_fn: Callable[..., Any] | None
 
     @property
     def structure(self) -> Structure:
         """Return what the model consisted of when a batch was last read."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Return the model's own forward."""
+
+    def become(self, replaced: Callable[..., Any] | None) -> None:
+        """Run what a script has put in the place of the model's forward; None: its class's."""
 
     def check(self, plan: Plan, world_size: int) -> None:
         """Raise PlanError unless the model can run under the plan."""

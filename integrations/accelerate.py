@@ -7,45 +7,69 @@ accelerate returns it as it is. So its `prepare_model` is made to add that, when
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from hetu_fx import Framework, Launcher, register_framework
-from hetu_fx.errors import StateError
+from hetu_fx.errors import EnvironmentProblem, StateError
+from hetu_fx.integrations.patching import Patch, patch_what_is_loaded, register_patch
 
 MARK = "_is_accelerate_prepared"  # accelerate leaves objects with it alone
 TO_COME = "to come"  # the mark of a parallel model that has not met an Accelerator yet
 ORIGINAL = "_original_forward"  # by which `unwrap_model(model, keep_fp32_wrapper=False)` takes off what was put on
 
 
-def mark_prepared(model: nn.Module) -> None:
-    """Have accelerate's `prepare` leave the model as it is, by its mark for prepared objects, but for its precision."""
+def meet(model: nn.Module) -> None:
+    """Have accelerate's `prepare` leave the model as it is, by its mark for prepared objects, but for its precision.
+
+    Raises:
+        EnvironmentProblem: there is an Accelerator already, which takes each process for the only one.
+    """
+    from accelerate import PartialState
+
+    if PartialState._shared_state:
+        check_processes(PartialState().num_processes)
     if MARK not in vars(model):
         object.__setattr__(model, MARK, TO_COME)
     vars(model).pop(ORIGINAL, None)  # of a model prepared before: what it had been wrapped in was captured with it
-    if find_spec("accelerate") is not None:
-        _teach_prepare()
+    patch_what_is_loaded()
 
 
-@functools.cache
-def _teach_prepare() -> None:
-    """Make every Accelerator, those of today and those to come, ask parallel models for its precision."""
-    from accelerate import Accelerator
+def check_processes(counted: int) -> None:
+    """Refuse processes that accelerate takes for jobs of one process each, as it does on CPUs unless it is told.
 
-    prepare_model = Accelerator.prepare_model
+    Raises:
+        EnvironmentProblem: on every rank.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if counted == 1 and world > 1:
+        raise EnvironmentProblem(
+            f"accelerate takes each of the {world} processes for the only one (number 0 of 1), so all of them would "
+            f"read the same rows and write the same files; on CPUs it joins them if it is told to: "
+            f"Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1 in the environment of "
+            f"the launch: 'ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 SCRIPT' or '{TWO_PROCESSES}'"
+        )
+
+
+def _with_precision(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `prepare_model` ask parallel models for the precision; those of accelerators made before do too."""
 
     @functools.wraps(prepare_model)
     def with_precision(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare_model(self, model, *args, **kwargs)
+        if hasattr(model, "hetu"):
+            check_processes(self.num_processes)
+            patch_what_is_loaded()
         if getattr(model, MARK, None) == TO_COME:
             ask_for_precision(self, model)
         return prepared
 
-    Accelerator.prepare_model = with_precision
+    return with_precision
 
 
 def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
@@ -81,8 +105,17 @@ TWO_PROCESSES = "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_proces
 register_framework(
     Framework(
         name="accelerate",
-        adopt=mark_prepared,
+        adopt=meet,
         torch_optimizer=torch_optimizer,
         launcher=Launcher("accelerate launch", "ACCELERATE_MIXED_PRECISION", TWO_PROCESSES),
     )
 )
+
+register_patch(
+    Patch(
+        "accelerate", "accelerate.accelerator", "Accelerator", "prepare_model",
+        why="mixed_precision= would be left out of models that are prepared already, as parallel ones are",
+        tested="1.15",
+        wrap=_with_precision,
+    )
+)  # fmt: skip

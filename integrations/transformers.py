@@ -1,16 +1,17 @@
-"""transformers: files that `from_pretrained` reads, generation, and what its models call the inputs of sequences."""
+"""transformers: files that `from_pretrained` reads, generation, what models call inputs of sequences, evaluation."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from hetu_fx import Framework, Handle, WeightNames, register_framework
+from hetu_fx.integrations.patching import Patch, register_patch
 
 
 @runtime_checkable
@@ -68,6 +69,80 @@ def _token_paddings(model: nn.Module) -> dict[str, int]:
     return dict.fromkeys(("input_ids", "decoder_input_ids"), token) if isinstance(token, int) and token >= 0 else {}
 
 
+class _LastRows(dict[str, Any]):
+    """A rank's inputs of an evaluation's last batch, without the rows that fill it up."""
+
+
+def _without_repeats(trainer: Any, model: Any, inputs: Any) -> _LastRows | None:
+    """Return a rank's own rows of a last batch that accelerate has filled up with rows from the start; else None.
+
+    Alike on all ranks. Where the loss is worked out from outputs it is of a rank's own rows, and stays as it is.
+    """
+    accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
+    if isinstance(inputs, _LastRows) or not isinstance(inputs, Mapping) or not hasattr(model, "hetu"):
+        return None
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None or not state.end_of_dataloader:
+        return None
+    rows = next((len(given) for given in inputs.values() if isinstance(given, Tensor) and given.dim()), 0)
+    if not 0 < state.remainder < rows * accelerator.num_processes:
+        return None
+    kept = min(max(state.remainder - rows * accelerator.process_index, 0), rows)
+    return _LastRows({name: _first(kept, rows, given) for name, given in inputs.items()})
+
+
+def _first(kept: int, rows: int, given: Any) -> Any:
+    return given[:kept] if isinstance(given, Tensor) and given.dim() and len(given) == rows else given
+
+
+def _counting_rows_once(prediction_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Trainer's step of evaluation give the loss of each row once, as on one device."""
+
+    @functools.wraps(prediction_step)
+    def counting_rows_once(
+        self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **options: Any
+    ) -> Any:
+        once = _without_repeats(self, model, inputs)
+        if once is None:
+            return prediction_step(self, model, inputs, prediction_loss_only, ignore_keys, **options)
+        loss, _, _ = prediction_step(self, model, once, True, ignore_keys)
+        if prediction_loss_only:
+            return loss, None, None
+        _, *values = prediction_step(self, model, inputs, False, ignore_keys, **options)
+        return loss, *values
+
+    return counting_rows_once
+
+
+def _counting_on_all(get_num_items: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Trainer count the items of a batch over all processes, as their loss is that of all rows."""
+
+    @functools.wraps(get_num_items)
+    def counting_on_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self.model, "hetu") and self.args.world_size > 1:
+            self.args.average_tokens_across_devices = True
+        return get_num_items(self, *args, **kwargs)
+
+    return counting_on_all
+
+
+_REPEATS = "the loss of evaluation would count rows twice that fill up the last batch of all processes"
+
+register_patch(
+    Patch("transformers", "transformers.trainer", "Trainer", "prediction_step", _REPEATS, "5.23", _counting_rows_once)
+)
+register_patch(
+    Patch(
+        "transformers", "transformers.trainer_seq2seq", "Seq2SeqTrainer", "prediction_step", _REPEATS, "5.23",
+        _counting_rows_once,
+    )
+)  # fmt: skip
+register_patch(
+    Patch(
+        "transformers", "transformers.trainer", "Trainer", "_get_num_items_in_batch",
+        "average_tokens_across_devices=False would divide the loss of all rows by the items of one process", "5.23",
+        _counting_on_all,
+    )
+)  # fmt: skip
 register_framework(
     Framework(
         name="transformers",

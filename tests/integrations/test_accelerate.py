@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 import hetu_fx
-from hetu_fx.errors import StateError
-from hetu_fx.integrations.accelerate import ask_for_precision, mark_prepared, torch_optimizer
+from hetu_fx.errors import EnvironmentProblem, StateError
+from hetu_fx.integrations.accelerate import ask_for_precision, check_processes, meet, torch_optimizer
 
 BATCH = {"x": torch.linspace(-1, 1, 24).reshape(4, 6), "y": torch.linspace(1, 2, 12).reshape(4, 3)}
 
@@ -41,7 +41,7 @@ def fresh_state() -> Iterator[None]:
 
 def test_prepare_leaves_a_marked_model_and_the_wrapped_optimizer_is_found() -> None:
     model = nn.Linear(2, 2)
-    mark_prepared(model)
+    meet(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared, wrapped = Accelerator(cpu=True).prepare(model, optimizer)
     assert prepared is model
@@ -90,3 +90,15 @@ def test_a_model_is_asked_once_and_not_for_eight_bits() -> None:
     accelerator.state._mixed_precision = "fp8"
     with pytest.raises(StateError, match="use mixed_precision='bf16'"):
         ask_for_precision(accelerator, Net())
+
+
+def test_processes_that_accelerate_takes_for_the_only_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_processes(1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    check_processes(2)
+    with pytest.raises(EnvironmentProblem, match=r"each of the 2 processes for the only one.*ACCELERATE_USE_CPU=1"):
+        check_processes(1)
+    Accelerator()
+    with pytest.raises(EnvironmentProblem, match=r"Accelerator\(cpu=True\)"):
+        meet(nn.Linear(2, 2))

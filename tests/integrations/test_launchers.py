@@ -26,7 +26,14 @@ def free_port() -> str:
 
 
 def launch(folder: Path, *command: str, **environment: str) -> list[dict[str, Any]]:
-    """Run a command in its own session, bounded, and return what each rank wrote."""
+    """Run a command, and return what each rank wrote."""
+    status, output = run(*command, **environment)
+    assert status == 0, output[-4000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+
+
+def run(*command: str, **environment: str) -> tuple[int, str]:
+    """Run a command in its own session, bounded, and return its exit status and what it said."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     process = subprocess.Popen(
         command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -37,13 +44,12 @@ def launch(folder: Path, *command: str, **environment: str) -> list[dict[str, An
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.wait()
-    assert process.returncode == 0, output.decode()[-4000:]
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+    return process.returncode, output.decode()
 
 
-def torchrun(folder: Path, mode: str) -> list[dict[str, Any]]:
+def torchrun(folder: Path, mode: str) -> list[str]:
     module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    return launch(folder, *module, SCRIPT, str(folder), mode)
+    return [*module, SCRIPT, str(folder), mode]
 
 
 def assert_same_training(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -64,7 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_torchrun_trains_like_one_process(tmp_path: Path, alone: dict[str, Any]) -> None:
-    ranks = torchrun(tmp_path, "plain")
+    ranks = launch(tmp_path, *torchrun(tmp_path, "plain"))
     assert [made["world"] for made in ranks] == [2, 2]
     assert all(made["losses"] == pytest.approx(alone["losses"], rel=1e-12) for made in ranks)
     assert_same_training(ranks, alone)
@@ -79,3 +85,17 @@ def test_accelerate_launch_trains_like_one_process(tmp_path: Path, alone: dict[s
     )  # fmt: skip
     assert [made["world"] for made in ranks] == [2, 2]
     assert_same_training(ranks, alone)
+
+
+def test_a_launch_of_one_process_where_two_were_asked_for_is_told(tmp_path: Path) -> None:
+    module = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    status, said = run(*module, SCRIPT, str(tmp_path), "accelerate")
+    assert status == 0
+    assert "hetu_fx runs on ONE process" in said
+    assert "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu" in said
+
+
+def test_processes_of_which_each_is_the_only_one_for_accelerate_are_refused(tmp_path: Path) -> None:
+    status, said = run(*torchrun(tmp_path, "accelerate"))
+    assert status != 0
+    assert "accelerate takes each of the 2 processes for the only one" in said

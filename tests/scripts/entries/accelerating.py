@@ -99,6 +99,21 @@ def _(job: Job) -> Results:
     return {"logits": torch.cat(found)}
 
 
+@script("works out the loss of an evaluation from gathered predictions and labels")
+def _(job: Job) -> Results:
+    accelerator = Accelerator(cpu=True)
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    model, loader = accelerator.prepare(model, _loader(job, 19))
+    model.eval()
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for one in loader:
+        with torch.no_grad():
+            found.append(accelerator.gather_for_metrics((model(x=one["x"])["logits"], one["labels"])))
+    logits, labels = (torch.cat(column) for column in zip(*found, strict=True))
+    return {"loss": torch.nn.functional.cross_entropy(logits, labels), "rows": len(labels)}
+
+
 @script("unwraps the prepared model, and calls it")
 def _(job: Job) -> Results:
     accelerator = Accelerator(cpu=True)

@@ -42,6 +42,7 @@ _runs_with("without clipping", max_grad_norm=0.0)
 _runs_with("with torch.compile", torch_compile=True, torch_compile_backend="eager")
 _runs_with("with rows grouped by their lengths", train_sampling_strategy="group_by_length")
 _runs_with("with losses averaged over devices' tokens", average_tokens_across_devices=True)
+_runs_with("without averaging over devices' tokens", average_tokens_across_devices=False)
 _runs_with("with the dispatcher of batches", accelerator_config={"dispatch_batches": True})
 _runs_with(
     "with batches split by accelerate", accelerator_config={"split_batches": True}, per_device_train_batch_size=8
@@ -55,6 +56,22 @@ def _(job: Job) -> Results:
     made = trainer(job, model, {"eval_strategy": "epoch"}, eval_dataset=Rows(16))
     made.train()
     return {**logged(made, "loss", "eval_loss"), **job.parameters(model)}
+
+
+def _evaluates(rows: int, name: str, **changes: Any) -> None:
+    @script(f"evaluates {rows} rows by Trainer {name}, the last batch filled up with others", tolerance=_SINGLE)
+    def _(job: Job) -> Results:
+        model, batch = job.llama()
+        job.parallel(model, batch)
+        made = trainer(job, model, changes)
+        found = made.predict(Rows(rows))
+        losses = [made.evaluate(Rows(rows))["eval_loss"], found.metrics["test_loss"]]
+        return {"losses": losses, "logits": torch.as_tensor(found.predictions)}
+
+
+_evaluates(18, "as it comes")
+_evaluates(13, "without averaging over devices' tokens", average_tokens_across_devices=False)
+_evaluates(11, "that dispatches batches", accelerator_config={"dispatch_batches": True})
 
 
 @script("computes metrics of all rows' predictions by Trainer", tolerance=_SINGLE)

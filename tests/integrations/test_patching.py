@@ -1,0 +1,71 @@
+"""What is replaced in other libraries is listed, was tested with what is installed, and can be put back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import transformers.trainer_seq2seq  # noqa: F401  (so that its patch is put in)
+from accelerate import Accelerator
+from torch import nn
+
+from hetu_fx.base.frameworks import frameworks
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.integrations import Patch, patches, patching, unpatch
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    unpatch()
+    yield
+    unpatch()
+
+
+def found(patch: Patch) -> Any:
+    return vars(getattr(import_module(patch.module), patch.owner))[patch.name]
+
+
+def meet_a_model() -> None:
+    for framework in frameworks():
+        framework.adopt(nn.Linear(2, 2))
+
+
+def test_every_patch_is_listed_with_its_reason_and_tested_with_what_is_installed() -> None:
+    assert {f"{patch.owner}.{patch.name}" for patch in patches()} == {
+        "Accelerator.prepare_model", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
+        "Trainer._get_num_items_in_batch",
+    }  # fmt: skip
+    for patch in patches():
+        assert version(patch.library).startswith(f"{patch.tested}."), str(patch)
+        assert patch.why in str(patch)
+
+
+def test_patches_are_in_once_there_is_a_model_and_the_originals_come_back() -> None:
+    before = [found(patch) for patch in patches()]
+    for _ in range(2):
+        meet_a_model()
+        inside = [found(patch) for patch in patches()]
+        assert not any(one is other for one, other in zip(before, inside, strict=True))
+        meet_a_model()
+        assert all(one is found(patch) for one, patch in zip(inside, patches(), strict=True))
+        unpatch()
+        assert all(one is found(patch) for one, patch in zip(before, patches(), strict=True))
+
+
+def test_nothing_is_loaded_for_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Accelerator.prepare_model
+    monkeypatch.delitem(sys.modules, "transformers.trainer")
+    meet_a_model()
+    assert "transformers.trainer" not in sys.modules
+    assert Accelerator.prepare_model is not before
+
+
+def test_a_version_without_the_attribute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Patch("accelerate", "accelerate.accelerator", "Accelerator", "gone", "things fail", "1.15", lambda was: was)
+    monkeypatch.setattr(patching, "_known", [gone])
+    with pytest.raises(EnvironmentProblem, match=r"has no accelerate.accelerator.Accelerator.gone.*things fail"):
+        meet_a_model()

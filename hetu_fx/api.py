@@ -22,7 +22,7 @@ from hetu_fx.errors import BatchError, StateError
 from hetu_fx.forwards import Forwards
 from hetu_fx.handle import Handle
 from hetu_fx.prepare import Plans, Preparation, prepare
-from hetu_fx.program.captures import batch_of
+from hetu_fx.program.batch import batch_of
 from hetu_fx.switching.adapt.rehome import Rehoming
 from hetu_fx.switching.adapt.rehome_policy import HomesFollow
 from hetu_fx.switching.home.parameters import check_assigned

@@ -17,7 +17,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import CaptureEvent
+from hetu_fx.program.captured import CaptureEvent
 from hetu_fx.program.observed import Observation, Observer
 from hetu_fx.report.run_log import RunLog, Sink
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer

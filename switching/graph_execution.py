@@ -21,9 +21,11 @@ from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Forward, Programs, batch_of
+from hetu_fx.program.batch import batch_of
+from hetu_fx.program.captures import Programs
 from hetu_fx.program.program import Program, deduce_program, sizes_of
 from hetu_fx.program.structure import Structure
+from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.sequences.reader import SequenceReader
 from hetu_fx.switching.step.assigned_rows import sequences_of

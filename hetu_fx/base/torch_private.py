@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
@@ -62,6 +63,21 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether t
 
 get_default_group = _get_default_group
 dispatch_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # whether autocast knows an op
+
+
+def guard_of(tensors: tuple[Tensor, ...]) -> Callable[[], bool] | None:
+    """Return what tells whether dtypes, dims and `requires_grad` of tensors, no two the same, are what they are now.
+
+    One call for all, as Dynamo has it: a twentieth of what asking each home tensor takes. It says no also where what
+    surrounds it (autocast, a mode) is other than now. It is to be made and asked where gradients are enabled. None:
+    this torch has no such thing.
+    """
+    kind = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if kind is None:
+        return None
+    open_sizes = [[None] * tensor.dim() for tensor in tensors]
+    made = kind(*tensors, dynamic_dims_sizes=open_sizes, dynamic_dims_strides=open_sizes)
+    return partial(made.check, *tensors)
 
 
 # Attributes of ops.

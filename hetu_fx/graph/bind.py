@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.containers import Constant, Opaque, Tree, flatten, walk
+from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, Tree, flatten, walk
 from hetu_fx.graph.graph import Graph, LeafKind
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -24,20 +26,52 @@ def flatten_batch(batch: Batch) -> tuple[Tree, dict[str, torch.Tensor]]:
     return flatten(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
 
 
-def check_no_objects(batch: Batch) -> None:
-    """Refuse objects whose values no graph follows, and of whose rows nothing is known: caches, arrays, and the like.
+@dataclass(frozen=True, eq=False)
+class GivenBatch:
+    """A batch that has been taken apart, once for all who look at it.
 
-    Raises:
-        BatchError: the batch has some.
+    Attributes:
+        batch: as it was given.
+        tree: its structure.
+        tensors: its tensors by input name.
     """
-    tree, _ = flatten_batch(batch)
-    found = [f"{leaf.name!r} ({leaf.type_name})" for leaf in walk(tree) if isinstance(leaf, Opaque)]
-    if found:
-        raise BatchError(
-            f"the batch has objects that are neither tensors, plain values nor containers of them: {', '.join(found)}; "
-            f"pass tensors, and call a model with its cache (past_key_values) inside `with model.hetu.whole():`, as "
-            f"model.generate does"
-        )
+
+    batch: Batch
+    tree: Tree
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, batch: Batch) -> GivenBatch:
+        """Take a batch apart."""
+        return cls(batch, *flatten_batch(batch))
+
+    @cached_property
+    def constants(self) -> Mapping[str, Any]:
+        """Return its plain values by name."""
+        return {leaf.name: leaf.value for leaf in self._others if isinstance(leaf, Constant)}
+
+    @cached_property
+    def objects(self) -> Mapping[str, str]:
+        """Return the types of what is neither a tensor, a plain value nor a container of them, by name."""
+        return {leaf.name: leaf.type_name for leaf in self._others if isinstance(leaf, Opaque)}
+
+    @cached_property
+    def _others(self) -> tuple[TensorSlot | Constant | Opaque, ...]:
+        return tuple(leaf for leaf in walk(self.tree) if not isinstance(leaf, TensorSlot))
+
+    def check_no_objects(self) -> None:
+        """Refuse objects whose values no graph follows, and of whose rows nothing is known: caches, arrays, and such.
+
+        Raises:
+            BatchError: the batch has some.
+        """
+        if self.objects:
+            found = ", ".join(f"{name!r} ({kind})" for name, kind in self.objects.items())
+            raise BatchError(
+                f"the batch has objects that are neither tensors, plain values nor containers of them: {found}; "
+                f"pass tensors, and call a model with its cache (past_key_values) inside `with model.hetu.whole():`, "
+                f"as model.generate does"
+            )
 
 
 def input_tensors(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:

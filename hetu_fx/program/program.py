@@ -63,6 +63,15 @@ class Program:
         return self.graph.leaves_of(LeafKind.INPUT)
 
     @cached_property
+    def shapes(self) -> Shapes:
+        """Return what the inputs are expected to be."""
+        return shapes_of(self.inputs)
+
+    def bind(self, tensors: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
+        """Return what each symbol stands for in a batch. Raises `BatchError` where it does not fit."""
+        return bind(self.shapes, tensors)
+
+    @cached_property
     def counts(self) -> tuple[str, ...]:
         """Return the names of the global counts that the graph divides by."""
         return tuple(leaf.name for leaf in self.graph.leaves_of(LeafKind.COUNT))
@@ -106,9 +115,13 @@ class Program:
         """Return the names of the inputs that have one entry per row of the batch."""
         return frozenset(leaf.name for leaf in self.inputs if _has_rows(leaf, self.graph))
 
+    @cached_property
+    def _named_rows(self) -> tuple[str, ...]:
+        return tuple(sorted(self.row_inputs))
+
     def num_rows(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the rows of a batch, given by input name. Raises `BatchError` where inputs have different numbers."""
-        rows = {name: int(tensors[name].shape[0]) for name in sorted(self.row_inputs) if tensors[name].dim()}
+        rows = {name: int(tensors[name].shape[0]) for name in self._named_rows if tensors[name].dim()}
         if len(set(rows.values())) > 1:
             raise BatchError(f"inputs have different numbers of rows: {rows}; give one row per sample in each")
         return next(iter(rows.values()), 1)
@@ -181,23 +194,37 @@ _CONSTANTS = (bool, float, str, torch.dtype)
 Bindings = Mapping[sympy.Symbol, int]
 
 
-def bind(leaves: Iterable[Leaf], tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int]:
+Shapes = Mapping[str, tuple[Any, ...]]
+"""What a program expects inputs to be, by name: numbers, symbols and what is made of them."""
+
+
+def shapes_of(leaves: Iterable[Leaf]) -> Shapes:
+    """Return what inputs are expected to be."""
+    return {leaf.name: tuple(map(_number_or_expression, meta.shape(leaf.node))) for leaf in leaves}
+
+
+def _number_or_expression(size: meta.Size) -> Any:
+    found = meta.expression(size)
+    return found if isinstance(found, sympy.Expr) and found.free_symbols else int(found)
+
+
+def bind(shapes: Shapes, tensors: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, int]:
     """Return what each symbol of the inputs' shapes stands for in this batch.
 
     Raises:
         BatchError: an input is missing, has another rank, or a size that the captured graph fixes.
     """
     bindings: dict[sympy.Symbol, int] = {}
-    for leaf in leaves:
-        tensor = tensors[leaf.name]
-        expected = meta.shape(leaf.node)
-        if tensor.dim() != len(expected):
+    for name, expected in shapes.items():
+        actual = tensors[name].shape
+        if len(actual) != len(expected):
             raise BatchError(
-                f"input {leaf.name!r} has {tensor.dim()} dims {tuple(tensor.shape)}, but the model was captured with "
+                f"input {name!r} has {len(actual)} dims {tuple(actual)}, but the model was captured with "
                 f"{len(expected)}; pass an example batch of that form to hetu_fx.auto_parallelize"
             )
-        for dim, (size, actual) in enumerate(zip(expected, tensor.shape, strict=True)):
-            _bind_size(bindings, leaf.name, dim, meta.expression(size), int(actual))
+        for dim, size in enumerate(expected):
+            if size.__class__ is not int or size != actual[dim]:
+                _bind_size(bindings, name, dim, size, int(actual[dim]))
     return bindings
 
 

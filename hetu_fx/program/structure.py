@@ -10,16 +10,17 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 from hetu_fx.base.torch_private import BACKWARD_HOOKS, FORWARD_HOOKS, SLOTS
+from hetu_fx.program.traits import Traits
 
 HOOKS = {**FORWARD_HOOKS, **BACKWARD_HOOKS}
 
-_mode, _trained, _dtype = itemgetter("training"), attrgetter("requires_grad"), attrgetter("dtype")
+_mode = itemgetter("training")
 _END = object()
 
 
@@ -47,9 +48,7 @@ class Structure:
         self._empty = [held for held in kept if not held]
         self._filled = [*(held.values() for held in kept if held), (_END,)]
         self._held = list(chain.from_iterable(self._filled))
-        self._parameters = [value for value in self._held if isinstance(value, nn.Parameter)]
-        self._trained = list(map(_trained, self._parameters))
-        self._dtypes = list(map(_dtype, self._parameters))
+        self._traits = Traits(value for value in self._held if isinstance(value, nn.Parameter))
         self.facts: Mapping[str, str] = dict(self._facts())
         hooks = (hook for module in everyone[1:] for kind in HOOKS for hook in getattr(module, kind).values())
         self.key = (tuple(self.facts.items()), tuple(map(id, chain(everyone, self._types, hooks))))
@@ -59,8 +58,7 @@ class Structure:
         return (
             not any(self._empty)
             and all(map(is_, chain.from_iterable(self._filled), self._held))
-            and list(map(_trained, self._parameters)) == self._trained
-            and list(map(_dtype, self._parameters)) == self._dtypes
+            and self._traits.hold()
             and list(map(_mode, self._spaces)) == self._modes
             and list(map(type, self._everyone)) == self._types
         )

@@ -18,9 +18,9 @@ from hetu_fx.errors import PlanError
 from hetu_fx.graph.bind import Batch
 from hetu_fx.graph.containers import loss_alone, unflatten
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Forward
 from hetu_fx.program.observed import Observers
 from hetu_fx.program.structure import Structure
+from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute
 from hetu_fx.switching.eager.module import (

@@ -23,7 +23,7 @@ from hetu_fx.annotations.annotation import Sharding
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import Batch, as_call, check_no_objects, flatten_batch
+from hetu_fx.graph.bind import Batch, GivenBatch, as_call
 from hetu_fx.graph.containers import (
     Constant,
     Opaque,
@@ -36,8 +36,9 @@ from hetu_fx.graph.containers import (
     without_opaque,
 )
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Forward, batch_of, form_of
+from hetu_fx.program.batch import batch_of, form_of
 from hetu_fx.program.structure import Structure, told_hook
+from hetu_fx.program.tracer import Forward
 from hetu_fx.switching.step.batches import longest_side, needing_gradients, sizes_besides_rows
 from hetu_fx.switching.step.frame import ValueRoute
 from hetu_fx.switching.step.rows import RowPlan, at_pipelines, at_ranks
@@ -118,9 +119,9 @@ class EagerModule:
         """
         if not self.structure.holds():
             self.structure = Structure(self.model)
-        batch = batch_of(self.signature, args, kwargs)
-        check_no_objects(batch)
-        tree, tensors = flatten_batch(batch)
+        given = GivenBatch.of(batch_of(self.signature, args, kwargs))
+        given.check_no_objects()
+        tree, tensors = given.tree, given.tensors
         row_inputs = self._row_inputs(tensors)
         rows = {name: int(tensors[name].shape[0]) if tensors[name].dim() else -1 for name in row_inputs}
         if len(set(rows.values())) != 1 or -1 in rows.values():
@@ -133,7 +134,7 @@ class EagerModule:
         facts = LocalFacts(
             rows=rows[row_inputs[0]],
             # All ranks must cut the same inputs by rows.
-            signature=f"{form_of(batch, training)} state {self.structure.digest} rows of {' '.join(row_inputs)} "
+            signature=f"{form_of(given, training)} state {self.structure.digest} rows of {' '.join(row_inputs)} "
             f"gradients of {needing}{self._told}",
             sizes=tuple(sizes.values()),
             size_names=tuple(sizes),

@@ -17,7 +17,7 @@ from torch import Tensor
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.bind import Batch
+from hetu_fx.graph.bind import Batch, GivenBatch
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.dispatch.assignment import (
     Assignments,
@@ -30,8 +30,9 @@ from hetu_fx.planner.dispatch.assignment import (
 from hetu_fx.planner.dispatch.policies import Hydraulis, SequencePolicy
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Programs, form_of
-from hetu_fx.program.program import Program, bind
+from hetu_fx.program.batch import form_of
+from hetu_fx.program.captures import Programs
+from hetu_fx.program.program import Program
 from hetu_fx.switching.sequences.form import SequenceForm, SequenceOptions, form_of_sequences, longest_row
 from hetu_fx.switching.step.assigned_rows import AssignedRows, Sequences, first_rows, row_plan, sequences_of
 from hetu_fx.switching.step.compiled_plans import GraphVariant
@@ -255,7 +256,7 @@ class SequenceReading(Reading[GraphVariant]):
 
 
 def _row_costs(program: Program, sample: Mapping[str, Tensor]) -> ProgramCosts:
-    sizes = bind(program.inputs, sample)
+    sizes = program.bind(sample)
     return program_costs(program, rows=1, memory=False, sizes=sizes)
 
 
@@ -270,7 +271,7 @@ def _work(
 def _key(sequences: Sequences, training: bool) -> str:
     """Return a text that is equal for batches of one form."""
     parts: Mapping[str, Tensor] = {name: tensors[0] for name, tensors in sequences.inputs.items()}
-    return form_of({**parts, **sequences.others}, training)
+    return form_of(GivenBatch.of({**parts, **sequences.others}), training)
 
 
 def _cluster_of(variant: Variant) -> Cluster:

@@ -22,7 +22,7 @@ from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import Batch, input_tensors
 from hetu_fx.planner.dispatch.assignment import Assignment, PackedMicroBatch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.program import Bindings, Program, bind
+from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.batches import MicroBatchRows
 from hetu_fx.switching.step.rows import RowPlan
 
@@ -161,7 +161,7 @@ class AssignedRows:
 
     def _cut(self, micro: PackedMicroBatch, first_row: int) -> MicroBatchRows:
         tensors = self._tensors(micro)
-        return MicroBatchRows(tensors, len(micro.rows), first_row, bind(self.program.inputs, tensors))
+        return MicroBatchRows(tensors, len(micro.rows), first_row, self.program.bind(tensors))
 
     def _tensors(self, micro: PackedMicroBatch) -> Mapping[str, Tensor]:
         rows = filled(self.sequences.inputs, micro.rows, micro.width, self.filling)

@@ -12,10 +12,11 @@ from torch import Tensor
 from hetu_fx.comm_ops.wire.consensus import LocalFacts
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import BatchError
-from hetu_fx.graph.bind import check_no_objects, input_tensors
+from hetu_fx.graph.bind import GivenBatch
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.captures import Programs, batch_of
-from hetu_fx.program.program import Bindings, Program, bind
+from hetu_fx.program.batch import batch_of
+from hetu_fx.program.captures import Programs
+from hetu_fx.program.program import Bindings, Program
 from hetu_fx.switching.step.rows import RowPlan, cut_rows, rows_for_pipeline
 
 
@@ -85,28 +86,26 @@ def read_batch(
         BatchError: they do not fit the model's forward or the captured program, or are objects that no graph takes.
         CaptureError: the program cannot be captured.
     """
-    batch = batch_of(programs.signature, args, kwargs)
-    check_no_objects(batch)
-    program = programs.find(batch, training)
-    tensors = input_tensors(program.graph, batch)
-    count = program.num_rows(tensors)
-    bindings = bind(program.inputs, tensors)
+    given = GivenBatch.of(batch_of(programs.signature, args, kwargs))
+    given.check_no_objects()
+    match = programs.match(given, training)
+    program, tensors = match.program, match.tensors
     sizes = sizes_besides_rows(tensors, program.row_inputs)
     values = {f"input {name!r}": float(tensor.detach()) for name, tensor in tensors.items() if tensor.dim() == 0}
     needing = needing_gradients(tensors, program.row_inputs)
     facts = LocalFacts(
-        rows=count,
-        signature=f"{programs.form(batch, training)}, graph {program.fingerprint}{_told(needing)}",
+        rows=match.rows,
+        signature=f"{match.signature}, graph {program.fingerprint}{_told(needing)}",
         sizes=tuple(sizes.values()),
         size_names=tuple(sizes),
         sizes_may_differ=not shared,
         longest=program.longest(tensors),
-        counts=_counts(program, tensors, count),
+        counts=_counts(program, tensors, match.rows),
         values=tuple(values.values()),
         value_names=tuple(values),
         state=lambda: programs.facts(program),
     )
-    return ReadBatch(program, tensors, facts, bindings)
+    return ReadBatch(program, tensors, facts, match.bindings)
 
 
 def needing_gradients(tensors: Mapping[str, Tensor], row_inputs: Collection[str]) -> dict[str, Tensor]:

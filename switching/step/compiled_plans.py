@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ from hetu_fx.transforms.specialize.specialize import Specialize
 NODE_BYTES = 2_700
 """What a graph that runs as it is takes per node of its own: 2.5 to 2.8 kB, measured for decoders of 4 to 9 blocks."""
 
-StageKey = tuple[int, bool, bool]
+StageKey = tuple[bool, bool]
+"""How a program is run: whether other values than the loss are wanted, and whether it splits into micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,40 +115,42 @@ class GraphCompute(Compute):
     def __init__(self, table: GroupTable, homes: Mapping[str, nn.Parameter], plan: Plan, backend: Any) -> None:
         super().__init__(table, homes)
         self.plan, self.backend = plan, backend
-        self._stages: dict[StageKey, StagePlan] = {}
-        self._deduced: dict[StageKey, bytes] = {}
-        self._outdated: set[StageKey] = set()  # of the stages: whose bridge leads to homes of before
+        # What is made of a program goes with it, when it is no longer among those that are kept.
+        self._stages: WeakKeyDictionary[Program, dict[StageKey, StagePlan]] = WeakKeyDictionary()
+        self._deduced: WeakKeyDictionary[Program, bytes] = WeakKeyDictionary()
+        self._outdated: WeakSet[StagePlan] = WeakSet()  # whose bridge leads to homes of before
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
         """Return what has been made so far."""
-        return tuple(self._stages.values())
+        return tuple(stage for made in self._stages.values() for stage in made.values())
 
     @property
     def has_graphs(self) -> bool:
         """Tell whether graphs are kept; the same on all ranks."""
-        return bool(self._stages)
+        return bool(self.stages)
 
     @property
     def graph_bytes(self) -> int:
         """Return what this rank's graphs take: nodes, and constants that are no views of the captured graph's."""
-        return sum(stage.num_bytes for stage in self._stages.values())
+        return sum(stage.num_bytes for stage in self.stages)
 
-    def known(self, key: StageKey) -> StagePlan | None:
+    def known(self, program: Program, key: StageKey) -> StagePlan | None:
         """Return the program under this layout if that has been made, for the present homes."""
-        return None if key in self._outdated else self._stages.get(key)
+        found = self._stages.get(program, {}).get(key)
+        return None if found in self._outdated else found
 
     def made(self, program: Program, key: StageKey) -> StagePlan:
         """Make the program under this layout, or lead what has been made to the present homes; collective."""
-        if key in self._outdated:
-            before = self._stages[key]
-            self._stages[key] = replace(before, bridge=together(self.table, lambda: self._bridge(before.deduced)))
-            self._outdated.discard(key)
+        stages = self._stages.setdefault(program, {})
+        before = stages.get(key)
+        if before is not None:
+            stages[key] = replace(before, bridge=together(self.table, lambda: self._bridge(before.deduced)))
         else:
             sizes = from_first(self.table, sizes_of(program))  # ranks may have examples of other sizes
-            self._stages[key] = together(self.table, lambda: self._make(program, key, sizes))
+            stages[key] = together(self.table, lambda: self._make(program, key, sizes))
         self.sizes = None
-        return self._stages[key]
+        return stages[key]
 
     def expect(self, program: Program, deduced: bytes) -> None:
         """Take over what another process has deduced of a program for this layout: of its graphs for training.
@@ -154,12 +158,12 @@ class GraphCompute(Compute):
         On a decoder of 9 blocks of a width of 256, deducing takes 0.26 s (replicas) to 0.85 s (tensor parallel) of
         processor time, reading what was deduced 0.015 to 0.03 s; what is left to make here, 0.08 to 0.13 s.
         """
-        self._deduced[id(program), False, False] = deduced
+        self._deduced[program] = deduced
 
     def rehome(self) -> None:
         """Forget what belongs to the present homes; bridges to the new ones are made when they are needed."""
         super().rehome()
-        self._outdated = set(self._stages)
+        self._outdated = WeakSet(self.stages)
 
     def drop(self) -> None:
         """Forget everything; the next run makes it again."""
@@ -187,10 +191,10 @@ class GraphCompute(Compute):
     def _deduce(
         self, program: Program, key: StageKey, sizes: tuple[tuple[float, ...], tuple[float, ...]]
     ) -> DeducedGraph:
-        known = self._deduced.pop(key, None)
+        known = None if any(key) else self._deduced.pop(program, None)
         if known is not None:
             return deserialize(known, program.graph, program.factors, program.flow)
-        _, wants_values, splits = key
+        wants_values, splits = key
         plan = _with_several_micro_batches(self.plan) if splits else self.plan
         deduce = Deduce(self.table.topology, *sizes)
         return deduce_program(program, plan, wants_values=wants_values, deduce=deduce)
@@ -251,8 +255,8 @@ class GraphVariant(Variant):
 
         With `splits`, pipelines have several micro-batches, whatever the plan says.
         """
-        key = id(program), wants_values, splits
-        known = self.compute.known(key)
+        key = wants_values, splits
+        known = self.compute.known(program, key)
         if known is not None:
             return known
         with self.first_use.making():

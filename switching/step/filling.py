@@ -16,7 +16,7 @@ from hetu_fx.errors import BatchError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import OutputKind
 from hetu_fx.program.filling_safety import Difference, filled_up, way_of_filling
-from hetu_fx.program.program import Program, bind, evaluate
+from hetu_fx.program.program import Program, evaluate
 from hetu_fx.switching.step.batches import MicroBatchRows, ReadBatch, dims_besides_rows
 from hetu_fx.switching.step.rows import RowPlan
 
@@ -76,7 +76,7 @@ def _named(batch: ReadBatch, facts: StepFacts) -> str:
 def _with_sizes(batch: ReadBatch, facts: StepFacts, filling: Filling) -> ReadBatch:
     shapes = _shapes(batch.program, batch.tensors, facts.sizes)
     tensors = {name: filled_up(tensor, shapes[name], name, filling) for name, tensor in batch.tensors.items()}
-    bindings = bind(batch.program.inputs, tensors)
+    bindings = batch.program.bind(tensors)
     sizes_of = facts.sizes_of if facts.unequal_sizes else ()
     return replace(batch, tensors=tensors, bindings=bindings, brought=batch.bindings, sizes_of=sizes_of)
 
@@ -102,7 +102,7 @@ def narrowed(batch: ReadBatch, cut: MicroBatchRows, rows: RowPlan) -> MicroBatch
         return cut
     shapes = _shapes(batch.program, cut.tensors, tuple(map(max, zip(*brought, strict=True))))
     tensors = {name: tensor[tuple(map(slice, shapes[name]))].contiguous() for name, tensor in cut.tensors.items()}
-    return replace(cut, tensors=tensors, bindings={**cut.bindings, **bind(batch.program.inputs, tensors)})
+    return replace(cut, tensors=tensors, bindings={**cut.bindings, **batch.program.bind(tensors)})
 
 
 def share_of(narrow: Sequence[MicroBatchRows], cuts: Sequence[MicroBatchRows]) -> float:

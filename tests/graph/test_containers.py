@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.graph.bind import check_no_objects, input_tensors
+from hetu_fx.graph.bind import GivenBatch, input_tensors
 from hetu_fx.graph.capture import capture
 from hetu_fx.graph.containers import Constant, Opaque, TensorSlot, flatten, loss_alone, unflatten, walk, without_opaque
 
@@ -78,9 +78,9 @@ def test_members_of_an_enumeration_are_plain_values() -> None:
 
 
 def test_a_batch_with_objects_is_refused() -> None:
-    check_no_objects({"x": torch.ones(1), "n": [3, None]})
+    GivenBatch.of({"x": torch.ones(1), "n": [3, None]}).check_no_objects()
     with pytest.raises(BatchError, match=r"'cache' \(object\).*whole"):
-        check_no_objects({"x": torch.ones(1), "cache": object()})
+        GivenBatch.of({"x": torch.ones(1), "cache": object()}).check_no_objects()
 
 
 class Scaled(torch.nn.Module):

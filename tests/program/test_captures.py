@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -10,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hetu_fx.errors import BatchError, StateError
-from hetu_fx.program import captures
-from hetu_fx.program.captures import Programs, batch_of, form_of
+from hetu_fx.graph.bind import GivenBatch
+from hetu_fx.program import kept, tracer
+from hetu_fx.program.batch import batch_of, form_of
+from hetu_fx.program.captures import Programs
 
 
 class Summing(nn.Module):
@@ -29,13 +35,22 @@ def anything(*tensors: Tensor) -> None: ...
 def parallel(*tensors: Tensor) -> None: ...
 
 
+def form(batch: dict[str, Any], *, training: bool = True) -> str:
+    return form_of(GivenBatch.of(batch), training)
+
+
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[Programs, list[bool]]:
     """Programs, and the modes in which they have been captured."""
     captured: list[bool] = []
     programs = Programs(Summing(), None)
-    trace = programs.trace
-    monkeypatch.setattr(programs, "trace", lambda batch, training: captured.append(training) or trace(batch, training))
+    trace = programs.tracer.trace
+
+    def counted(batch: Any, training: bool) -> Any:
+        captured.append(training)
+        return trace(batch, training)
+
+    monkeypatch.setattr(programs.tracer, "trace", counted)
     return programs, captured
 
 
@@ -55,7 +70,7 @@ def test_a_missing_argument_is_named() -> None:
 
 
 def test_sizes_do_not_change_the_form() -> None:
-    assert form_of({"x": torch.ones(2, 3)}, True) == form_of({"x": torch.ones(5, 7)}, True)
+    assert form({"x": torch.ones(2, 3)}) == form({"x": torch.ones(5, 7)})
 
 
 @pytest.mark.parametrize(
@@ -69,18 +84,18 @@ def test_sizes_do_not_change_the_form() -> None:
     ids=["name", "dims", "dtype", "constant"],
 )
 def test_names_dims_dtypes_and_constants_change_the_form(other: dict[str, Any]) -> None:
-    assert form_of(other, True) != form_of({"x": torch.ones(2, 3)}, True)
+    assert form(other) != form({"x": torch.ones(2, 3)})
 
 
 def test_the_mode_and_the_precision_change_the_form() -> None:
     batch = {"x": torch.ones(2, 3)}
-    found = {form_of(batch, True), form_of(batch, False)}
+    found = {form(batch), form(batch, training=False)}
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            found.add(form_of(batch, True))
+            found.add(form(batch))
     torch.set_default_dtype(torch.float64)
     try:
-        found.add(form_of(batch, True))
+        found.add(form(batch))
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(found) == 5
@@ -89,14 +104,14 @@ def test_the_mode_and_the_precision_change_the_form() -> None:
 def test_the_precision_of_any_parameter_changes_the_form() -> None:
     model, batch = Summing(), {"x": torch.ones(2, 3)}
     programs = Programs(model, None)
-    forms = [programs.form(batch, True)]
+    forms = [programs.match(GivenBatch.of(batch), True).signature]
     model.layer.bias.data = model.layer.bias.data.half()
-    forms.append(programs.form(batch, True))
+    forms.append(programs.match(GivenBatch.of(batch), True).signature)
     model.half()
-    forms.append(programs.form(batch, True))
+    forms.append(programs.match(GivenBatch.of(batch), True).signature)
     model.float()
     assert len(set(forms)) == 3
-    assert programs.form(batch, True) == forms[0]
+    assert programs.match(GivenBatch.of(batch), True).signature == forms[0]
 
 
 def test_a_form_is_captured_once_for_each_mode(programs: tuple[Programs, list[bool]]) -> None:
@@ -119,7 +134,7 @@ def test_the_models_own_forward_is_captured_not_the_one_of_a_parallel_model(befo
         model.forward = before
     programs = Programs(model, None)
     model.forward = parallel  # type: ignore[assignment]
-    with captures._called_as_its_own(model, programs.replaced):
+    with tracer._called_as_its_own(model, programs.tracer.replaced):
         assert model.forward is before if before else model.forward.__func__ is Summing.forward
     assert model.forward is parallel
 
@@ -154,3 +169,66 @@ def test_a_size_that_the_model_itself_does_not_take_is_the_batchs_error() -> Non
     programs.find({"x": torch.ones(2, 3)}, True)
     with pytest.raises(BatchError, match="dim 1 of input 'x' has size 6, but the captured graph needs 3"):
         programs.find({"x": torch.ones(2, 6)}, True)
+
+
+def test_captures_are_bounded_and_the_one_that_was_not_used_for_longest_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept, "MOST_CAPTURES", 2)
+    model, batch = Summing(), {"x": torch.ones(2, 3)}
+    programs = Programs(model, None)
+    first = programs.find(batch, True)
+    scaled = programs.find({**batch, "scale": 2.0}, True)
+    assert programs.find(batch, True) is first
+    programs.find({**batch, "scale": 3.0}, True)
+    assert programs.holds(first)
+    assert not programs.holds(scaled)
+    assert programs.find(batch, True) is first
+    assert programs.find({**batch, "scale": 2.0}, True) is not scaled
+    assert len(programs.events) == 4
+
+
+def test_a_program_that_is_not_kept_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST_CAPTURES", 1)
+    programs = Programs(Summing(), None)
+    gone = weakref.ref(programs.find({"x": torch.ones(2, 3)}, True))
+    programs.find({"x": torch.ones(2, 3), "scale": 2.0}, True)
+    gc.collect()
+    assert gone() is None
+
+
+def warned(programs: Programs, batches: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the warnings of finding programs for batches."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for batch in batches:
+            programs.find(batch, True)
+    return [str(one.message) for one in found if "has been captured" in str(one.message)]
+
+
+def test_a_value_that_changes_before_every_step_is_named_once_with_the_way_out() -> None:
+    model, batch = Summing(), {"x": torch.ones(2, 3)}
+    model.forward = lambda x: model.layer(x) * model.factor  # type: ignore[assignment,method-assign,operator]
+
+    def annealed() -> Iterator[dict[str, Any]]:
+        for number in range(kept.MANY + 3):
+            model.factor = 1.0 / (1 + number)  # type: ignore[assignment]
+            yield batch
+
+    (told,) = warned(Programs(model, None), annealed())
+    assert "captured 8 times because of 'factor' of the model (0.125 -> 0.1111" in told
+    assert "a buffer of the model that the script writes in place, or an input" in told
+
+
+def test_a_plain_value_of_the_batch_that_changes_before_every_step_is_named() -> None:
+    batches = ({"x": torch.ones(2, 3), "scale": 1.0 + number} for number in range(kept.MANY + 1))
+    (told,) = warned(Programs(Summing(), None), batches)
+    assert "captured 8 times because of input 'scale' (8.0 -> 9.0" in told
+
+
+def test_a_size_that_a_program_fixes_and_that_changes_before_every_step_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept, "MANY", 2)
+    (told,) = warned(Programs(Stepping(), None), ({"x": torch.ones(2, steps)} for steps in (2, 3, 4)))
+    assert "because of a size that the graph fixes (dim 1 of input 'x' has size" in told

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.capture import capture
-from hetu_fx.graph.graph import Graph, Leaf, LeafKind
-from hetu_fx.program.program import bind, evaluate
+from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.program.program import Shapes, bind, evaluate, shapes_of
 
 
 class Pooled(nn.Module):
@@ -34,32 +34,32 @@ def graph() -> Graph:
 
 
 @pytest.fixture(scope="module")
-def leaves(graph: Graph) -> tuple[Leaf, ...]:
-    return graph.leaves_of(LeafKind.INPUT)
+def shapes(graph: Graph) -> Shapes:
+    return shapes_of(graph.leaves_of(LeafKind.INPUT))
 
 
-def test_symbols_stand_for_the_sizes_of_this_batch(graph: Graph, leaves: tuple[Leaf, ...]) -> None:
-    bindings = bind(leaves, batch(3, 11))
+def test_symbols_stand_for_the_sizes_of_this_batch(graph: Graph, shapes: Shapes) -> None:
+    bindings = bind(shapes, batch(3, 11))
     assert bindings[graph.batch_symbol] == 3
     assert sorted(bindings.values()) == [3, 11]
 
 
-def test_two_inputs_that_must_agree_are_refused_when_they_do_not(leaves: tuple[Leaf, ...]) -> None:
+def test_two_inputs_that_must_agree_are_refused_when_they_do_not(shapes: Shapes) -> None:
     wrong = {"x": torch.randn(4, 7, 6), "mask": torch.ones(4, 8)}
     with pytest.raises(BatchError, match=r"dim 1 of input '\w+' has size [78], but the captured graph needs [78]"):
-        bind(leaves, wrong)
+        bind(shapes, wrong)
 
 
-def test_a_fixed_size_is_named_with_what_to_do(leaves: tuple[Leaf, ...]) -> None:
+def test_a_fixed_size_is_named_with_what_to_do(shapes: Shapes) -> None:
     with pytest.raises(
         BatchError, match=r"dim 2 of input 'x' has size 9, but the captured graph needs 6.*pad the batch"
     ):
-        bind(leaves, batch(4, 7, width=9))
+        bind(shapes, batch(4, 7, width=9))
 
 
-def test_another_number_of_dims_is_refused(leaves: tuple[Leaf, ...]) -> None:
+def test_another_number_of_dims_is_refused(shapes: Shapes) -> None:
     with pytest.raises(BatchError, match=r"input 'x' has 2 dims \(4, 6\), but the model was captured with 3"):
-        bind(leaves, {"x": torch.randn(4, 6), "mask": torch.ones(4, 7)})
+        bind(shapes, {"x": torch.randn(4, 6), "mask": torch.ones(4, 7)})
 
 
 def test_a_shape_is_evaluated_by_its_symbols() -> None:

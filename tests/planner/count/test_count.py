@@ -16,7 +16,7 @@ from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.count.count import FlopCounter, example_rows, program_costs
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.program.program import bind, make_program
+from hetu_fx.program.program import make_program
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 from tests.model_zoo import LENGTH, SAMPLES, captured, example, to_double
 from tests.planner.examples import paper
@@ -166,7 +166,7 @@ def test_what_parts_hold_is_found_out_only_where_it_is_asked_for() -> None:
 def test_costs_at_other_sizes_are_those_of_a_graph_that_was_captured_with_them() -> None:
     batch, program = to_double(SAMPLES["llama"].batch(2, LENGTH - 5)), zoo_program("llama")
     other = make_program(capture(captured("llama")[0], batch), frozenset())
-    sizes = bind(program.inputs, input_tensors(program.graph, batch))
+    sizes = program.bind(input_tensors(program.graph, batch))
     found = program_costs(program, rows=1, memory=False, sizes=sizes)
     assert found == program_costs(other, rows=1, memory=False)
     assert found != program_costs(program, rows=1, memory=False)

@@ -1,0 +1,94 @@
+"""A program that was captured, what it depends on, and how a batch fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hetu_fx.errors import BatchError
+from hetu_fx.graph.bind import GivenBatch
+from hetu_fx.program.program import Bindings, Program
+from hetu_fx.program.reads import Reads
+from hetu_fx.program.structure import Structure, differences
+
+
+@dataclass(frozen=True)
+class CaptureEvent:
+    """A capture of the model.
+
+    Attributes:
+        form: of the batch: mode, inputs, and what surrounds the call.
+        why: what has changed since the last capture for this form; empty for the first.
+        seconds: that it took.
+    """
+
+    form: str
+    why: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A program, and what it depends on.
+
+    Attributes:
+        form: of the batches that it runs.
+        program: the program.
+        structure: of the model.
+        reads: what the forward has read.
+        constants: plain values of the batches.
+    """
+
+    form: str
+    program: Program
+    structure: Structure
+    reads: Reads
+    constants: Mapping[str, object]
+
+    def holds(self, structure: Structure) -> bool:
+        """Tell whether the model is what it was, down to what its forward has read."""
+        same = self.structure is structure or self.structure.key == structure.key
+        return same and self.reads.hold()
+
+    def changes(self, structure: Structure) -> tuple[str, ...]:
+        """Say what is unlike what it was."""
+        found = differences(self.structure.facts, structure.facts)
+        found += differences(self.reads.facts, self.reads.facts_now)
+        return found or ("a module, a hook or an object was replaced by one like it",)
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A batch, and the program that runs it.
+
+    Attributes:
+        program: the program.
+        tensors: of the batch, by input name.
+        rows: of the batch.
+        bindings: what the symbols of the program's sizes stand for.
+        signature: equal on ranks whose batches are alike, and whose models consist of the same.
+    """
+
+    program: Program
+    tensors: Mapping[str, Tensor]
+    rows: int
+    bindings: Bindings
+    signature: str
+
+
+Sizes = tuple[int, Bindings]
+
+
+def sizes_of(program: Program, given: GivenBatch) -> Sizes | str:
+    """Return the rows of a batch, and what symbols stand for; else which size of it the program does not take.
+
+    Raises:
+        BatchError: inputs have different numbers of rows, which no program takes.
+    """
+    rows = program.num_rows(given.tensors)
+    try:
+        return rows, program.bind(given.tensors)
+    except BatchError as error:
+        return str(error)

@@ -1,0 +1,181 @@
+"""Capture a model as it is now: its own forward, on stand-ins of its parameters, watched for what it reads."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALL, FORWARD_HOOKS, parameter_slots
+from hetu_fx.errors import CaptureError
+from hetu_fx.graph.bind import Batch, as_call
+from hetu_fx.graph.capture import capture
+from hetu_fx.program.access import Access, put
+from hetu_fx.program.contents import PLAIN
+from hetu_fx.program.hooks import check_hooks, hooks_must_change
+from hetu_fx.program.not_kept import NotKept, is_of_the_trace
+from hetu_fx.program.observed import Observers
+from hetu_fx.program.program import Program, make_program
+from hetu_fx.program.reads import ABSENT, Read, Reads, shown
+from hetu_fx.program.watched import Watch
+
+Forward = Callable[..., Any]
+
+
+class Tracer:
+    """Makes programs of a model.
+
+    Args:
+        model: the user's.
+        loss_fn: what makes the loss, if the model does not.
+
+    Attributes:
+        replaced: what somebody has put in the place of the forward of the model's class, if anybody has.
+        observers: of its submodules, whose outputs are outputs of its programs.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.replaced: Forward | None = None
+        self.observers = Observers(model)
+        self._lost: dict[tuple[int, str], tuple[Access, Any]] = {}
+
+    def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
+        """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
+        check_hooks(self.model)
+        program, watch = self._trace_once(batch, training)
+        watch.surroundings.check()
+        if watch.changed:
+            program, watch = self._traced_again(batch, training, program, watch.changed)
+        return program, watch.reads([Read("'forward' of the model", vars(self), "replaced")])
+
+    def _traced_again(
+        self, batch: Batch, training: bool, program: Program, changed: list[tuple[Access, Any]]
+    ) -> tuple[Program, Watch]:
+        """Trace a forward once more, as it has left itself: one that has only marked that it has run is the same.
+
+        Raises:
+            CaptureError: it is not, or leaves itself otherwise again.
+        """
+        told = "; ".join(f"{access.label}: {shown(access.copy)} -> {shown(left)}" for access, left in changed)
+        if all(isinstance(left, PLAIN) and access.space is not None for access, left in changed):
+            for access, left in changed:
+                put(access.space or {}, access.name, left)
+            again, watch = self._trace_once(batch, training)
+            if not watch.changed and again.fingerprint == program.fingerprint:
+                return again, watch
+            for access, _ in changed:
+                access.put_back()
+        raise CaptureError(
+            f"the forward keeps state in Python, which a captured graph cannot do: {told} (before and after a call); "
+            f"keep it in a buffer (register_buffer), change it outside of the forward, or use "
+            f'hetu_fx.auto_parallelize(..., capture="eager")'
+        )
+
+    def _trace_once(self, batch: Batch, training: bool) -> tuple[Program, Watch]:
+        loss_fn = self._loss_fn_for(batch, training)
+        watch = Watch(self.model, loss_fn)
+        frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
+        # Also before parameters are home tensors: export leaves weak references to what it traces, and a tensor that
+        # has some cannot be swapped for its home tensor.
+        with (
+            _plain_parameters(self.model),
+            _called_as_its_own(self.model, self.replaced),
+            hooks_must_change(self.model),
+            self._without_what_is_lost(watch),
+        ):
+            graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=partial(self._around, watch))
+        return make_program(graph, frozen), watch
+
+    @contextmanager
+    def _around(self, watch: Watch) -> Iterator[Mapping[str, Any]]:
+        with watch.watching(), self.observers.collecting() as found:
+            yield found
+
+    @contextmanager
+    def _without_what_is_lost(self, watch: Watch) -> Iterator[None]:
+        """Let attributes be what they were before any capture; afterwards those that forwards set refuse to be used."""
+        for access, value in self._lost.values():
+            if access.space is not None and isinstance(access.now, NotKept):
+                put(access.space, access.name, value)
+        try:
+            yield
+        finally:
+            for access, left in watch.written:
+                assert access.space is not None, "only what has attributes of its own is written"
+                kept = NotKept(access.label) if is_of_the_trace(left) else left
+                put(access.space, access.name, kept)
+                self._lost.setdefault((id(access.space), access.name), (access, access.before))
+
+    def _loss_fn_for(self, batch: Batch, training: bool) -> Callable[..., Any] | None:
+        """Return the loss function; in evaluation, none for a batch without what it needs (labels)."""
+        if training or self.loss_fn is None:
+            return self.loss_fn
+        args, kwargs = as_call(batch)
+        try:
+            inspect.signature(self.loss_fn).bind(None, *args, **kwargs)
+        except TypeError:
+            return None
+        return self.loss_fn
+
+
+@contextmanager
+def _called_as_its_own(model: nn.Module, replaced: Forward | None) -> Iterator[None]:
+    """Let the model run its own forward for a while: its class's, or what somebody had `replaced` it with.
+
+    Without its hooks, which are called around every step anyway.
+    """
+    space = vars(model)
+    before = {name: space.get(name, ABSENT) for name in ("forward", CALL, *FORWARD_HOOKS, *BACKWARD_HOOKS)}
+    put(space, "forward", ABSENT if replaced is None else replaced)
+    put(space, CALL, ABSENT)
+    space.update({name: OrderedDict() for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            put(space, name, value)
+
+
+@contextmanager
+def _plain_parameters(model: nn.Module) -> Iterator[None]:
+    """Put uninitialised whole parameters in the model's places: enough to capture it, never computed with.
+
+    Their memory is not touched, so the operating system does not back it.
+    """
+    slots = _named_slots(model)
+    homes = dict(model.named_parameters())
+    try:
+        for name, places in slots.items():
+            home = homes[name]
+            empty = torch.empty(tuple(home.shape), dtype=home.dtype, device=home.device)
+            plain = nn.Parameter(empty, requires_grad=home.requires_grad)
+            for module, key in places:
+                parameter_slots(module)[key] = plain
+        yield
+    finally:
+        for name, places in slots.items():
+            for module, key in places:
+                parameter_slots(module)[key] = homes[name]
+
+
+def _named_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return for every parameter, by its first name, all places where the model holds it (several if tied)."""
+    slots: dict[str, list[tuple[nn.Module, str]]] = {}
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in parameter_slots(module).items():
+            if parameter is None:
+                continue
+            full = f"{prefix}.{name}" if prefix else name
+            key = first.setdefault(id(parameter), full)
+            place = (module, name)
+            if place not in slots.setdefault(key, []):
+                slots[key].append(place)
+    return slots

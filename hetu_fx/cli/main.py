@@ -8,29 +8,28 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
-import platform
-import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import assert_never, get_args
+from typing import get_args
 
+from hetu_fx.cli.completion import SHELLS, completion
+from hetu_fx.cli.doctor import add_doctor, call_doctor
+from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan
+from hetu_fx.cli.verify import add_verify, call_verify
 from hetu_fx.demo.demo import DEFAULT_FOLDER, run_demo
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
-from hetu_fx.emulate.limits import Affinity, CgroupV1, CgroupV2, this_limiter
 from hetu_fx.emulate.plan import LimitChoice
 from hetu_fx.emulate.spec import parse_memory, parse_rate, parse_speeds
 from hetu_fx.errors import EnvironmentProblem, HetuFxError
 from hetu_fx.launch.job import LaunchSpec
 
 ERROR_STATUS = 2
-PACKAGES = ("hetu-fx", "torch", "numpy", "scipy", "safetensors", "transformers", "accelerate", "rich", "matplotlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,7 @@ def _add_emulate(parser: argparse.ArgumentParser) -> None:
     )
     _add_limit(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print it as JSON")
     parser.add_argument("--set", metavar="RANK=SPEED", help="change the speed of a rank of the running emulation")
 
 
@@ -91,7 +91,8 @@ def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
         link_bits_per_second=options.link,
     )
     if options.dry_run:
-        print(*plan_run(spec, limit=options.limit).lines(rest), sep="\n")
+        lines = list(plan_run(spec, limit=options.limit).lines(rest))
+        print(json.dumps(lines, indent=2) if options.json else "\n".join(lines))
         return 0
     return run(
         spec,
@@ -103,12 +104,32 @@ def _call_emulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+
+
 def _call_passes(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx passes`: all graph passes in their order, as their docstrings tell them."""
     from hetu_fx.transforms.passes import PASSES
 
-    for graph_pass in PASSES:
-        print(f"{graph_pass.name}\n{textwrap.indent(inspect.getdoc(graph_pass) or '', '    ')}\n")
+    told = {graph_pass.name: inspect.getdoc(graph_pass) or "" for graph_pass in PASSES}
+    if options.json:
+        print(json.dumps([{"name": name, "does": does} for name, does in told.items()], indent=2))
+        return 0
+    for name, does in told.items():
+        print(f"{name}\n{textwrap.indent(does, '    ')}\n")
+    return 0
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx completion`."""
+    parser.usage = "source <(hetu-fx completion bash)"
+    parser.add_argument("shell", choices=SHELLS, help="whose script is printed, for that shell to read")
+
+
+def _call_completion(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx completion`."""
+    print(completion(make_parser(), options.shell), end="")
     return 0
 
 
@@ -183,80 +204,18 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return worker.run(LaunchSpec(tuple(rest), **{**given, "min_nproc": least}))
 
 
-def _call_env(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run `hetu-fx env`: what a bug report should say about the machine."""
-    print(*_environment_lines(), sep="\n")
-    return 0
-
-
-def _environment_lines() -> Iterator[str]:
-    """Yield the machine's description, one "name: value" a line."""
-    yield f"python: {platform.python_version()} on {platform.platform()}"
-    for package in PACKAGES:
-        yield f"{package}: {_version(package)}"
-    yield f"cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}"
-    yield f"devices: {', '.join(_devices())}"
-    yield f"collectives: {', '.join(_backends()) or 'none'}"
-    yield f"emulated speeds: {_speeds()}"
-    yield f"emulated nodes: {_nodes()}"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _devices() -> list[str]:
-    import torch
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return ["cpu", *(f"cuda:{index} ({name})" for index, name in enumerate(names))]
-
-
-def _backends() -> list[str]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return []
-    known = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    return [name for name, there in known.items() if there]
-
-
-def _speeds() -> str:
-    limiter = this_limiter()
-    match limiter:
-        case CgroupV1(cpu, memory):
-            return f"CPU quotas{'' if memory is None else ' and memory limits'} (cgroups version 1, {cpu})"
-        case CgroupV2(base):
-            return f"CPU quotas and memory limits (cgroups version 2, {base})"
-        case Affinity(reason):
-            return f"CPU affinity only: {reason}"
-        case _:
-            assert_never(limiter)
-
-
-def _nodes() -> str:
-    missing = [tool for tool in ("ip", "tc", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"no: {', '.join(missing)} not found"
-    return "yes" if os.geteuid() == 0 else "no: needs root"
-
-
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
+    "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
+    "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
     "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),
-    "passes": Command("list all graph passes in their order", None, _call_passes),
-    "env": Command("show versions, backends and what this machine can emulate", None, _call_env),
+    "passes": Command("list all graph passes in their order", _add_json, _call_passes),
+    "env": Command("show versions, backends and what this machine can emulate", _add_json, call_env),
+    "completion": Command("print a script by which a shell completes commands", _add_completion, _call_completion),
 }
 
 

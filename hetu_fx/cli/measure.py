@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.cli.plan import print_table
-from hetu_fx.errors import ProfileError
 
 if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
@@ -58,6 +57,7 @@ def add_measure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time budget for the blocks, about (default: %(default)g)",
     )
+    parser.add_argument("--json", action="store_true", help="print both files as JSON instead of tables")
 
 
 def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -69,44 +69,33 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 
-    make = None if options.model is None else _function_named(options.model)
+    make = None if options.model is None else function_named(options.model)
     join_world()
     table, device = GroupTable(), local_device(options.device)
     cluster, rank = Cluster.measure(table, device=device), table.rank
     cluster = replace(cluster, collectives=time_collectives(table, cluster.groups, device))
     if rank == 0:
         cluster.write(options.cluster)
-        print(cluster, flush=True)
-        _show_collectives(cluster)
-    if make is not None:
-        profile = _profile(make, cluster, rank, device, options.seconds)
-        if rank == 0:
-            profile.write(options.profile)
-            print_table(_HEADER, rows_of(profile))
+        if not options.json:
+            print(cluster, flush=True)
+            _show_collectives(cluster)
+    profile = None if make is None else _profile(make, cluster, rank, device, options.seconds)
+    if rank == 0:
+        _tell_profile(options, cluster, profile)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
 
 
-def _function_named(text: str) -> Callable[[], tuple[Any, Any]]:
-    """Return the function that MODULE:FUNCTION names; modules are also looked for in the current folder."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
-        raise ProfileError(f"model {text!r} names no function; write it like MODULE:FUNCTION")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(import_module(module), name, None)
-    except ModuleNotFoundError as problem:
-        raise ProfileError(f"model {text!r}: {problem}; start in the folder of the module, or install it") from None
-    if not callable(found):
-        raise ProfileError(f"model {text!r}: module {module} has no function {name}; name one of (model, batch)")
-    result: Callable[[], tuple[Any, Any]] = found
-    return result
-
-
-def local_device(name: str) -> str:
-    """Return the device of this process: of several GPUs that of its local rank."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+def _tell_profile(options: argparse.Namespace, cluster: Cluster, profile: Profile | None) -> None:
+    """Write the profile, and print it; as JSON together with the cluster."""
+    if profile is not None:
+        profile.write(options.profile)
+    if options.json:
+        files = {"cluster": cluster, "profile": profile}
+        print(json.dumps({name: file.to_json() for name, file in files.items() if file is not None}, indent=2))
+    elif profile is not None:
+        print_table(_HEADER, rows_of(profile))
 
 
 def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, device: str, seconds: float) -> Profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -95,3 +96,14 @@ def test_the_status_of_the_command_is_ours() -> None:
     arguments = ["emulate", "--speeds", "0.2,0.1", "--", "sh", "-c", script]
     done = subprocess.run([sys.executable, "-m", "hetu_fx.cli", *arguments], check=False, env=os.environ)
     assert done.returncode == 128 + signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["env"], ["passes"], ["emulate", "--speeds=0.2,0.1", "--limit=affinity", "--dry-run", "true"]],
+    ids=lambda words: words[0],
+)
+def test_commands_that_tell_something_tell_it_as_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    command = [*arguments[:-1], "--json", "--", "true"] if len(arguments) > 1 else [*arguments, "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)

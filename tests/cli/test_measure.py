@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 import hetu_fx.planner.measure.blocks
+from hetu_fx.cli.given import local_device
 from hetu_fx.cli.main import main
-from hetu_fx.cli.measure import local_device, measuring_progress
+from hetu_fx.cli.measure import measuring_progress
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.measure.test_blocks import run_by_size
@@ -44,6 +46,13 @@ def test_devices_and_blocks_are_measured_and_planned_from_the_files(capsys: pyte
     assert [time.source for time in Profile.read("profile.json").times] == ["measured", "measured"]
     assert main(["plan", "--cluster", "cluster.json", "--profile", "profile.json"]) == 0
     assert "predicted step" in capsys.readouterr().out
+
+
+def test_both_files_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "my_example:small", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"]["format"] == "hetu_fx.cluster/1"
+    assert told["profile"]["format"] == "hetu_fx.profile/1"
 
 
 def test_without_a_model_only_the_devices_are_measured() -> None:

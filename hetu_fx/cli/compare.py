@@ -1,0 +1,141 @@
+"""Trains a model on one device and under plans, in float64, with the same batch, and judges whether it is the same."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.api import auto_parallelize
+from hetu_fx.base.torch_private import tree_map_only
+from hetu_fx.cli.verdict import Step, Trained, Verdict, judge
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.errors import HetuFxError, ProfileError
+from hetu_fx.graph.bind import as_call
+from hetu_fx.plans.plan import Plan
+
+Plans = Mapping[str, Plan | str]
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: steps, an optimizer of torch.optim by name, its learning rate, this process's device."""
+
+    steps: int
+    optimizer: str
+    lr: float
+    device: str
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return an optimizer of the model's trained parameters."""
+        kind = getattr(torch.optim, self.optimizer, None)
+        if kind is None:
+            raise ProfileError(f"torch.optim has no {self.optimizer!r}; name an optimizer like SGD or AdamW")
+        made: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=self.lr)
+        return made
+
+
+def compare_plans(
+    make: Callable[[], tuple[Any, Any]], plans: Plans, training: Training, tolerance: float
+) -> list[Verdict]:
+    """Return how the model does under each plan; collective over the processes of the job.
+
+    A model that draws random numbers draws others in hetu_fx than in torch: it is compared with hetu_fx on one device.
+    """
+    torch.manual_seed(SEED)
+    model, batch = in_double(*make(), training.device)
+    is_random = draws_random_numbers(model, batch)
+    says = "compared with hetu_fx on one device, as the model draws random numbers" if is_random else ""
+    _tell("training on one device")
+    first: Plan | str | None = Plan.single(0) if is_random else None
+    alone = trained(copy.deepcopy(model), batch, first, training)
+    return [_verdict(name, plan, model, batch, training, (alone, tolerance, says)) for name, plan in plans.items()]
+
+
+def _verdict(
+    name: str, plan: Plan | str, model: nn.Module, batch: Any, training: Training, against: tuple[Trained, float, str]
+) -> Verdict:
+    _tell(f"training under plan {name}")
+    try:
+        made = trained(copy.deepcopy(model), batch, plan, training)
+    except HetuFxError as error:
+        return Verdict(name, "refused", str(error))
+    alone, tolerance, says = against
+    return judge(name, alone, made, tolerance, says)
+
+
+def in_double(model: nn.Module, batch: Any, device: str) -> tuple[nn.Module, Any]:
+    """Return the model and its batch on the device, with floating point numbers in float64."""
+
+    def double(tensor: Tensor) -> Tensor:
+        return tensor.to(device, torch.float64) if tensor.is_floating_point() else tensor.to(device)
+
+    return model.to(device).double().train(), tree_map_only(Tensor, double, batch)
+
+
+def draws_random_numbers(model: nn.Module, batch: Any) -> bool:
+    """Tell whether the loss of a plain model depends on the seed."""
+    losses = []
+    for seed in (SEED, SEED + 1):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            losses.append(float(loss_of(_call(copy.deepcopy(model), batch))))
+    torch.manual_seed(SEED)
+    return losses[0] != losses[1]
+
+
+def trained(model: nn.Module, batch: Any, plan: Plan | str | None, training: Training) -> Trained:
+    """Train, on this device alone if there is no plan, else collectively; all that is returned is whole."""
+    optimizer = training.make_optimizer(model)
+    if plan is not None:
+        auto_parallelize(model, batch, plan=plan, optimizer=optimizer, data="global", seed=SEED)
+    steps = []
+    for _ in range(training.steps):
+        loss = loss_of(_call(model, batch))
+        loss.backward()
+        steps.append(Step(float(loss.detach()), _gradients(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = (*model.named_parameters(), *model.named_buffers())
+    return Trained(steps, {name: _whole(tensor) for name, tensor in state})
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = as_call(batch)
+    return model(*args, **kwargs)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model returns.
+
+    Raises:
+        ProfileError: there is none.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    candidates = [found, *(output if isinstance(output, tuple | list) else [output])]
+    for value in candidates:
+        if isinstance(value, Tensor) and value.dim() == 0:
+            return value
+    raise ProfileError("the model returns no loss (a tensor without dims: alone, first, or as 'loss'); let it make one")
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a copy of the whole tensor; collective for one of which each process has a piece."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().cpu().clone()
+
+
+def _tell(what: str) -> None:
+    """Say on rank 0 what takes time now."""
+    if GroupTable().rank == 0:
+        print(f"{what} ...", file=sys.stderr, flush=True)

@@ -1,0 +1,57 @@
+"""What the command line names: a function that makes a model, and a process's device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hetu_fx.errors import ProfileError
+
+
+def function_named(text: str) -> Callable[[], tuple[Any, Any]]:
+    """Return the function that MODULE:FUNCTION or SCRIPT.py:FUNCTION names, to be called for (model, batch).
+
+    Modules are also looked for in the current folder.
+    """
+    place, colon, name = text.rpartition(":")
+    if not (place and colon and name):
+        raise ProfileError(f"model {text!r} names no function; write it like MODULE:FUNCTION or SCRIPT.py:FUNCTION")
+    module = _script(text, Path(place)) if place.endswith(".py") else _module(text, place)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ProfileError(f"model {text!r}: module {place} has no function {name}; name one of (model, batch)")
+    result: Callable[[], tuple[Any, Any]] = found
+    return result
+
+
+def _module(text: str, place: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return import_module(place)
+    except ModuleNotFoundError as problem:
+        raise ProfileError(f"model {text!r}: {problem}; start in the folder of the module, or install it") from None
+
+
+def _script(text: str, file: Path) -> ModuleType:
+    """Import a script by its path; what it does as `__main__` is not done."""
+    if not file.is_file():
+        raise ProfileError(f"model {text!r}: there is no file {file}; give the path of a script")
+    sys.path.insert(0, str(file.resolve().parent))
+    spec = spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def local_device(name: str) -> str:
+    """Return the device of this process: of several GPUs that of its local rank."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name

@@ -1,0 +1,198 @@
+"""What `hetu-fx doctor` looks at on one machine: versions, launch, host, threads, memory, devices, settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from hetu_fx.base.documents import nearest
+from hetu_fx.cli.finding import Finding, judged
+
+LEAST_MEMORY, LEAST_SHARED = 1 << 30, 256 << 20  # bytes: below these people have seen processes killed
+SETTINGS = (
+    "HETU_FX_DUMP_PASSES",
+    "HETU_FX_EMULATED_MEMORY",
+    "HETU_FX_EMULATED_SPEEDS",
+    "HETU_FX_EMULATE_CONTROL",
+    "HETU_FX_NODE",
+    "HETU_FX_START",
+    "HETU_FX_WAIT_SECONDS",
+)
+
+
+def machine_findings() -> Iterator[Finding]:
+    """Yield what each check says; none of them needs a job."""
+    for check in _CHECKS:
+        yield check()
+    yield from _package_findings(metadata.requires("hetu-fx") or [])
+
+
+def _python() -> Finding:
+    return judged("python", f"{platform.python_version()} on {platform.platform()}")
+
+
+def _package_findings(requirements: list[str]) -> Iterator[Finding]:
+    """Yield how the installed packages fit what hetu_fx requires; those of extras may be missing."""
+    for line in requirements:
+        name, bounds, extra = parts_of(line)
+        if extra in ("", "hf"):
+            yield package_finding(name, bounds, _version(name), is_needed=not extra)
+
+
+def parts_of(requirement: str) -> tuple[str, list[tuple[str, str]], str]:
+    """Split a requirement into its name, its bounds, and the extra that it belongs to."""
+    spec, _, marker = requirement.partition(";")
+    found = re.match(r"[\w.-]+", spec.strip())
+    extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
+    bounds = re.findall(r"(>=|<)\s*([\d.]+)", spec)
+    return ("" if found is None else found[0]), bounds, ("" if extra is None else extra[1])
+
+
+def package_finding(name: str, bounds: list[tuple[str, str]], version: str, *, is_needed: bool) -> Finding:
+    """Tell whether a version ("" for none) is within bounds."""
+    asked = ",".join(sign + bound for sign, bound in bounds)
+    install = f"pip install '{name}{asked}'"
+    if not version:
+        return judged(name, "not installed", wrong=install) if is_needed else judged(name, "not installed, not needed")
+    if all((numbers(version) >= numbers(bound)) == (sign == ">=") for sign, bound in bounds):
+        return judged(name, version)
+    says = f"{version}, but hetu_fx needs {asked}"
+    return judged(name, says, wrong=install) if is_needed else judged(name, says, doubtful=install)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _collectives() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return judged("collectives", "this torch has no gloo", wrong="install torch from pytorch.org or PyPI")
+    if torch.cuda.is_available() and not dist.is_nccl_available():
+        return judged("collectives", "gloo, no nccl: GPUs meet through the host", doubtful="install torch's CUDA build")
+    return judged("collectives", "gloo and nccl" if dist.is_nccl_available() else "gloo")
+
+
+def _devices() -> Finding:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if not names and Path("/dev/nvidia0").exists():
+        way = "install torch's CUDA build, and a driver that fits it; see CUDA_VISIBLE_DEVICES"
+        return judged("devices", "there is an NVIDIA device, but torch sees none", doubtful=way)
+    return judged("devices", ", ".join(names) or "cpu")
+
+
+def _launch() -> Finding:
+    from hetu_fx.base.frameworks import launchers
+
+    return launch_finding(os.environ, {one.variable: one.two_processes for one in launchers()})
+
+
+def launch_finding(environment: Mapping[str, str], launchers: Mapping[str, str]) -> Finding:
+    """Tell whether a launcher has said all that processes need to meet; `launchers`: commands by their variables."""
+    world = environment.get("WORLD_SIZE", "")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if world not in ("", "1"):
+        way = f"start with {next(iter(launchers.values()))}, or set {', '.join(missing)}"
+        return judged("launch", f"rank {environment.get('RANK')} of {world}", wrong=way if missing else "")
+    started = [command for variable, command in launchers.items() if variable in environment]
+    way = f"for two CPU processes: {started[0]}" if started else ""
+    return judged("launch", "one process" + (" by a launcher" if started else ", no launcher"), doubtful=way)
+
+
+def _address() -> Finding:
+    name = socket.gethostname()
+    try:
+        places = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except OSError as problem:
+        way = f"add a line '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface (see 'ip link')"
+        return judged("address", f"the host's name {name} has no address ({problem})", wrong=way)
+    return judged("address", f"{name} is {', '.join(places)}")
+
+
+def _interface() -> Finding:
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    known = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in given.split(",") if name and name not in known]
+    way = f"set GLOO_SOCKET_IFNAME to one of {', '.join(known)}" if missing else ""
+    return judged("interface", given or f"chosen by gloo, of {', '.join(known)}", wrong=way)
+
+
+def _threads() -> Finding:
+    import torch
+
+    from hetu_fx.base.cgroups import own_quota
+
+    each, count = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = min(len(os.sched_getaffinity(0)), own_quota() or float("inf"))
+    way = f"set OMP_NUM_THREADS={max(1, int(cores) // count)}" if each * count > max(cores, count) else ""
+    return judged("threads", f"{each} in each of {count} processes, on {cores:g} cores", doubtful=way)
+
+
+def _memory() -> Finding:
+    import torch
+
+    from hetu_fx.cluster.host import memory_left
+
+    name, left = min(memory_left(torch.device("cpu")), key=lambda limit: limit[1])
+    way = "end what else runs, or raise the limit; processes that need more are killed" if left < LEAST_MEMORY else ""
+    return judged("memory", f"{left / 1e9:.3g} GB left ({name})", doubtful=way)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return judged("shared memory", "there is none", doubtful="set num_workers=0 in DataLoaders")
+    left = shutil.disk_usage(folder).free
+    way = "in a container: --shm-size=2g; or num_workers=0 in DataLoaders" if left < LEAST_SHARED else ""
+    return judged("shared memory", f"{left / 1e9:.3g} GB left", doubtful=way)
+
+
+def _cache() -> Finding:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    way = "" if os.access(there, os.W_OK) else "set XDG_CACHE_HOME to a folder that can be written: plans are kept"
+    return judged("cache", str(folder / "hetu_fx"), doubtful=way)
+
+
+def _settings() -> Finding:
+    return settings_finding(sorted(name for name in os.environ if name.startswith("HETU_FX_")))
+
+
+def settings_finding(given: list[str]) -> Finding:
+    """Tell whether all variables of the environment that begin with HETU_FX_ are known."""
+    unknown = [f"{name}: {nearest(name, SETTINGS)}" for name in given if name not in SETTINGS]
+    way = f"not known, {'; '.join(unknown)}" if unknown else ""
+    return judged("settings", ", ".join(given) or "none", doubtful=way)
+
+
+_CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _collectives,
+    _devices,
+    _launch,
+    _address,
+    _interface,
+    _threads,
+    _memory,
+    _shared_memory,
+    _cache,
+    _settings,
+)

@@ -1,0 +1,94 @@
+"""Whether two trainings are the same: relative differences, the worst of them by name, and a judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+NEGLIGIBLE = 1e-6
+"""Tensors are compared relative to their norm, or to so much of the largest norm: some gradients are zero but for
+rounding."""
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: its loss, and gradients by the names of parameters."""
+
+    loss: float
+    gradients: Tensors
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to: its steps, and parameters and buffers after them."""
+
+    steps: Sequence[Step]
+    state: Tensors
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """A step beside that of one device; differences are relative."""
+
+    step: int
+    loss_on_one_device: float
+    loss: float
+    loss_difference: float
+    worst_gradient: str
+    gradient_difference: float
+
+    @property
+    def most(self) -> float:
+        """Return the larger difference."""
+        return max(self.loss_difference, self.gradient_difference)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a plan: `says` has the reason of a refusal, or what the comparison was with."""
+
+    plan: str
+    verdict: Literal["equal", "differs", "refused"]
+    says: str = ""
+    steps: tuple[StepDifference, ...] = ()
+    worst_parameter: str = ""
+    parameter_difference: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return asdict(self)
+
+
+def judge(plan: str, alone: Trained, made: Trained, tolerance: float, says: str) -> Verdict:
+    """Compare a training under a plan with that of one device."""
+    steps = tuple(_step(number, *pair) for number, pair in enumerate(zip(alone.steps, made.steps, strict=True), 1))
+    name, difference = worst(alone.state, made.state)
+    is_equal = all(most <= tolerance for most in (difference, *(step.most for step in steps)))
+    return Verdict(plan, "equal" if is_equal else "differs", says, steps, name, difference)
+
+
+def _step(number: int, alone: Step, made: Step) -> StepDifference:
+    difference = abs(alone.loss - made.loss) / max(abs(alone.loss), 1e-300)
+    return StepDifference(number, alone.loss, made.loss, difference, *worst(alone.gradients, made.gradients))
+
+
+def worst(alone: Tensors, made: Tensors) -> tuple[str, float]:
+    """Return the tensor that differs most, and its difference relative to its norm; what only one side has is 0."""
+    norms = {name: float(tensor.double().norm()) for name, tensor in alone.items()}
+    floor = max(NEGLIGIBLE * max(norms.values(), default=0.0), 1e-300)
+    differences = {name: _apart(alone.get(name), made.get(name)) for name in {**alone, **made}}
+    relative = {name: apart / max(norms.get(name, 0.0), floor) for name, apart in differences.items()}
+    return max(relative.items(), key=lambda entry: entry[1], default=("", 0.0))
+
+
+def _apart(a: Tensor | None, b: Tensor | None) -> float:
+    """Return the norm of a difference, in which what is missing is zero."""
+    if a is None or b is None:
+        there = a if b is None else b
+        return 0.0 if there is None else float(there.double().norm())
+    return float((a.double() - b.double()).norm())

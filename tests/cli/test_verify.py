@@ -1,0 +1,125 @@
+"""`hetu-fx verify` finds plans equal, differing or refused, and says so by its table, its JSON and its status."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hetu_fx.cli.compare import draws_random_numbers, loss_of
+from hetu_fx.cli.given import function_named
+from hetu_fx.cli.main import main
+from hetu_fx.cli.verdict import Step, Trained, judge, worst
+from hetu_fx.cli.verify import as_text, plan_named
+from hetu_fx.errors import PlanError, ProfileError
+from hetu_fx.plans.plan import Plan
+
+SCRIPT = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, y):
+        return {"loss": nn.functional.mse_loss(self.down(self.drop(torch.relu(self.norm(self.up(x))))), y)}
+
+
+def made():
+    return Net(), {"x": torch.randn(8, 6), "y": torch.randn(8, 2)}
+
+
+def without_dropout():
+    model, batch = made()
+    model.drop = nn.Identity()
+    return model, batch
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "my_net.py").write_text(SCRIPT)
+    return tmp_path / "my_net.py"
+
+
+def trained(loss: float = 1.0, gradient: float = 1.0) -> Trained:
+    return Trained([Step(loss, {"w": torch.tensor([gradient, 0.0])})], {"w": torch.ones(2)})
+
+
+def test_equal_trainings_are_equal_and_others_differ_by_name() -> None:
+    assert judge("p", trained(), trained(), 1e-6, "").verdict == "equal"
+    assert judge("p", trained(), trained(loss=1.1), 1e-6, "").verdict == "differs"
+    found = judge("p", trained(), trained(gradient=1.5), 1e-6, "")
+    assert found.verdict == "differs"
+    assert (found.steps[0].worst_gradient, found.steps[0].gradient_difference) == ("w", 0.5)
+
+
+def test_tensors_that_are_zero_but_for_rounding_do_not_differ() -> None:
+    alone = {"big": torch.ones(4), "zero": torch.full((4,), 1e-18)}
+    assert worst(alone, {"big": torch.ones(4), "zero": torch.full((4,), -1e-18)})[1] < 1e-10
+    assert worst(alone, {"zero": torch.zeros(4)}) == ("big", 1.0)
+
+
+def test_the_table_has_a_row_per_step_and_a_judgement_per_plan() -> None:
+    text = as_text([judge("data", trained(), trained(), 1e-6, "").to_json()])
+    assert "loss on one device" in text
+    assert text.splitlines()[-1].startswith("data: equal; parameters and buffers after the steps: w 0.0e+00")
+
+
+def test_plans_are_made_by_name_and_files_are_read(tmp_path: Path) -> None:
+    data, tensor = plan_named("data", 2), plan_named("tensor", 2)
+    assert isinstance(data, Plan)
+    assert isinstance(tensor, Plan)
+    assert [pipeline.share for pipeline in data.pipelines] == [3, 1]
+    assert tensor.devices == (0, 1)
+    tensor.write(tmp_path / "plan.json")
+    assert plan_named(str(tmp_path / "plan.json"), 2) == tensor
+    with pytest.raises(PlanError, match="there is no plan file 'dta'"):
+        plan_named("dta", 2)
+
+
+def test_losses_are_found_as_models_return_them() -> None:
+    loss = torch.tensor(1.0)
+    assert loss_of(loss) is loss_of({"loss": loss}) is loss_of((loss, torch.ones(2))) is loss
+    with pytest.raises(ProfileError, match="returns no loss"):
+        loss_of(torch.ones(2))
+
+
+def test_a_function_is_found_in_a_script(script: Path) -> None:
+    model, batch = function_named(f"{script}:made")()
+    assert isinstance(model, nn.Module)
+    assert draws_random_numbers(model, batch)
+    assert not draws_random_numbers(*function_named(f"{script}:without_dropout")())
+    with pytest.raises(ProfileError, match="there is no file"):
+        function_named(f"{script.parent}/other.py:made")
+
+
+@pytest.mark.parametrize("function", ["nothing", "my_net.py:nothing"])
+def test_a_function_that_is_not_there_is_refused_before_anything_starts(
+    script: Path, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(script.parent)
+    assert main(["verify", function]) == 2
+    assert "function" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("function", ["without_dropout", "made"])
+def test_plans_train_what_one_device_trains(script: Path, function: str) -> None:
+    command = [sys.executable, "-m", "hetu_fx.cli", "verify", f"{script}:{function}", "--steps=2", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert [(verdict["plan"], verdict["verdict"]) for verdict in told] == [("data", "equal"), ("tensor", "equal")]
+    assert all(("random" in verdict["says"]) == (function == "made") for verdict in told)
+    assert all(step["gradient_difference"] < 1e-10 for verdict in told for step in verdict["steps"])

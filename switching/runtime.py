@@ -29,6 +29,7 @@ from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.parameters import Buffers, bring_home
 from hetu_fx.switching.home.placement import homes_near, speeds
 from hetu_fx.switching.home.shared import SharedHomes
+from hetu_fx.switching.home.writes import Writes
 from hetu_fx.switching.members import Members
 from hetu_fx.switching.migrate.in_flight import InFlightState
 from hetu_fx.switching.migrate.migrate import migrate
@@ -92,7 +93,8 @@ class Runtime:
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
-        self.whole = WholeModule(model, table, self.buffers, settings.idle_bytes)
+        self.writes = Writes(table, homes)
+        self.whole = WholeModule(model, table, self.buffers, self.writes, settings.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []
         self._stand_by: Callable[[], None] = _rest
@@ -239,7 +241,7 @@ class Runtime:
         try:
             batch = self.execution.read(args, kwargs, self.model.training, shared=self.settings.shared)
             timer = self.report.timer
-            told = {"compute_seconds": timer.seconds / timer.share}
+            told = {"compute_seconds": timer.seconds / timer.share, **self.writes.told}
             for watcher in self._watchers:
                 told.update(watcher.tell())
             changed = self.members.look(self.execution.structure)
@@ -249,6 +251,7 @@ class Runtime:
             local = error
         facts = agree(self.table, local)
         assert batch is not None
+        self.writes.check(facts)
         if self.settings.shared:
             facts = replace(facts, counts=batch.facts.counts)
         if facts.unequal_sizes or facts.sizes != batch.facts.sizes:
@@ -268,6 +271,7 @@ class Runtime:
         self.buffers.take_from_first(self.members.new_buffers)
         are_others = self.members.has_other_parameters
         self.members.settle()
+        self.writes.begin()
         self.shared.know(self.homes)
         self.variants.take_in_homes(are_others=are_others)
 

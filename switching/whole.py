@@ -23,6 +23,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole
 from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.home.tensor import mark_written
+from hetu_fx.switching.home.writes import Writes
 
 _MESSAGE_BYTES = 64 << 20  # of whole parameters that are gathered at once: as much again is needed meanwhile
 
@@ -50,14 +51,15 @@ class WholeModule:
         model: the user's.
         table: its ranks.
         buffers: of the model.
+        writes: to its parameters.
         keeps_bytes: what copies may take on a rank between two entries.
 
     Attributes:
         is_open: it is the plain module now.
     """
 
-    def __init__(self, model: nn.Module, table: GroupTable, buffers: Buffers, keeps_bytes: int) -> None:
-        self.model, self.table, self.buffers, self.keeps_bytes = model, table, buffers, keeps_bytes
+    def __init__(self, model: nn.Module, table: GroupTable, buffers: Buffers, writes: Writes, keeps_bytes: int) -> None:
+        self.model, self.table, self.buffers, self.writes, self.keeps_bytes = model, table, buffers, writes, keeps_bytes
         self.is_open = False
         self._copies: dict[int, _Copy] = {}
 
@@ -100,8 +102,11 @@ class WholeModule:
         moved = [home for home in homes if not home.home_layout.is_whole_everywhere]
         self._copies = {key: copy for key, copy in self._copies.items() if copy.is_current}
         lacks = any(id(home) not in self._copies for home in moved)
-        facts = LocalFacts(rows=0, signature="the entry of model.hetu.whole()", counts=(float(lacks),))
-        if agree(self.table, facts).counts[0]:
+        signature = "the entry of model.hetu.whole()"
+        local = LocalFacts(rows=0, signature=signature, counts=(float(lacks),), told=self.writes.told)
+        facts = agree(self.table, local)
+        self.writes.check(facts)
+        if facts.counts[0]:
             self._gather(moved)
         self.buffers.sync()
         wholes: dict[int, Tensor] = {id(home): self._whole(home) for home in homes}

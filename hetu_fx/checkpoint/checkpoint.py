@@ -57,6 +57,7 @@ def save_model(
     """
     runtime.in_flight.settle()
     with using(runtime.table):
+        runtime.writes.compare("model.hetu.save()")
         runtime.buffers.sync()
         save_checkpoint(
             folder,

@@ -18,6 +18,7 @@ from hetu_fx.switching.home.gathered import named, run_whole
 from hetu_fx.switching.home.layout import HomeLayout, home_layout
 from hetu_fx.switching.home.piece_copies import note_copy
 from hetu_fx.switching.home.tensor import Handler, HomeTensor, cut_like, gather_whole, mark_written, same_layout, wrap
+from hetu_fx.switching.home.values import note_value
 
 aten = torch.ops.aten
 # The wrapper of a single in-place op is counted by torch, its piece is not.
@@ -132,6 +133,7 @@ def _pointwise_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if target is None:
         return wrap(result, layout)
     mark_written([target])
+    _note_plain(target, tensors)
     return target
 
 
@@ -171,7 +173,15 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
         return target  # type: ignore[no-any-return]
     target.local.copy_(cut_like(source, target.home_layout))
     mark_written([target])
+    _note_plain(target, [source])
     return target
+
+
+def _note_plain(target: HomeTensor, operands: Sequence[torch.Tensor]) -> None:
+    """Note the whole tensors that a home tensor was written with, which ranks may have unlike."""
+    for operand in operands if target.home_layout.world > 1 else ():
+        if type(operand) is not HomeTensor and operand.dim():
+            note_value(target.local, operand)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
 from hetu_fx.switching.home.piece_copies import note_copy, note_swap
+from hetu_fx.switching.home.values import note_value
 
 T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -120,6 +121,8 @@ class HomeTensor(AsksForWhole):
         after = max(before, version(self.local))
         set_versions((self.local,), (after,))
         mark_written([self])
+        if self.home_layout.world > 1 and not isinstance(value, HomeTensor):
+            note_value(self.local, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the tensor and this rank's piece, without talking to other ranks."""

@@ -1,0 +1,121 @@
+"""Ranks that have written parameters unequally often, or unlike values, are told which and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetu_fx.annotations.annotation import Annotation, Split
+from hetu_fx.comm_ops.wire.consensus import StepFacts
+from hetu_fx.errors import StateError
+from hetu_fx.switching.home import writes
+from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx.switching.home.writes import Writes
+
+CUT = Annotation.on((0, 1), Split(0, (2, 1)))
+WHOLE = torch.arange(12.0).view(6, 2)
+
+
+class Ranks:
+    """Two ranks in one process: each has its own view of what was written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.homes: list[Any] = [
+            {
+                name: nn.Parameter(HomeTensor.from_full(WHOLE, home_layout(CUT, (6, 2), rank, 2)))
+                for name in ("first", "last")
+            }
+            for rank in range(2)
+        ]
+        self.writes = [Writes(None, homes) for homes in self.homes]  # type: ignore[arg-type]
+        self._told: Sequence[Any] = ()
+        monkeypatch.setattr(writes, "of_all", lambda table, mine: self._told)
+
+    def check(self) -> None:
+        """Do what each rank does at an agreement."""
+        told = [dict(one.told) for one in self.writes]
+        facts = StepFacts(rows=(1, 1), **{name: tuple(one[name] for one in told) for name in told[0]})  # type: ignore[arg-type]
+        self._told = [(dict(zip(one._homes, one._counts, strict=True)), one._values) for one in self.writes]
+        errors = []
+        for one in self.writes:
+            try:
+                one.check(facts)
+            except StateError as error:
+                errors.append(error)
+        assert len(errors) in (0, 2), "every rank is told"
+        if errors:
+            raise errors[0]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
+
+
+@torch.no_grad()
+def test_what_all_write_alike_is_taken(ranks: Ranks) -> None:
+    ranks.check()
+    for homes in ranks.homes:
+        homes["first"].copy_(WHOLE + 1)
+        homes["last"].data.mul_(2)
+        homes["last"].data = WHOLE * 3
+    ranks.check()
+    ranks.check()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("write", [lambda home: home.copy_(WHOLE), lambda home: home.mul_(2)])
+def test_what_one_writes_alone_is_refused_until_the_others_follow(ranks: Ranks, write: Any) -> None:
+    write(ranks.homes[1]["last"])
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"parameter 'last' has been written unequally often.*'last' rank 1: "):
+            ranks.check()
+    write(ranks.homes[0]["last"])
+    ranks.check()
+
+
+@torch.no_grad()
+def test_writes_of_another_parameter_do_not_make_up_for_it(ranks: Ranks) -> None:
+    ranks.homes[0]["first"].zero_()
+    ranks.homes[1]["last"].zero_()
+    with pytest.raises(StateError, match="parameters 'first', 'last' have been written unequally often"):
+        ranks.check()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda home, whole: home.copy_(whole),
+        lambda home, whole: home.add_(whole),
+        lambda home, whole: setattr(home, "data", whole),
+    ],
+)
+def test_unlike_values_are_refused_and_rounding_is_not(ranks: Ranks, write: Any) -> None:
+    for rank, homes in enumerate(ranks.homes):
+        write(homes["first"], WHOLE * (1 + 1e-7 * rank))
+    ranks.check()
+    for rank, homes in enumerate(ranks.homes):
+        write(homes["first"], WHOLE + rank)
+    with pytest.raises(StateError, match="parameter 'first' has been written with unlike values"):
+        ranks.check()
+    ranks.check()
+
+
+@torch.no_grad()
+def test_other_parameters_begin_anew(ranks: Ranks) -> None:
+    ranks.homes[0]["first"].zero_()
+    for one in ranks.writes:
+        one.begin()
+    ranks.check()
+
+
+@torch.no_grad()
+def test_nan_is_like_nan(ranks: Ranks) -> None:
+    for homes in ranks.homes:
+        homes["first"].copy_(WHOLE * torch.nan)
+    ranks.check()

@@ -93,6 +93,7 @@ SLOTS = ("_parameters", "_buffers", "_modules")  # where a module keeps paramete
 FORWARD_HOOKS = {"_forward_pre_hooks": "forward pre-hook", "_forward_hooks": "forward hook"}  # and these, by number
 BACKWARD_HOOKS = {"_backward_pre_hooks": "backward pre-hook", "_backward_hooks": "backward hook"}
 CALL = "_call_impl"  # what calling a module runs: hooks, and `forward`
+CALLS = ("forward", CALL, "_compiled_call_impl")  # all that it runs, the last after module.compile()
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(  # of all modules
     vars(torch.nn.modules.module)[f"_global_{kind}"]
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALL, FORWARD_HOOKS, parameter_slots
+from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, parameter_slots
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.graph.capture import capture
@@ -132,9 +132,9 @@ def _called_as_its_own(model: nn.Module, replaced: Forward | None) -> Iterator[N
     Without its hooks, which are called around every step anyway.
     """
     space = vars(model)
-    before = {name: space.get(name, ABSENT) for name in ("forward", CALL, *FORWARD_HOOKS, *BACKWARD_HOOKS)}
-    put(space, "forward", ABSENT if replaced is None else replaced)
-    put(space, CALL, ABSENT)
+    before = {name: space.get(name, ABSENT) for name in (*CALLS, *FORWARD_HOOKS, *BACKWARD_HOOKS)}
+    for name in CALLS:
+        put(space, name, ABSENT if name != "forward" or replaced is None else replaced)
     space.update({name: OrderedDict() for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS)})
     try:
         yield

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetu_fx.base.torch_private import CALL, LISTED_SLOTS, SLOTS
+from hetu_fx.base.torch_private import CALLS, LISTED_SLOTS, SLOTS
 from hetu_fx.program.access import Access, own_value
 from hetu_fx.program.code_reads import CodeReads
 from hetu_fx.program.contents import PLAIN, frozen, same
@@ -85,7 +85,7 @@ class Watch:
         reads.update(((id(other.owner), other.name), other) for other in others)
         methods = dict[int, tuple[str, Space, set[str]]]()
         for key, access in self._read.items():
-            if access.space is vars(self.model) and access.name in ("forward", CALL):  # its own run the graphs
+            if access.space is vars(self.model) and access.name in CALLS:  # its own run the graphs
                 own = type(self.model)
                 reads[id(own), access.name] = Read(f"{access.name!r} of the model's class", own, access.name)
                 continue

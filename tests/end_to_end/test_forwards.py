@@ -131,3 +131,14 @@ def test_inside_whole_the_assigned_forward_runs() -> None:
     assert ratio(model) == pytest.approx(2)
     with model.hetu.whole(), torch.no_grad():
         assert ratio(model) == pytest.approx(2)
+
+
+def test_a_model_that_was_compiled_in_place_runs_as_ever() -> None:
+    model = parallel()
+    model.compile(backend="eager")
+    assert ratio(model) == pytest.approx(1)
+    captures = len(model.hetu.stats["captures"])
+    model.forward = MethodType(doubled, model)
+    assert ratio(model) == pytest.approx(2)
+    assert ratio(model) == pytest.approx(2)
+    assert len(model.hetu.stats["captures"]) <= captures + 1

@@ -3,6 +3,7 @@
 #   make test      every test: first those that need no processes, then the distributed ones
 #   make parity    the whole parity matrix (make test runs a covering selection)
 #   make lint      ruff (rules and format) and mypy
+#   make docs      build the documentation site in build/site
 #   make demo      train a model on four unequal emulated devices
 #   make clean     remove .venv and everything that tools wrote
 #
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
 LINKED := comm_ops transforms switching integrations
 
-.PHONY: setup test parity lint demo clean
+.PHONY: setup test parity lint docs demo clean
 
 setup: $(VENV)/.installed
 
@@ -37,7 +38,7 @@ $(VENV)/.installed: pyproject.toml
 	  echo "no venv: on Debian and Ubuntu, apt install python3-venv" >&2; exit 2; }
 	@$(PIP) install --upgrade pip "setuptools>=77" wheel
 	@read -ra words <<<'$(TORCH)'; $(PIP) install "$${words[@]}"
-	@PYTHONWARNINGS=ignore $(PIP) install --editable '.[hf,ui,dev]'
+	@PYTHONWARNINGS=ignore $(PIP) install --editable '.[hf,ui,dev,docs]'
 	@for d in $(LINKED); do ln -sfn ../$$d hetu_fx/$$d; done   # for mypy, which does not see the mapping
 	@touch $@
 
@@ -56,6 +57,9 @@ lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
+
+docs: setup
+	@$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 demo: setup
 	@$(BIN)/hetu-fx demo

@@ -28,64 +28,118 @@ class HetuFxError(Exception):
 
 
 class EnvironmentProblem(HetuFxError):
-    """The machine, the launcher or an installed package is not what is needed."""
+    """The machine, the launcher or an installed package is not what is needed.
+
+    Way out: `hetu-fx doctor` looks at all of them; the message names the package, variable or right that is missing.
+    """
 
 
 class CaptureError(HetuFxError):
-    """The model could not be captured as a single-device graph."""
+    """The model could not be captured as a single-device graph.
+
+    Way out: rewrite the line that the message names, or run the module as it is with
+    `auto_parallelize(..., capture="eager")`, data parallel only.
+    """
 
 
 class AnnotationError(HetuFxError):
-    """An annotation contradicts itself, its devices or the shape it is used on."""
+    """An annotation contradicts itself, its devices or the shape it is used on.
+
+    Way out: correct the annotation; `hetu_fx.annotations.annotation.parse_annotation` reads its short notation.
+    """
 
 
 class ResolveError(HetuFxError):
-    """No sequence of communication steps turns one annotation into another."""
+    """No sequence of communication steps turns one annotation into another.
+
+    Way out: change one of the two annotations that the message names; in a plan, the ratios or devices of the stage.
+    """
 
 
 class RuleError(HetuFxError):
-    """An op rule is malformed or contradicts the op it is registered for."""
+    """An op rule is malformed or contradicts the op it is registered for.
+
+    Way out: correct the rule given to `hetu_fx.register_rule`; the message has the op's operands and the rule's.
+    """
 
 
 class DeductionError(HetuFxError):
-    """The shardings of a graph do not fit together."""
+    """The shardings of a graph do not fit together.
+
+    Way out: use another plan, or register a rule for the op that the message names (`hetu_fx.register_rule`).
+    """
 
 
 class PlanError(HetuFxError):
-    """A plan is malformed, or does not fit the model or the world."""
+    """A plan is malformed, or does not fit the model or the world.
+
+    Way out: correct the key that the message names, or leave the plan out: `plan="auto"` makes one that fits.
+    docs/plan_file.md has all keys.
+    """
 
 
 class ClusterError(HetuFxError):
-    """A cluster description is malformed or does not fit the world."""
+    """A cluster description is malformed or does not fit the world.
+
+    Way out: correct the key that the message names, or measure: `hetu-fx measure --cluster cluster.json`.
+    """
 
 
 class ProfileError(HetuFxError):
-    """A profile of a model is malformed, or lacks what a search needs."""
+    """A profile of a model is malformed, or lacks what a search needs.
+
+    Way out: correct the key that the message names, or measure: `hetu-fx measure MODULE:FUNCTION`.
+    """
 
 
 class BatchError(HetuFxError):
-    """A batch does not fit the captured model, or differs between ranks."""
+    """A batch does not fit the captured model, or differs between ranks.
+
+    Way out: bring what the message asks for: the same inputs on all ranks, sizes that the model was captured with, a
+    mask where sequences are padded.
+    """
 
 
 class StateError(HetuFxError):
-    """A call came at the wrong time, or state is not where it should be."""
+    """A call came at the wrong time, or state is not where it should be.
+
+    Way out: make the call where the message says, on all ranks; parallel tensors are read by `full_tensor()`.
+    """
 
 
 class OtherRankError(StateError):
-    """Another rank failed in what all do together; the message has its error."""
+    """Another rank failed in what all do together; the message has its error.
+
+    Way out: mend what that rank's error says; this rank has only waited for it.
+    """
 
 
 class CheckpointError(HetuFxError):
-    """A checkpoint is missing, torn, or belongs to another model."""
+    """A checkpoint is missing, torn, or belongs to another model.
+
+    Way out: load another folder; torn ones are skipped where the newest of several is looked for. Where writing
+    failed, the one before is still there.
+    """
 
 
 class ExportError(HetuFxError):
-    """An export folder cannot be written or read."""
+    """An export folder cannot be written or read.
+
+    Way out: name an empty folder to write, or export again with the version that is installed.
+    """
 
 
 class CommError(HetuFxError):
-    """A collective operation failed or ran out of time."""
+    """A collective operation failed or ran out of time.
+
+    Way out: see what the rank that failed said, and whether all ranks reach each other (`hetu-fx doctor` in the job);
+    `model.hetu.snapshots` and `hetu-fx launch` go on after lost processes.
+    """
 
 
 class DivergedError(CommError):
-    """A rank has left the path that all must take together; the message says where each of them is."""
+    """A rank has left the path that all must take together; the message says where each of them is.
+
+    Way out: make the call that one rank made alone on all ranks. Raise `auto_parallelize(wait_seconds=...)` or
+    HETU_FX_WAIT_SECONDS where a rank is only slow.
+    """

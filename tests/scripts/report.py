@@ -17,8 +17,8 @@ _HEAD = """# What scripts do to a model
 
 Every line is a thing that training scripts do. It was run as the plain script on one device, and with the model made
 parallel; losses, gradients, parameters and outputs must be equal (fp64 unless the line is about another precision).
-*Refused* is an error of hetu_fx that says what to do instead. `python -m tests.scripts --page docs/scripts.md` makes
-this page.
+*Refused* is an error of hetu_fx that says what to do instead; `-` where a line makes no sense, such as one rank alone
+among one. `python -m tests.scripts --page docs/scripts.md` makes this page.
 """
 
 
@@ -75,12 +75,18 @@ def page(found: Found) -> str:
     """Return the table as a page of the docs."""
     names = [name for name in SETTINGS if any(name in verdicts for _, verdicts in found.scripts())]
     head = " | ".join(["a script ...", *(SETTINGS[name].title for name in names)])
-    lines = [_HEAD]
+    lines = [_HEAD, _total(found), ""]
     for area in dict.fromkeys(script.area for script, _ in found.scripts()):
         lines += [f"## {area.capitalize()}", "", f"| {head} |", "|" + "---|" * (len(names) + 1)]
         lines += [_row(script, verdicts, names) for script, verdicts in found.scripts() if script.area == area]
         lines.append("")
     return "\n".join(lines)
+
+
+def _total(found: Found) -> str:
+    """Say what all lines come to, each by the worst that any setting has made of it."""
+    counts = ", ".join(f"{found.count(kind)} {kind.value}" for kind in Kind)
+    return f"Of {sum(1 for _ in found.scripts())} lines, by the worst of their settings: {counts}."
 
 
 def _row(script: Script, verdicts: dict[str, Verdict], names: list[str]) -> str:

@@ -169,6 +169,24 @@ def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `hetu-fx report`."""
+    parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
+    parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: beside the log)")
+
+
+def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run `hetu-fx report`."""
+    from hetu_fx.base.documents import write_atomically
+    from hetu_fx.report.page import html_page
+    from hetu_fx.report.summary import read_log
+
+    page = options.out or options.file.with_suffix(".html")
+    write_atomically(page, html_page(read_log(options.file), f"hetu_fx: {options.file.name}"))
+    print(page)
+    return 0
+
+
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx launch`."""
     parser.usage = "hetu-fx launch --nproc N [options] -- SCRIPT [ARGUMENTS]"
@@ -213,6 +231,7 @@ COMMANDS = {
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
     "launch": Command("run a script in several processes; lost ones do not end the others", _add_launch, _call_launch),
     "log": Command("say what the log of a run holds: variants, times, changes", _add_log, _call_log),
+    "report": Command("write the log of a run as one HTML page", _add_report, _call_report),
     "passes": Command("list all graph passes in their order", _add_json, _call_passes),
     "env": Command("show versions, backends and what this machine can emulate", _add_json, call_env),
     "completion": Command("print a script by which a shell completes commands", _add_completion, _call_completion),

@@ -87,6 +87,29 @@ def test_accelerate_launch_trains_like_one_process(tmp_path: Path, alone: dict[s
     assert_same_training(ranks, alone)
 
 
+def test_accelerate_launch_with_a_config_file_trains_like_one_process(tmp_path: Path, alone: dict[str, Any]) -> None:
+    settings = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1,
+        "machine_rank": 0, "mixed_precision": "no", "main_process_port": int(free_port()), "use_cpu": False,
+    }  # fmt: skip
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(settings))
+    module = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    ranks = launch(tmp_path, *module, SCRIPT, str(tmp_path), "accelerate", ACCELERATE_USE_CPU="1")
+    assert [made["world"] for made in ranks] == [2, 2]
+    assert_same_training(ranks, alone)
+
+
+def test_the_launcher_of_notebooks_trains_like_one_process(tmp_path: Path, alone: dict[str, Any]) -> None:
+    code = (
+        "import sys, pathlib; from accelerate import debug_launcher; sys.path.insert(0, sys.argv[1]); "
+        "import train_script; debug_launcher(train_script.accelerated, (pathlib.Path(sys.argv[2]),), num_processes=2)"
+    )
+    ranks = launch(tmp_path, sys.executable, "-c", code, str(Path(SCRIPT).parent), str(tmp_path))
+    assert [made["world"] for made in ranks] == [2, 2]
+    assert_same_training(ranks, alone)
+
+
 def test_a_launch_of_one_process_where_two_were_asked_for_is_told(tmp_path: Path) -> None:
     module = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     status, said = run(*module, SCRIPT, str(tmp_path), "accelerate")

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.scripts.record import read, write
 from tests.scripts.report import Found, bars, page, summary
 from tests.scripts.run import run_all
-from tests.scripts.script import Script, scripts
+from tests.scripts.script import Script, scripts, usual
 from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import is_expected
 
@@ -57,7 +57,7 @@ def _options(given: Sequence[str] | None) -> argparse.Namespace:
 def _chosen(options: argparse.Namespace) -> list[Script]:
     return [
         one
-        for one in scripts().values()
+        for one in (scripts().values() if options.area else usual())
         if (not options.area or one.area in options.area) and (not options.k or options.k in one.name)
     ]
 

@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from tests.scripts.job import Job
-from tests.scripts.settings import SETTINGS
+from tests.scripts.settings import USUAL
 
 Results = Mapping[str, Any]
 
@@ -33,10 +33,13 @@ class Script:
     area: str
     run: Callable[[Job], Results]
     refused: str = ""
-    settings: tuple[str, ...] = tuple(SETTINGS)
+    settings: tuple[str, ...] = USUAL
     tolerance: float = 1e-9
     seconds: float = 60.0
 
+
+TABLES_OF_THEIR_OWN = ("trainer_settings",)
+"""Areas that are run only where they are named: their scripts are long."""
 
 _ALL: dict[str, Script] = {}
 
@@ -45,7 +48,7 @@ def script(
     name: str,
     *,
     refused: str = "",
-    settings: tuple[str, ...] = tuple(SETTINGS),
+    settings: tuple[str, ...] = USUAL,
     tolerance: float = 1e-9,
     seconds: float = 60.0,
 ) -> Callable[[Callable[[Job], Results]], Callable[[Job], Results]]:
@@ -58,6 +61,11 @@ def script(
         return run
 
     return enter
+
+
+def usual() -> list[Script]:
+    """Return the entries of all areas that have no table of their own."""
+    return [one for one in scripts().values() if one.area not in TABLES_OF_THEIR_OWN]
 
 
 def scripts() -> dict[str, Script]:

@@ -35,6 +35,7 @@ SETTINGS = {
         Setting("one", "1 process", 1, Plan.single),
         Setting("dp2", "2, data parallel 3:1", 2, lambda: Plan.data_parallel((0, 1), (3, 1))),
         Setting("tp2", "2, tensor parallel", 2, lambda: Plan.tensor_parallel((0, 1))),
+        Setting("pp2", "2, pipeline", 2, lambda: Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=2),))),
         Setting("dp4", "4, data parallel 3:1:3:1", 4, lambda: Plan.data_parallel((0, 1, 2, 3), (3, 1, 3, 1))),
         Setting("mix4", "4, 3:1 of tensor parallel pairs", 4, _unequal_groups),
     )
@@ -42,3 +43,6 @@ SETTINGS = {
 
 SEVERAL = ("dp2", "tp2", "dp4", "mix4")
 """Those of more than one process."""
+
+USUAL = ("one", *SEVERAL)
+"""Those of scripts that say nothing else."""

@@ -13,7 +13,7 @@ from tests.scripts.crew import Crew, crew
 from tests.scripts.job import Job
 from tests.scripts.record import read, write
 from tests.scripts.run import plain_outcome, run_all, verdict_of
-from tests.scripts.script import Results, Script, scripts
+from tests.scripts.script import Results, Script, usual
 from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import Kind, Raised, Returned, Verdict, is_expected, judge
 
@@ -24,7 +24,7 @@ Crews = Callable[[str], Crew]
 
 
 def _selected() -> list[tuple[Script, str]]:
-    picked = list(scripts().values())[::EVERY]
+    picked = usual()[::EVERY]
     return [(one, [s for s in TURNS if s in one.settings][i % 2]) for i, one in enumerate(picked) if _in_turns(one)]
 
 

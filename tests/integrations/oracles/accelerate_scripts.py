@@ -1,0 +1,146 @@
+"""Run accelerate's own scripts as they come, each model that they prepare made parallel before.
+
+`accelerate launch ... accelerate_scripts.py SHARES FOLDER NAME...`, with SHARES as 3:1, or plain. Each rank writes
+FOLDER/NAME.RANK.txt: "passed", or the traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+
+import hetu_fx
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hub
+
+EXAMPLES: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "RegressionModel": lambda: {"x": torch.randn(16)},
+    "Linear": lambda: {"input": torch.randn(4, 1)},
+    "BertForSequenceClassification": lambda: _tokens(),
+}
+HUB = ("checkpointing", "peak_memory_usage", "performance")
+PLACES = {name: f"external_deps.test_{name}" for name in (*HUB, "metrics")}
+
+
+LEFT_OUT = {
+    "sync": ("test_distributed_sync", "test_distributed_sync_multiple_fwd"),  # gradients differ inside no_sync
+    "distributed_data_loop": (  # join_uneven_inputs does nothing on CPUs
+        "test_can_join_uneven_inputs", "test_join_can_override_even_batches",
+        "test_join_can_override_for_mixed_type_dataloaders",
+        "test_join_raises_warning_for_iterable_when_overriding_even_batches",
+        "test_stateful_dataloader", "test_stateful_dataloader_save_state",  # they need torchdata
+    ),
+}  # fmt: skip
+
+
+def _tokens() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(4, 60, (16, 12))
+    mask = torch.ones_like(tokens)
+    return {
+        "input_ids": tokens, "token_type_ids": torch.zeros_like(tokens), "attention_mask": mask,
+        "labels": torch.randint(0, 2, (16,)),
+    }  # fmt: skip
+
+
+def make_prepared_models_parallel(plan: hetu_fx.Plan) -> None:
+    """Do before every `prepare` what the script's one line would do."""
+    prepare = Accelerator.prepare
+
+    @wraps(prepare)
+    def with_the_line(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        optimizer = next((one for one in args if isinstance(one, torch.optim.Optimizer)), None)
+        for model in args:
+            if isinstance(model, nn.Module) and not hasattr(model, "hetu"):
+                example = EXAMPLES[type(model).__name__]()
+                hetu_fx.auto_parallelize(model, example, plan=plan, optimizer=optimizer, wait_seconds=20)
+        return prepare(self, *args, **kwargs)
+
+    Accelerator.prepare = with_the_line
+
+
+def script(name: str) -> ModuleType:
+    """Import a script, with what it would take from a hub, and from accelerators, taken from here."""
+    module = importlib.import_module(f"accelerate.test_utils.scripts.{PLACES.get(name, f'test_{name}')}")
+    if name in HUB:
+        module.load_dataset = hub.load_dataset
+        module.evaluate = SimpleNamespace(load=lambda *_: hub.Accuracy())
+        module.TorchTracemalloc = hub.HostMemory
+    for function in LEFT_OUT.get(name, ()):
+        setattr(module, function, lambda *_: None)
+    if name == "sync":
+        module.check_model_parameters = only_after_steps(module.check_model_parameters)
+    return module
+
+
+def only_after_steps(check: Callable[..., None]) -> Callable[..., None]:
+    """Leave out that gradients differ where no step has been done."""
+    return lambda one, other, did_step, *rest, **options: did_step and check(one, other, True, *rest, **options)
+
+
+def bert(folder: Path) -> Path:
+    """Return where a process has its model: none waits for another."""
+    return folder / f"bert.{os.environ['RANK']}"
+
+
+def arguments(name: str, folder: Path) -> list[list[str]]:
+    """Return the command lines that a script is called with, one after another."""
+    if name not in HUB:
+        return [[]]
+    given = ["--model_name_or_path", str(bert(folder)), "--output_dir", str(folder / f"of_{name}")]
+    if name == "checkpointing":
+        return [given, [*given, "--resume_from_checkpoint", str(folder / f"of_{name}" / "epoch_0")]]
+    return [[*given, "--num_epochs", "1"]]
+
+
+def run(name: str, folder: Path, number: int) -> str:
+    """Run a script, in process groups from a number on; return "passed" or the traceback."""
+    try:
+        for line in arguments(name, folder):
+            sys.argv = [name, *line]
+            (folder / f"of_{name}").mkdir(exist_ok=True)
+            start(number := number + 1)
+            script(name).main()
+    except Exception:
+        return traceback.format_exc()
+    return "passed"
+
+
+def start(number: int) -> None:
+    """Forget the state of the script before, which may have ended the process group, and join another group."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = dist.TCPStore("127.0.0.1", port + number, world, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+
+
+def main(shares: str, place: str, names: Sequence[str]) -> None:
+    """Run the scripts, and write what came of each."""
+    folder, rank = Path(place), int(os.environ["RANK"])
+    if shares != "plain":
+        make_prepared_models_parallel(hetu_fx.Plan.data_parallel((0, 1), tuple(map(int, shares.split(":")))))
+    hub.write_model(bert(folder))
+    for index, name in enumerate(names):
+        print("running", name, flush=True)
+        (folder / f"{name}.{rank}.txt").write_text(run(name, folder, 10 * index))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

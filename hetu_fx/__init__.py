@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.frameworks import offer
+from hetu_fx.export.known_ops import know_ops_in_time
 
 if TYPE_CHECKING:
     from hetu_fx.api import auto_parallelize as auto_parallelize
@@ -70,6 +71,7 @@ _HOMES = {
 __all__ = [*sorted(_HOMES)]
 
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
+know_ops_in_time()
 
 
 def __getattr__(name: str) -> Any:

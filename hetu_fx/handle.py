@@ -391,6 +391,19 @@ class Handle:
         self._runtime.watch(snapshots)
         return snapshots
 
-    def export(self, folder: str | Path) -> None:
-        """Export the device graphs of all variants, and the single-device graph, as a folder. Collective."""
-        export_runtime(self._runtime, Path(folder))
+    def export(self, folder: str | Path, *, weights: bool = True, onnx: bool = False) -> None:
+        """Export the model's own graphs for one device, and the device graphs of all variants, as a folder.
+
+        Collective; the model's last training batch says what the graphs take. The graphs for one device run without
+        hetu_fx (docs/export.md).
+
+        Args:
+            folder: must not exist, or be an export, which is replaced.
+            weights: put the weights into the single-device graphs; else they are written in safetensors files beside
+                them, and rank 0 needs no room for all of them.
+            onnx: write the single-device graph for inference as ONNX, too; needs the extra "onnx".
+
+        Raises:
+            ExportError: on every rank; the folder is as it was.
+        """
+        export_runtime(self._runtime, Path(folder), weights=weights, onnx=onnx)

@@ -62,7 +62,7 @@ def save_model(
         save_checkpoint(
             folder,
             tensors_of(runtime),
-            aliases=_aliases_of(runtime.model),
+            aliases=aliases_of(runtime.model),
             write_config=config_writer(runtime.model),
             max_shard_size=max_shard_size,
             optimizer=optimizer,
@@ -93,7 +93,7 @@ def load_model(
         extra = load_checkpoint(
             folder,
             tensors_of(runtime),
-            aliases=_aliases_of(runtime.model),
+            aliases=aliases_of(runtime.model),
             optimizer=optimizer,
             parameters=runtime.homes,
             verify=verify,
@@ -110,7 +110,7 @@ def tensors_of(runtime: Runtime) -> dict[str, Tensor]:
     return {**runtime.homes, **buffers}
 
 
-def _aliases_of(model: nn.Module) -> dict[str, str]:
+def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the further names of tied parameters, and the first name that each is stored under."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)

@@ -205,7 +205,7 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
     shards = plan_shards(tensors, max_shard_bytes)
     failed: OSError | SafetensorError | None = None
     for file, names in shards.items():
-        wholes = _bring_to_first({name: tensors[name].detach() for name in names}, table)
+        wholes = bring_to_first({name: tensors[name].detach() for name in names}, table)
         if table.rank == 0 and failed is None:
             try:
                 save_file(wholes, str(folder / file), metadata=dict(weight_names().metadata))
@@ -225,7 +225,7 @@ def _write_index(folder: Path, shards: Mapping[str, Sequence[str]], tensors: Map
     (folder / weight_names().index).write_text(text + "\n")
 
 
-def _bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
+def bring_to_first(tensors: Mapping[str, Tensor], table: GroupTable) -> dict[str, Tensor]:
     """Return whole tensors in host memory on rank 0, nothing elsewhere, in one message per pair of ranks."""
     homes = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, HomeTensor)}
     moves = [

@@ -19,6 +19,7 @@ from typing import get_args
 from hetu_fx.cli.completion import SHELLS, completion
 from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
+from hetu_fx.cli.exported import add_exported, call_exported
 from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan
 from hetu_fx.cli.verify import add_verify, call_verify
@@ -235,6 +236,7 @@ COMMANDS = {
     "passes": Command("list all graph passes in their order", _add_json, _call_passes),
     "env": Command("show versions, backends and what this machine can emulate", _add_json, call_env),
     "completion": Command("print a script by which a shell completes commands", _add_completion, _call_completion),
+    "exported": Command("what an export holds, whether it is whole, and whether stale", add_exported, call_exported),
 }
 
 

@@ -1,64 +1,79 @@
-"""Export what runs: one `.pt2` per rank and variant, readable code beside it, and the single-device program.
+"""Export what runs: the model's own graphs for one device, and one graph per rank and variant.
 
-    folder/manifest.json              what is there: variants, plans, slots, results, hashes
+    folder/manifest.json              what is there: graphs, what they take and make, hashes, fingerprints
     folder/plans/NAME.json            the plans
-    folder/variants/NAME/rank0.pt2    the device graph of rank 0 (torch.export), weights left out
-    folder/variants/NAME/rank0.txt    the same, to read
-    folder/variants/NAME/rank0.safetensors    what it needs and no checkpoint has: constants, unsaved buffers
-    folder/single.pt2                 the model's own graph, for one device; single.safetensors as above
+    folder/single/training.pt2        the model's own graph for one device, as plain torch.export.load runs it, with its
+                                      weights; single/evaluation.pt2 and inference.pt2 as well, where they can be made
+    folder/single/inference.onnx      the same as ONNX, where that was asked for
+    folder/variants/NAME/rank0.pt2    the device graph of rank 0, with this rank's parts of the weights
+    folder/.../*.txt, *.svg           each graph, to read, and its picture
+    folder/weights/model.safetensors  the weights, where the graphs are to be without them
 
-A device graph takes its slots (inputs, parameters, values of earlier stages) as arguments, in order; the manifest
-says where each parameter's part lies, so that it can be cut out of a checkpoint; see `hetu_fx.export.load`.
+What is written for one device needs nothing of hetu_fx. A device graph needs `import hetu_fx`, which makes its ops
+known; it takes its slots (inputs, counts, values of earlier stages) by keyword. See `hetu_fx.export.load`.
 """
 
 from __future__ import annotations
 
 import json
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, fx
+from torch import Tensor
 
-from hetu_fx.checkpoint.folders import FolderKind, digest, replaced_folder
+from hetu_fx.checkpoint.folders import FolderKind, replaced_folder
 from hetu_fx.comm_ops.wire.consensus import of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import ExportError
-from hetu_fx.export import FORMAT, OPS
+from hetu_fx.export import FORMAT
+from hetu_fx.export.check import model_facts
+from hetu_fx.export.device import device_runnable, parts_of, results_of, slot_node, slots_of
+from hetu_fx.export.onnx_file import check_onnx_is_there
+from hetu_fx.export.picture import draw
+from hetu_fx.export.runnable import export_runnable
+from hetu_fx.export.write_single import WEIGHTS, file_entry, write_beside, write_single
 from hetu_fx.graph import meta
-from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.plans.plan import Plan
 from hetu_fx.program.program import Program
 from hetu_fx.switching.graph_execution import GraphExecution
-from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.compiled_plans import GraphVariant, StagePlan
-from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph, GraphSlot, SlotKind
 
 
-def export_runtime(runtime: Runtime, folder: Path) -> None:
+def export_runtime(runtime: Runtime, folder: Path, *, weights: bool = True, onnx: bool = False) -> None:
     """Export all variants of the training program; collective. The folder must not exist, or be an export.
 
+    Args:
+        runtime: what runs the model.
+        folder: replaced as a whole once the new one is complete.
+        weights: put the weights into the graphs; else they are written in safetensors files beside them.
+        onnx: write the single-device graph for inference as ONNX, too.
+
     Raises:
-        ExportError: the folder is something else, a graph cannot be exported, or there are no graphs; on every rank.
+        ExportError: the folder is something else, a graph cannot be exported, there are no graphs, a rank has no room
+            for the weights, or the model has changed since its last training batch; on every rank.
     """
     if not isinstance(runtime.execution, GraphExecution):
         raise ExportError(
             "the model runs as it is (capture='eager'), so there are no graphs to export; save its weights by "
             "model.hetu.save(folder), or make it capturable and use capture='graph'"
         )
-    program = runtime.execution.programs.training
-    rank = runtime.table.rank
-    together(runtime.table, lambda: _check_is_export(folder) if rank == 0 else None)
-    with using(runtime.table), replaced_folder(folder, runtime.table, _EXPORT) as aside:
-        for variant in _graph_variants(runtime).values():
-            variant.stage(program, False)  # makes its graph; collective
-        entries = together(runtime.table, lambda: _export_variants(runtime, program, aside))
-        gathered = of_all(runtime.table, entries)
-        together(runtime.table, lambda: _finish(runtime, program, aside, gathered) if rank == 0 else None)
+    programs, table = runtime.execution.programs, runtime.table
+    together(table, lambda: _check(folder, weights, onnx) if table.rank == 0 else None)
+    runtime.in_flight.settle()
+    with using(table), replaced_folder(folder, table, _EXPORT) as aside:
+        runtime.buffers.sync()
+        single = write_single(runtime, programs, aside, weights=weights, onnx=onnx)
+        beside = {} if weights else write_beside(runtime, aside)
+        variants = {
+            name: of_all(table, _export_variant(runtime, variant, programs.training, aside, weights))
+            for name, variant in runtime.variants.items()
+            if isinstance(variant, GraphVariant)
+        }
+        together(table, lambda: _finish(runtime, aside, single, beside, variants) if table.rank == 0 else None)
 
 
 def _is_export(folder: Path) -> bool:
@@ -68,148 +83,95 @@ def _is_export(folder: Path) -> bool:
 _EXPORT = FolderKind(ExportError, _is_export)
 
 
-def _check_is_export(folder: Path) -> None:
+def _check(folder: Path, weights: bool, onnx: bool) -> None:
+    if onnx:
+        check_onnx_is_there()
+    if onnx and not weights:
+        raise ExportError("an ONNX file has its weights inside; export with weights=True, or without onnx=True")
     if folder.exists() and not _is_export(folder):
         raise ExportError(f"{folder} exists and is not an export; choose another folder")
 
 
-def _export_variants(runtime: Runtime, program: Program, folder: Path) -> dict[str, Any]:
-    return {
-        name: _export_variant(runtime, variant, program, folder / "variants" / name)
-        for name, variant in _graph_variants(runtime).items()
-    }
+def _export_variant(
+    runtime: Runtime, variant: GraphVariant, program: Program, aside: Path, weights: bool
+) -> dict[str, Any] | None:
+    """Write this rank's graph of a variant; returns what the manifest says of it. Collective."""
+    stage = variant.stage(program, False)  # makes its graph
+    parts = parts_of(runtime, stage.deduced) if weights else {}
+    folder = aside / "variants" / variant.name
+    return together(runtime.table, lambda: _write(runtime, stage, parts, folder))
 
 
-def _graph_variants(runtime: Runtime) -> dict[str, GraphVariant]:
-    return {name: variant for name, variant in runtime.variants.items() if isinstance(variant, GraphVariant)}
-
-
-def _export_variant(runtime: Runtime, variant: GraphVariant, program: Program, folder: Path) -> dict[str, Any] | None:
-    stage = variant.stage(program, False)
-    if stage.device is None:
+def _write(runtime: Runtime, stage: StagePlan, parts: Mapping[str, Tensor], folder: Path) -> dict[str, Any] | None:
+    device = stage.device
+    if device is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{stage.device.rank}.pt2"
-    exported = _export_device(stage.deduced, stage.device)
+    path = folder / f"rank{device.rank}.pt2"
+    buffers = {name: runtime.buffers.read(name, at) for name, at in stage.buffers.items()}
+    held = {name: _own(value) for name, value in {**stage.constants, **buffers}.items()}
+    with using(GroupTable.dry(device.rank, runtime.table.size)):
+        runnable = device_runnable(stage, runtime.model)
+        exported = export_runnable(runnable, {**parts, **held}, f"the graph of rank {device.rank}")
     torch.export.save(exported, path)
-    path.with_suffix(".txt").write_text(str(stage.device.graph) + "\n")
-    save_file(_unsaved_values(stage, runtime.buffers), path.with_suffix(".safetensors"))
+    path.with_suffix(".txt").write_text(f"{device.graph}\n")
+    title = f"{type(runtime.model).__name__}: what rank {device.rank} runs"
+    path.with_suffix(".svg").write_text(draw(runnable, title, stage.deduced.annotated.graph.block_paths))
     return {
-        **_file_entry(path),
-        "values": _file_entry(path.with_suffix(".safetensors")),
-        "pipeline": stage.device.layout.pipeline,
-        "stage": stage.device.layout.index,
-        "slots": [_slot_entry(stage, slot) for slot in stage.device.slots],
-        "results": [{"kind": r.kind.value, "name": r.name} for r in stage.device.results],
+        **file_entry(path, path.parents[2]),
+        "pipeline": device.layout.pipeline,
+        "stage": device.layout.index,
+        "slots": [
+            _slot_entry(stage, device, slot, named.name)
+            for slot, named in zip(device.slots, slots_of(device), strict=True)
+        ],
+        "results": [{"name": r.name, "kind": r.kind} for r in results_of(device)],
     }
 
 
-def _file_entry(path: Path) -> dict[str, str]:
-    """Name a file of a variant inside the export's folder, with its hash."""
-    return {"file": path.relative_to(path.parents[2]).as_posix(), "sha256": digest(path)}
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _unsaved_values(stage: StagePlan, buffers: Buffers) -> dict[str, Tensor]:
-    """Return this rank's parts of what no checkpoint holds."""
-    leaves = _unsaved_buffers(stage.deduced.annotated.graph)
-    parts = {name: buffers.read(name, stage.buffers[name]) for name in leaves if name in stage.buffers}
-    return _by_key(stage.constants, parts)
-
-
-def _unsaved_buffers(graph: Graph) -> list[str]:
-    return [leaf.name for leaf in graph.leaves_of(LeafKind.BUFFER) if not leaf.persistent]
-
-
-def _by_key(constants: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under "kind/name", each with memory of its own."""
-    values = {f"{SlotKind.CONSTANT}/{name}": value for name, value in constants.items()}
-    values |= {f"{SlotKind.BUFFER}/{name}": value for name, value in buffers.items()}
-    return {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in values.items()}
-
-
-def _slot_entry(stage: StagePlan, slot: GraphSlot) -> dict[str, Any]:
-    entry: dict[str, Any] = {"kind": slot.kind.value, "name": slot.name}
-    assert stage.device is not None
+def _slot_entry(stage: StagePlan, device: DeviceGraph, slot: GraphSlot, name: str) -> dict[str, Any]:
+    entry: dict[str, Any] = {"name": name, "kind": slot.kind.value}
+    if name != slot.name:
+        entry["of"] = slot.name
     if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
-        node = _slot_node(stage.deduced.annotated.graph, slot)
-        entry["lies"] = str(stage.deduced.value_annotation(node, stage.device.layout))
+        node = slot_node(stage.deduced.annotated.graph, slot)
+        entry["lies"] = str(stage.deduced.value_annotation(node, device.layout))
         entry["shape"] = list(meta.hints(node))
     return entry
 
 
-def _export_device(deduced: DeducedGraph, device: DeviceGraph) -> torch.export.ExportedProgram:
-    """Export one rank's graph; open sizes stay open."""
-    nodes = [_slot_node(deduced.annotated.graph, slot) for slot in device.slots]
-    shapes = [_local_hints(deduced, device, node) for node in nodes]
-    return _exported(fx.GraphModule(torch.nn.Module(), device.graph), nodes, shapes, device.rank)
-
-
-def _export_single(graph: Graph) -> torch.export.ExportedProgram:
-    """Export the captured program as it is, leaves as arguments."""
-    nodes = [leaf.node for leaf in graph.leaves]
-    return _exported(graph.module(), nodes, list(map(meta.hints, nodes)), 0)
-
-
-def _exported(
-    module: fx.GraphModule, nodes: Sequence[fx.Node], shapes: Sequence[Sequence[int]], rank: int
-) -> torch.export.ExportedProgram:
-    """Export a graph that takes values like those of `nodes`, of these shapes on this rank."""
-    examples = tuple(torch.zeros(s, dtype=meta.dtype(n)) for s, n in zip(shapes, nodes, strict=True))
-    dims = tuple(map(_open_dims, nodes))
-    try:
-        with using(GroupTable.dry(rank, rank + 1)), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exported = torch.export.export(module, examples, dynamic_shapes=dims, strict=False)
-    except Exception as error:
-        raise ExportError(f"the graph of rank {rank} cannot be exported: {error}") from error
-    for node in exported.graph.nodes:
-        meta.forget_traces(node)
-    exported.example_inputs = None  # they are as large as the weights, which the file leaves out
-    return exported
-
-
-def _open_dims(node: fx.Node) -> dict[int, Any]:
-    return {i: torch.export.Dim.AUTO for i, size in enumerate(meta.shape(node)) if meta.is_symbolic(size)}
-
-
-def _local_hints(deduced: DeducedGraph, device: DeviceGraph, node: fx.Node) -> tuple[int, ...]:
-    annotation = deduced.value_annotation(node, device.layout)
-    local = annotation.local_shape(device.rank, deduced.shape(node))
-    return tuple(hint if size is None else size for size, hint in zip(local, meta.hints(node), strict=True))
-
-
-def _slot_node(graph: Graph, slot: GraphSlot) -> fx.Node:
-    if slot.kind is SlotKind.RECEIVED:
-        nodes: Iterable[fx.Node] = graph.graph.nodes
-        return next(node for node in nodes if node.name == slot.name)
-    return next(leaf.node for leaf in graph.leaves if (leaf.kind.value, leaf.name) == (slot.kind.value, slot.name))
-
-
-def _finish(runtime: Runtime, program: Program, aside: Path, entries: list[dict[str, Any]]) -> None:
-    graph = program.graph
-    torch.export.save(_export_single(graph), aside / "single.pt2")
-    unsaved = {name: runtime.model.get_buffer(name) for name in _unsaved_buffers(graph)}
-    save_file(_by_key(graph.constants, unsaved), aside / "single.safetensors")
-    (aside / "plans").mkdir(exist_ok=True)
-    for name, variant in runtime.variants.items():
-        variant.plan.write(aside / "plans" / f"{name}.json")
+def _finish(
+    runtime: Runtime,
+    aside: Path,
+    single: Mapping[str, Any],
+    beside: Mapping[str, Any],
+    variants: Mapping[str, list[dict[str, Any] | None]],
+) -> None:
+    """Write the plans and the manifest."""
     manifest = {
         "format": FORMAT,
         "torch": torch.__version__,
-        "model": type(runtime.model).__qualname__,
-        "imports": list(OPS),
+        "model": model_facts(runtime.model),
         "world": runtime.table.size,
-        "single": {
-            "file": "single.pt2",
-            "values": "single.safetensors",
-            "slots": [{"kind": x.kind.value, "name": x.name} for x in graph.leaves],
-        },
+        "single": single,
+        "weights": beside,
+        "weight_files": [file_entry(path, aside) for path in sorted((aside / WEIGHTS).glob("*.safetensors"))],
         "variants": {
             name: {
-                "plan": f"plans/{name}.json",
-                "ranks": {str(rank): entry[name] for rank, entry in enumerate(entries) if entry[name]},
+                "plan": _write_plan(runtime.variants[name].plan, aside / "plans" / f"{name}.json"),
+                "ranks": {str(rank): entry for rank, entry in enumerate(ranks) if entry},
             }
-            for name in runtime.variants
+            for name, ranks in variants.items()
         },
     }
     (aside / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _write_plan(plan: Plan, path: Path) -> dict[str, str]:
+    path.parent.mkdir(exist_ok=True)
+    plan.write(path)
+    return file_entry(path, path.parents[1])

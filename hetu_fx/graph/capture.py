@@ -25,6 +25,8 @@ from hetu_fx.graph.example import Example, make_example
 from hetu_fx.graph.graph import OBSERVED, Graph
 from hetu_fx.graph.lengths import open_lengths
 
+Autocasts = tuple[tuple[str, torch.dtype], ...]
+"""The kinds of devices for which torch.autocast is on, and what it casts to."""
 LossFn = Callable[..., torch.Tensor]
 Around = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
@@ -140,10 +142,21 @@ class _Program(nn.Module):
         assert all(number == numbers[0] for number in numbers), "the example was made so"
 
 
-def ambient_autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+def ambient_autocasts() -> Autocasts:
     """Return the kinds of devices for which torch.autocast is on, and the dtype that it casts to."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextlib.contextmanager
+def casting(autocasts: Autocasts) -> Iterator[None]:
+    """Let these autocasts be on inside, and no others."""
+    with contextlib.ExitStack() as stack:
+        for kind, _ in ambient_autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in autocasts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hetu_fx.errors import BatchError
 from hetu_fx.graph.bind import GivenBatch
+from hetu_fx.graph.capture import Autocasts
 from hetu_fx.program.program import Bindings, Program
 from hetu_fx.program.reads import Reads
 from hetu_fx.program.structure import Structure, differences
@@ -39,6 +40,7 @@ class Captured:
         structure: of the model.
         reads: what the forward has read.
         constants: plain values of the batches.
+        autocasts: that are written into it.
     """
 
     form: str
@@ -46,6 +48,7 @@ class Captured:
     structure: Structure
     reads: Reads
     constants: Mapping[str, object]
+    autocasts: Autocasts
 
     def holds(self, structure: Structure) -> bool:
         """Tell whether the model is what it was, down to what its forward has read."""

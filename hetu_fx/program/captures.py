@@ -14,7 +14,8 @@ from torch import nn
 
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
-from hetu_fx.graph.capture import in_mode
+from hetu_fx.graph.capture import ambient_autocasts, casting, in_mode
+from hetu_fx.graph.graph import Graph
 from hetu_fx.program.batch import batch_of, form_of
 from hetu_fx.program.captured import Captured, CaptureEvent, Match, Sizes, sizes_of
 from hetu_fx.program.hooks import check_global_hooks
@@ -113,6 +114,17 @@ class Programs:
         found = self._kept.of_program(program)
         return found is not None and found.holds(self.structure)
 
+    def source(self, batch: Batch, training: bool, like: Program) -> Graph:
+        """Capture the model's own graph for batches like this one, as no rewrite has seen it; nothing is kept.
+
+        It has the autocasts of a program that was found before.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+        """
+        with in_mode(self.model, training), casting(self._of(like).autocasts):
+            return self.tracer.source(batch, training)
+
     def _form(self, given: GivenBatch, training: bool) -> str:
         return " ".join([form_of(given, training), *(f"observed {name}" for name in self.observers.names)])
 
@@ -153,7 +165,7 @@ class Programs:
                 raise BatchError(misfit) from error
             raise
         self._look()  # a forward may register hooks when it first runs
-        found = Captured(form, program, self.structure, reads, given.constants)
+        found = Captured(form, program, self.structure, reads, given.constants, ambient_autocasts())
         seconds = perf_counter() - start
         self.events.append(CaptureEvent(form, why, seconds))
         if why:

@@ -6,7 +6,8 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hetu_fx.base.torch_private import BACKWARD_HOOKS, CALLS, FORWARD_HOOKS, par
 from hetu_fx.errors import CaptureError
 from hetu_fx.graph.bind import Batch, as_call
 from hetu_fx.graph.capture import capture
+from hetu_fx.graph.graph import Graph
 from hetu_fx.program.access import Access, put
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.hooks import check_hooks, hooks_must_change
@@ -26,6 +28,19 @@ from hetu_fx.program.reads import ABSENT, Read, Reads, shown
 from hetu_fx.program.watched import Watch
 
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What a trace has found: the model's own graph, which parameters are not trained, and what was read."""
+
+    source: Graph
+    frozen: frozenset[str]
+    watch: Watch
+
+    @cached_property
+    def program(self) -> Program:
+        return make_program(self.source, self.frozen)
 
 
 class Tracer:
@@ -48,28 +63,37 @@ class Tracer:
 
     def trace(self, batch: Batch, training: bool) -> tuple[Program, Reads]:
         """Capture the model for batches like this one, with this one's sizes as the example's; and what it has read."""
-        check_hooks(self.model)
-        program, watch = self._trace_once(batch, training)
-        watch.surroundings.check()
-        if watch.changed:
-            program, watch = self._traced_again(batch, training, program, watch.changed)
-        return program, watch.reads([Read("'forward' of the model", vars(self), "replaced")])
+        traced = self._traced(batch, training)
+        return traced.program, traced.watch.reads([Read("'forward' of the model", vars(self), "replaced")])
 
-    def _traced_again(
-        self, batch: Batch, training: bool, program: Program, changed: list[tuple[Access, Any]]
-    ) -> tuple[Program, Watch]:
+    def source(self, batch: Batch, training: bool) -> Graph:
+        """Capture the model's own graph for batches like this one, as no rewrite has seen it.
+
+        Raises:
+            CaptureError: the model cannot be captured.
+        """
+        return self._traced(batch, training).source
+
+    def _traced(self, batch: Batch, training: bool) -> _Traced:
+        check_hooks(self.model)
+        traced = self._trace_once(batch, training)
+        traced.watch.surroundings.check()
+        return self._traced_again(batch, training, traced) if traced.watch.changed else traced
+
+    def _traced_again(self, batch: Batch, training: bool, before: _Traced) -> _Traced:
         """Trace a forward once more, as it has left itself: one that has only marked that it has run is the same.
 
         Raises:
             CaptureError: it is not, or leaves itself otherwise again.
         """
+        changed = before.watch.changed
         told = "; ".join(f"{access.label}: {shown(access.copy)} -> {shown(left)}" for access, left in changed)
         if all(isinstance(left, PLAIN) and access.space is not None for access, left in changed):
             for access, left in changed:
                 put(access.space or {}, access.name, left)
-            again, watch = self._trace_once(batch, training)
-            if not watch.changed and again.fingerprint == program.fingerprint:
-                return again, watch
+            again = self._trace_once(batch, training)
+            if not again.watch.changed and again.program.fingerprint == before.program.fingerprint:
+                return again
             for access, _ in changed:
                 access.put_back()
         raise CaptureError(
@@ -78,7 +102,7 @@ class Tracer:
             f'hetu_fx.auto_parallelize(..., capture="eager")'
         )
 
-    def _trace_once(self, batch: Batch, training: bool) -> tuple[Program, Watch]:
+    def _trace_once(self, batch: Batch, training: bool) -> _Traced:
         loss_fn = self._loss_fn_for(batch, training)
         watch = Watch(self.model, loss_fn)
         frozen = frozenset(n for n, p in self.model.named_parameters() if not p.requires_grad)
@@ -91,7 +115,7 @@ class Tracer:
             self._without_what_is_lost(watch),
         ):
             graph = capture(self.model, batch, loss_fn=loss_fn, training=training, around=partial(self._around, watch))
-        return make_program(graph, frozen), watch
+        return _Traced(graph, frozen, watch)
 
     @contextmanager
     def _around(self, watch: Watch) -> Iterator[Mapping[str, Any]]:

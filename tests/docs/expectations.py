@@ -118,7 +118,7 @@ EXPECTATIONS = (
     _of("an export loads in a process without plans",
         "end_to_end/checks_state.py::check_an_export_runs_in_new_processes"),
     _of("exported files carry no paths of their author",
-        "end_to_end/checks_state.py::check_an_export_runs_in_new_processes"),
+        "export/test_load.py::test_no_file_names_paths_of_the_machine_that_wrote_it"),
     _of("a timeline opens in Perfetto",
         "planner/simulate/test_timeline.py::test_the_chrome_trace_starts_at_zero_in_microseconds"),
     _of("waits and settings are configured by the environment, misspelt ones are told",

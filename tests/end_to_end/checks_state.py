@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.errors import ExportError
+from hetu_fx.export.check import check_exported
 from hetu_fx.export.load import load_exported
 from hetu_fx.plans.plan import Plan, Stage
 from tests.end_to_end.cells import LOSS_FNS, make_model
@@ -138,33 +140,47 @@ def _go_on(saved: Path, plan: Plan, group: Any, batches: list[Any], counts: Any,
 
 
 def check_an_export_runs_in_new_processes(rank: int, world: int, folder: Path) -> None:
-    """Two ranks export a tensor-parallel and a one-device plan; new processes compute the same loss."""
+    """Two ranks export two plans, of uneven replicas and tensor parallel; new processes give one device's loss."""
     if (group := world_of(2)) is None:
         return
-    alone = Plan((one(Stage((0,))),), name="alone")
-    twins = Twins("llama", [TP, alone], group, data="global")
-    twins.step(batch_of("llama", 5))
-    twins.model.hetu.save(folder / "weights")
+    twins = Twins("llama", [TP, replace(dp(3, 1), name="DP")], group, data="global")
+    twins.step(batch_of("llama", 4))
     twins.model.hetu.export(folder / "export")
-    batch = batch_of("llama", 7, 9, seed=3)
-    expected = float(loss_of(twins.model(**batch)))
+    batch = batch_of("llama", 8, 9, seed=3)
+    expected = float(loss_of(twins.plain(**batch)))
     if rank == 0:
         _check_folder(folder / "export")
-        torch.save({"batch": batch, "count": float((batch["labels"][:, 1:] != -100).sum())}, folder / "batch.pt")
-        for variant, processes in (("alone", 1), ("TP", 2)):
-            losses = run_exported(folder, variant, processes)
-            assert losses == pytest.approx([expected] * processes, rel=1e-6)
+        count = torch.tensor(float((batch["labels"][:, 1:] != -100).sum()))
+        parts = [{name: value.split((6, 2))[i] for name, value in batch.items()} for i in range(2)]
+        rows = {"TP": [batch, batch], "DP": parts}
+        torch.save(
+            {n: [_given(folder, n, i, g, count) for i, g in enumerate(all_)] for n, all_ in rows.items()},
+            folder / "given.pt",
+        )
+        assert run_exported(folder, "TP", 2) == pytest.approx([expected] * 2, rel=1e-6)
+        assert sum(run_exported(folder, "DP", 2)) == pytest.approx(expected, rel=1e-6)
+        single = torch.export.load(folder / "export" / "single" / "evaluation.pt2").module()
+        assert float(single(**batch)["loss"]) == pytest.approx(expected, rel=1e-6)
         _changed_files_are_refused(folder / "export")
     dist.barrier(group)
+
+
+def _given(
+    folder: Path, variant: str, rank: int, rows: dict[str, torch.Tensor], count: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return what a rank's graph takes, by its keywords: its rows, and the count of all rows' labels."""
+    entry = json.loads((folder / "export" / "manifest.json").read_text())["variants"][variant]["ranks"][str(rank)]
+    given = {slot["name"]: slot["kind"] for slot in entry["slots"] if slot["kind"] in ("input", "count")}
+    return {name: rows[name] if kind == "input" else count for name, kind in given.items()}
 
 
 def _check_folder(export: Path) -> None:
     text = (export / "manifest.json").read_text()
     assert str(export.parent) not in text
-    assert '"/' not in text
     files = [entry["file"] for v in json.loads(text)["variants"].values() for entry in v["ranks"].values()]
-    assert sorted(files) == [f"variants/{f}.pt2" for f in ("TP/rank0", "TP/rank1", "alone/rank0")]
-    assert all((export / file).exists() for file in files)
+    ranks = ("DP/rank0", "DP/rank1", "TP/rank0", "TP/rank1")
+    assert sorted(files) == [f"variants/{rank}.pt2" for rank in ranks]
+    assert check_exported(export).is_good
 
 
 def run_exported(folder: Path, variant: str, processes: int) -> list[float]:
@@ -173,7 +189,7 @@ def run_exported(folder: Path, variant: str, processes: int) -> list[float]:
     command = [sys.executable, str(script), str(folder), variant, str(processes)]
     workers = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(processes)]
     try:
-        return [float(worker.communicate(timeout=60)[0]) for worker in workers]
+        return [float(worker.communicate(timeout=200)[0]) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -188,6 +204,6 @@ def _changed_files_are_refused(export: Path) -> None:
     with pytest.raises(ExportError, match=r"no graph of variant 'PP'.*TP"):
         load_exported(export, "PP", 0)
     manifest = export / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("hetu_fx.export/1", "hetu_fx.export/7"))
+    manifest.write_text(manifest.read_text().replace("hetu_fx.export/2", "hetu_fx.export/7"))
     with pytest.raises(ExportError, match="export/7"):
         load_exported(export, "TP", 0)

@@ -1,0 +1,151 @@
+"""The model's own graphs for one device: for training, for evaluation, and for inference (without labels)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from hetu_fx.errors import CaptureError, ExportError, HetuFxError
+from hetu_fx.export.runnable import Argument, Place, Result, Runnable, State, plain_tree
+from hetu_fx.graph import meta
+from hetu_fx.graph.bind import Batch
+from hetu_fx.graph.capture import in_mode
+from hetu_fx.graph.containers import Entries, Items, TensorSlot, Tree, unflatten, walk
+from hetu_fx.graph.edit import needed_for
+from hetu_fx.graph.graph import OBSERVED, Graph, Leaf, LeafKind, OutputKind
+from hetu_fx.program.captures import Programs
+from hetu_fx.program.program import Program
+
+MODES = ("training", "evaluation", "inference")
+
+
+@dataclass(frozen=True)
+class Single:
+    """The graphs that there are by mode, and why the others are not there."""
+
+    graphs: Mapping[str, Graph]
+    missing: Mapping[str, str]
+
+
+def single_graphs(programs: Programs) -> Single:
+    """Capture the model as it was in its last training step, in every mode that it can be.
+
+    Raises:
+        ExportError: the model has changed since its last training step.
+        CaptureError: it cannot be captured for training.
+    """
+    program = programs.training
+    _check_unchanged(programs, program)
+    batch = _example_batch(program.graph)
+    graphs, missing = {"training": _training(programs.source(batch, True, program))}, {}
+    try:
+        graphs["evaluation"] = _training(programs.source(batch, False, program))
+    except HetuFxError as error:
+        missing["evaluation"] = f"the forward cannot be captured in evaluation mode: {error}"
+    try:
+        graphs["inference"] = _inference(programs, program, graphs.get("evaluation", graphs["training"]))
+    except HetuFxError as error:
+        missing["inference"] = str(error)
+    return Single(graphs, missing)
+
+
+def _check_unchanged(programs: Programs, program: Program) -> None:
+    with in_mode(programs.model, True):
+        if not programs.holds(program):
+            raise ExportError(
+                "the model has changed since its last training batch, so its device graphs are not those of the model "
+                "as it is now; run a training batch (model.train(), then model(**batch)) and export after it"
+            )
+
+
+def _example_batch(graph: Graph) -> Batch:
+    """Return a batch of zeros of the sizes that the graph was captured with."""
+    tensors = {leaf.name: _zeros(leaf) for leaf in graph.leaves_of(LeafKind.INPUT)}
+    batch: Batch = unflatten(graph.input_tree, tensors)
+    return batch
+
+
+def _zeros(leaf: Leaf) -> Tensor:
+    example = meta.value(leaf.node)
+    return torch.zeros(meta.hints(leaf.node), dtype=example.dtype, device=example.device)
+
+
+def _training(graph: Graph) -> Graph:
+    return graph.select(lambda leaf: not leaf.name.startswith(OBSERVED))
+
+
+def _inference(programs: Programs, program: Program, evaluation: Graph) -> Graph:
+    """Capture the forward without the inputs that only its loss reads.
+
+    Raises:
+        ExportError: it makes nothing but a loss, or does not run without them.
+    """
+    outputs = [node for leaf, node in evaluation.outputs_of(OutputKind.VALUE)]
+    if not outputs:
+        raise ExportError("the model returns nothing but its loss, so that there is nothing to infer")
+    read = needed_for(outputs, _read_values)
+    labels = [leaf.name for leaf in evaluation.leaves_of(LeafKind.INPUT) if leaf.node not in read]
+    batch = _without_inputs(_example_batch(evaluation), evaluation.input_tree, labels)
+    try:
+        graph = programs.source(batch, False, program)
+    except CaptureError as error:
+        raise ExportError(f"the forward does not run without {', '.join(labels)}: {error}") from error
+    return _named(graph.select(lambda leaf: leaf.kind is OutputKind.VALUE and not leaf.name.startswith(OBSERVED)))
+
+
+def _read_values(node: fx.Node) -> Iterable[fx.Node]:
+    """Return what a node is made of; a size of the batch is the same for all inputs."""
+    return () if node.target is torch.ops.aten.sym_size.int else node.all_input_nodes
+
+
+def _named(graph: Graph) -> Graph:
+    if not graph.outputs:
+        raise ExportError("the model returns nothing without its labels")
+    return graph
+
+
+def _without_inputs(batch: Batch, tree: Tree, names: list[str]) -> Batch:
+    """Return a batch without the keyword arguments all of whose tensors are among these."""
+    if not isinstance(tree, Entries) or not isinstance(batch, Mapping):
+        return batch
+    slots = {key: _tensors(child) for key, child in zip(tree.keys, tree.children, strict=True)}
+    return {key: value for key, value in batch.items() if not slots[key] or not slots[key] <= set(names)}
+
+
+def _tensors(tree: Tree) -> set[str]:
+    return {leaf.name for leaf in walk(tree) if isinstance(leaf, TensorSlot)}
+
+
+def runnable_of(graph: Graph, model: nn.Module) -> Runnable:
+    """Return what a `.pt2` is made of, for a captured graph of a model."""
+    places = tuple(_place(leaf, model) for leaf in graph.leaves)
+    names = frozenset(leaf.name for leaf in graph.leaves_of(LeafKind.INPUT))
+    results = tuple(Result(leaf.name or "output", leaf.kind is OutputKind.BUFFER_UPDATE) for leaf in graph.outputs)
+    tree = plain_tree(graph.input_tree, names)
+    assert isinstance(tree, Entries | Items)
+    return Runnable(graph.graph, places, results, tree)
+
+
+def _place(leaf: Leaf, model: nn.Module) -> Place:
+    shape = meta.hints(leaf.node)
+    if leaf.kind is LeafKind.INPUT:
+        return Argument(leaf.name, leaf.node, shape)
+    if leaf.kind is LeafKind.PARAMETER:
+        return State(leaf.name, leaf.node, shape, True, model.get_parameter(leaf.name).requires_grad)
+    return State(leaf.name, leaf.node, shape, False, is_saved=leaf.kind is LeafKind.BUFFER and leaf.persistent)
+
+
+def held_values(graph: Graph, model: nn.Module) -> dict[str, Tensor]:
+    """Return the values of buffers and constants that a graph reads, on the cpu, each with memory of its own."""
+    found: dict[str, Any] = dict(graph.constants)
+    found |= {leaf.name: model.get_buffer(leaf.name) for leaf in graph.leaves_of(LeafKind.BUFFER)}
+    return dict(_on_cpu(found))
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        yield name, tensor.detach().to("cpu", copy=True).contiguous()

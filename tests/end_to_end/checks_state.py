@@ -18,7 +18,7 @@ from torch import nn
 
 import hetu_fx
 from hetu_fx.errors import ExportError
-from hetu_fx.export.check import check_exported
+from hetu_fx.export import check as exports
 from hetu_fx.export.load import load_exported
 from hetu_fx.plans.plan import Plan, Stage
 from tests.end_to_end.cells import LOSS_FNS, make_model
@@ -180,7 +180,7 @@ def _check_folder(export: Path) -> None:
     files = [entry["file"] for v in json.loads(text)["variants"].values() for entry in v["ranks"].values()]
     ranks = ("DP/rank0", "DP/rank1", "TP/rank0", "TP/rank1")
     assert sorted(files) == [f"variants/{rank}.pt2" for rank in ranks]
-    assert check_exported(export).is_good
+    assert exports.check_exported(export).is_good
 
 
 def run_exported(folder: Path, variant: str, processes: int) -> list[float]:

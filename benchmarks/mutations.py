@@ -2,19 +2,19 @@
 
 Every mutant is a process of its own that runs the fast tests, or those on real processes where only they can see it,
 until the first failure. A mutant that survives means that a test is missing. With `--scripts`, what scripts do to a
-model (`python -m tests.scripts`) must notice each mistake in the guards.
+model (`python -m tests.scripts`) must notice each mistake in the guards, all of them within four minutes.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 from time import perf_counter
 
 import hypothesis  # noqa: F401  (imported once for all forks, as are torch and numpy)
@@ -52,8 +52,7 @@ GUARDS = (
     *(f"tests/program/test_{name}.py" for name in _OF_GUARDS),
     "tests/switching/test_members.py",
 )
-SCRIPTS = ("guards", "later")
-_OTHERWISE = ("refused", "DIFFERENT", "CRASH", "HANG")
+SCRIPTS_SECONDS = 240
 ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_of_many_changes_on_four_ranks",)
 
 
@@ -64,23 +63,45 @@ def main() -> int:
     made.add_argument("--only", nargs="+", metavar="NAME", help="these mutants only")
     options = made.parse_args()
     chosen = [mutant for name, mutant in read_mutants().items() if not options.only or name in options.only]
-    if options.scripts:
-        chosen = [mutant for mutant in chosen if mutant.path.startswith(_GUARDS)]
-    chosen = chosen[:: QUICK if options.quick else 1]
+    wanted = [mutant for mutant in chosen if (bool(mutant.scripts) if options.scripts else not mutant.only_scripts)]
+    wanted = wanted[:: QUICK if options.quick else 1]
+    for mutant in wanted:  # all fit the code, before the first costs time
+        mutant.apply((ROOT / mutant.path).read_text())
+    return by_scripts(wanted) if options.scripts else by_tests(wanted, 0 if options.quick or options.only else FEWEST)
+
+
+def by_scripts(mutants: Sequence[Mutant]) -> int:
+    """Judge mistakes in guards by what scripts do."""
+    from benchmarks.mutants.by_scripts import judge_all  # seconds, for what scripts import
+
+    start, before = perf_counter(), _processor_seconds()
+    rows = judge_all(mutants)
+    took = (_processor_seconds() - before) / len(os.sched_getaffinity(0))  # what else runs here does not count
+    bars = [_share(rows), Bar("processor seconds of each core", took, SCRIPTS_SECONDS, at_least=False)]
+    return finish("mutations", bars, rows, seconds=perf_counter() - start)
+
+
+def _processor_seconds() -> float:
+    used = [getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def by_tests(mutants: Sequence[Mutant], fewest: int) -> int:
+    """Judge mistakes by the tests, which must pass without any."""
     with tempfile.TemporaryDirectory() as folder:
         copy = copied(Path(folder))
-        for mutant in chosen:  # all fit the code, before the first costs time
-            mutant.apply((copy / mutant.path).read_text())
-        for tests in set() if options.scripts else {_tests(mutant) for mutant in chosen}:
+        for tests in {_tests(mutant) for mutant in mutants}:
             status, output, _ = run_tests(None, tests, copy)
             if status != 0:
                 print(f"the tests fail without any mistake (status {status}):\n{output}")
                 return 2
-        rows = [(judge_by_scripts if options.scripts else judge)(mutant, copy) for mutant in chosen]
+        rows = [judge(mutant, copy) for mutant in mutants]
+    return finish("mutations", [_share(rows), Bar("mutants", len(rows), fewest, at_least=True)], rows)
+
+
+def _share(rows: Sequence[Row]) -> Bar:
     caught = sum(row["caught"] == "yes" for row in rows)
-    fewest = 0 if options.quick or options.only or options.scripts else FEWEST
-    bars = [Bar("share of mutants caught", caught / len(rows), 1.0, True), Bar("mutants", len(rows), fewest, True)]
-    return finish("mutations", bars, rows)
+    return Bar("share of mutants caught", caught / len(rows), 1.0, at_least=True)
 
 
 def copied(folder: Path) -> Path:
@@ -100,18 +121,6 @@ def judge(mutant: Mutant, folder: Path) -> Row:
     caught = "yes" if status is None or (status == 1 and found) else "NO"
     print(f"{mutant.name}: {caught} ({by}, {seconds:.0f} s)", file=sys.stderr, flush=True)
     return {"mutant": mutant.name, "file": mutant.path, "caught": caught, "by": by}
-
-
-def judge_by_scripts(mutant: Mutant, folder: Path) -> Row:
-    """Run what scripts do to a model, on one process, with one mistake: caught means that one comes out otherwise."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", VARIABLE: mutant.name}
-    areas = [option for area in SCRIPTS for option in ("--area", area)]
-    command = [sys.executable, "-m", "tests.scripts", "--setting", "one", *areas]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    found = [line for line in done.stdout.splitlines() if line.split(" ")[0] in _OTHERWISE]
-    by = found[0].partition(": ")[2][:60] if found else f"status {done.returncode}"
-    print(f"{mutant.name}: {len(found)} scripts ({by})", file=sys.stderr, flush=True)
-    return {"mutant": mutant.name, "file": mutant.path, "caught": "yes" if found else "NO", "by": by}
 
 
 def run_tests(mutant: Mutant | None, tests: Sequence[str], folder: Path) -> tuple[int | None, str, float]:

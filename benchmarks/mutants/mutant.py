@@ -14,13 +14,15 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 VARIABLE = "HETU_FX_MUTANT"  # names the mistake that a process is started with
 _HEADING = "== on processes =="
+_SCRIPTS_HEADING = "== noticed by scripts =="
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A mistake: in the file at `path`, the text `old`, which stands there once, becomes `new`.
 
-    `on_processes` says that only tests on real processes can see it.
+    `on_processes` says that only tests on real processes can see it. `scripts` are names of what scripts do that should
+    notice it, for a mistake in the guards; with `only_scripts` no test is held to.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Mutant:
     old: str
     new: str
     on_processes: bool
+    scripts: tuple[str, ...] = ()
+    only_scripts: bool = False
 
     def apply(self, source: str) -> str:
         """Give the source with the mistake; ValueError where the place is not found, or not the only one."""
@@ -37,15 +41,19 @@ class Mutant:
 
 
 def read_mutants() -> Mapping[str, Mutant]:
-    """Read the mistakes by name: blocks of four lines, those under the heading for real processes."""
-    before, _, after = (ROOT / "benchmarks" / "mutants" / "mutants.txt").read_text().partition(_HEADING)
-    found = {}
-    for text, on_processes in ((before, False), (after, True)):
-        for block in text.split("\n\n"):
+    """Read the mistakes by name: blocks of four lines, and of one more for each script that should notice it."""
+    found: dict[str, Mutant] = {}
+    for file in ("mutants.txt", "guards.txt"):
+        heading = ""
+        for block in (ROOT / "benchmarks" / "mutants" / file).read_text().split("\n\n"):
             lines = block.strip().splitlines()
-            if len(lines) == 4:
-                name, path, old, new = lines[0], *(line[2:] for line in lines[1:])
-                found[name] = Mutant(name, path, old, new, on_processes)
+            if len(lines) < 4:
+                heading = block.strip()
+                continue
+            path, old, new, *scripts = (line[2:] for line in lines[1:])
+            found[lines[0]] = Mutant(
+                lines[0], path, old, new, heading == _HEADING, tuple(scripts), heading == _SCRIPTS_HEADING
+            )
     return found
 
 

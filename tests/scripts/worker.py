@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hetu_fx import HetuFxError
 from tests.scripts.job import Job
-from tests.scripts.script import scripts
+from tests.scripts.script import Script, scripts
 from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import Outcome, Raised, Returned
 
@@ -42,6 +42,13 @@ def serve(rank: int, world: int, setting: str, port: int, orders: Connection) ->
         except EOFError:
             return
         orders.send(_outcome(known[name].run, setting, rank, world, port, folder, number))
+
+
+def outcome_alone(script: Script, setting: str, folder: Path) -> Outcome:
+    """Run a script in this process, which is all of a setting; "" is the plain script's."""
+    _be_launched(0, 1, 0)
+    torch.set_num_threads(1)
+    return _outcome(script.run, setting, 0, 1, 0, str(folder), 0)
 
 
 def _be_launched(rank: int, world: int, port: int) -> None:

@@ -445,6 +445,13 @@ _replaces(
 _replaces("prunes a layer by magnitude", lambda model: prune.l1_unstructured(model.middle, "weight", amount=0.3))
 
 
+@script("replaces an activation by one of another sharpness")
+def _(job: Job) -> Results:
+    model, batch = job.mlp()
+    model.dropout = nn.Softplus(beta=1.0)
+    return _both(job, (model, batch), lambda model: setattr(model, "dropout", nn.Softplus(beta=4.0)))
+
+
 @script("replaces the head and gives its parameters to the optimizer that there is")
 def _(job: Job) -> Results:
     model, batch = job.mlp()

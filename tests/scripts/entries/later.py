@@ -32,6 +32,11 @@ class Options:
     scale = 1.0
 
 
+class _Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
 class _Reading(nn.Module):
     """Scales what it computes by what a function of the model gives."""
 
@@ -39,6 +44,10 @@ class _Reading(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, CLASSES)
         self.read = read
+
+    @property
+    def global_scale(self) -> float:
+        return _SCALE
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.last(torch.tanh(self.first(x)) * self.read(self))
@@ -89,6 +98,15 @@ def _nothing(model: Any) -> None:
 
 _reads("a setting of a class", lambda m: Options.scale, lambda m: _set_class(1.0), lambda m: _set_class(2.0))
 _reads("a global number", lambda m: _SCALE, lambda m: _set_global(1.0), lambda m: _set_global(2.0))
+_reads(
+    "a global number by a property", lambda m: m.global_scale, lambda m: _set_global(1.0), lambda m: _set_global(2.0)
+)
+_reads(
+    "numbers of the default dtype",
+    lambda m: torch.full((1,), 2.0**24 + 1).double() - (2.0**24 - 1),
+    _nothing,
+    lambda m: torch.set_default_dtype(torch.float64),
+)
 _reads(
     "an environment variable",
     lambda m: float(os.environ.get(_VARIABLE, "1.0")),
@@ -477,3 +495,120 @@ def _(job: Job) -> Results:
     with torch.no_grad():
         made = model.first(job.rows(batch)["x"])
     return {"losses": losses, "made": job.gathered(made)}
+
+
+_reads(
+    "a setting of an object in a list",
+    lambda m: m.options[0].scale,
+    lambda m: _set("options", [_Scaled(1.0)])(m),
+    lambda m: setattr(m.options[0], "scale", 2.0),
+)
+_reads(
+    "a setting of a module in a list",
+    lambda m: m.others[0].negative_slope,
+    lambda m: _set("others", [nn.LeakyReLU(1.0)])(m),
+    lambda m: setattr(m.others[0], "negative_slope", 2.0),
+)
+_reads(
+    "a number out of a tensor",
+    lambda m: m.table[0].item(),
+    lambda m: _set("table", torch.ones(2, dtype=torch.float64))(m),
+    lambda m: m.table.fill_(2.0),
+)
+_reads(
+    "a set",
+    lambda m: float(len(m.names)),
+    lambda m: _set("names", {"a"})(m),
+    lambda m: m.names.add("b"),
+)
+_reads(
+    "a list in a tuple",
+    lambda m: m.pairs[0][0],
+    lambda m: _set("pairs", ([1.0], 1.0))(m),
+    lambda m: m.pairs[0].__setitem__(0, 2.0),
+)
+_reads(
+    "a generator of its own",
+    lambda m: m.generator.random(),
+    lambda m: _set("generator", random.Random(3))(m),
+    _nothing,
+    refused="keeps state in Python",
+)
+
+
+@script("has a loss function that is a module, whose smoothing changes")
+def _(job: Job) -> Results:
+    class Smoothed(nn.CrossEntropyLoss):
+        def forward(self, output: Any, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(output["logits"], labels)
+
+    model, batch = job.mlp()
+    criterion = Smoothed()
+    job.parallel(model, batch, loss_fn=criterion)
+    optimizer, losses = sgd(model), list[float]()
+    for smoothing in (0.0, 0.2):
+        criterion.label_smoothing = smoothing
+        rows = job.rows(batch)
+        output = model(**rows)
+        loss = criterion(output, **rows) if job.is_plain else output.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, **job.parameters(model)}
+
+
+class _Given(nn.Module):
+    """Takes numbers of any dtype, of two or three dims, and a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
+        if not x.is_floating_point():
+            x = self.table(x)
+        if x.dim() == 3:
+            x = torch.tanh(x).sum(1)
+        return {"loss": functional.cross_entropy(self.last(x) * factor, labels)}
+
+
+def _later_batch(name: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Train a step, and two on batches of another form."""
+
+    @script(f"passes {name} in a later step")
+    def _(job: Job) -> Results:
+        torch.manual_seed(0)
+        model, batch = _Given().double(), dict[str, Any](batches(1)[0])
+        job.parallel(model, batch)
+        optimizer, losses = sgd(model), list[float]()
+        for given in (batch, change(batch), batch):
+            tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+            loss = loss_of(model(**{**given, **job.rows(tensors)}))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return {"losses": losses, **job.parameters(model)}
+
+
+_later_batch("another plain value", lambda batch: {**batch, "factor": 2.0})
+_later_batch("inputs of more dims", lambda batch: {**batch, "x": torch.stack([batch["x"], batch["x"] ** 2], 1)})
+_later_batch("inputs of another dtype", lambda batch: {**batch, "x": (batch["x"].abs() * 3).long().clamp(max=9)})
+
+
+@script("passes another number of steps to a forward that loops over them")
+def _(job: Job) -> Results:
+    class Looping(_Given):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            state = torch.zeros_like(x[:, 0])
+            for at in range(x.shape[1]):
+                state = torch.tanh(state + x[:, at])
+            return {"loss": functional.cross_entropy(self.last(state), labels)}
+
+    torch.manual_seed(0)
+    model, batch = Looping().double(), batches(1)[0]
+    steps = {count: {**batch, "x": torch.stack([batch["x"] / (1 + at) for at in range(count)], 1)} for count in (2, 3)}
+    job.parallel(model, steps[2])
+    optimizer = sgd(model)
+    return {"losses": [step(job, model, steps[count], optimizer) for count in (2, 3, 2)], **job.parameters(model)}

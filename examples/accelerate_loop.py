@@ -2,7 +2,7 @@
 
 python examples/accelerate_loop.py
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
-accelerate launch --cpu --num_processes 2 --num_machines 1 examples/accelerate_loop.py
+ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 examples/accelerate_loop.py
 """
 
 from __future__ import annotations

@@ -236,7 +236,8 @@ def _checked(
         priced = tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
     for plan in priced:
         execution.check(plan, table.size)
-    read, *_ = [execution.compute_annotations(plan) for plan in priced]  # raises what is wrong with any of them
+    # Raises what is wrong with any of them. By one rank for all, as examples have other sizes on each.
+    read, *_ = by_first(table, lambda: [execution.compute_annotations(plan) for plan in priced])
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.model.named_parameters()}
     annotations = homes_near(priced[0], read, shapes, speeds(cluster, table.size))
     layouts = {name: home_layout(annotations[name], shape, table.rank, table.size) for name, shape in shapes.items()}

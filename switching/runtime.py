@@ -20,7 +20,7 @@ from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.base.torch_private import transform_level
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.calls import note
-from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, together
+from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, by_first
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import StateError
 from hetu_fx.plans.plan import Plan
@@ -267,7 +267,7 @@ class Runtime:
             variant.flush()
         strangers = self.members.strangers
         if strangers:
-            bring_home(self.model, strangers, together(self.table, lambda: self._layouts(strangers)), self.table)
+            bring_home(self.model, strangers, self._layouts(strangers), self.table)
         self.buffers.take_from_first(self.members.new_buffers)
         are_others = self.members.has_other_parameters
         self.members.settle()
@@ -276,10 +276,13 @@ class Runtime:
         self.variants.take_in_homes(are_others=are_others)
 
     def _layouts(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HomeLayout]:
-        """Return where new parameters are at home, by the rule for those of the start: near the plan that runs."""
+        """Return where new parameters are at home, by the rule for those of the start: near the plan that runs.
+
+        Collective: what a plan reads is found out by one rank for all, whose examples have other sizes.
+        """
         plan, table = self.variants[self.current].plan, self.table
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        read = self.execution.compute_annotations(plan)
+        read = by_first(table, lambda: self.execution.compute_annotations(plan))
         topology = table.topology
         weights = speeds(topology if isinstance(topology, Cluster) else None, table.size)
         able = [0.0 if rank in self.variants.drained else weight for rank, weight in enumerate(weights)]

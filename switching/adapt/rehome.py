@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.wire.consensus import StepFacts, together
+from hetu_fx.comm_ops.wire.consensus import StepFacts, by_first, together
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -175,7 +175,7 @@ class Rehoming:
                 self._chosen[key] = homes_near(plan, runtime.execution.compute_annotations(plan), shapes, left)
             return self._chosen[key]
 
-        done = runtime.switch_home(together(runtime.table, chosen), self.optimizers, overlap)
+        done = runtime.switch_home(by_first(runtime.table, chosen), self.optimizers, overlap)
         _log.info("homes are near %s: %s", plan.summary(), done.summary())
         return done
 

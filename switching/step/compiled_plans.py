@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.local import local_part
 from hetu_fx.comm_ops.resolve.lowering import Lowering
-from hetu_fx.comm_ops.wire.consensus import from_first, together
+from hetu_fx.comm_ops.wire.consensus import by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
-from hetu_fx.program.program import Program, deduce_program, sizes_of
+from hetu_fx.program.program import Program, deduce_program
 from hetu_fx.switching.bridge.bridge import Bridge, BridgeEntry
 from hetu_fx.switching.bridge.compute import Compute, bytes_besides
 from hetu_fx.switching.step.engine import Engine
@@ -28,7 +28,7 @@ from hetu_fx.switching.step.variant import Variant
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
-from hetu_fx.transforms.layouts.serialize import deserialize
+from hetu_fx.transforms.layouts.serialize import deserialize, serialize
 from hetu_fx.transforms.layouts.states import Summed
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.choose_algorithms import ChooseAlgorithms
@@ -147,8 +147,10 @@ class GraphCompute(Compute):
         if before is not None:
             stages[key] = replace(before, bridge=together(self.table, lambda: self._bridge(before.deduced)))
         else:
-            sizes = from_first(self.table, sizes_of(program))  # ranks may have examples of other sizes
-            stages[key] = together(self.table, lambda: self._make(program, key, sizes))
+            known = None if any(key) else self._deduced.pop(program, None)
+            # By one rank for all: ways are weighed by sizes of the example batch, which ranks have of their own.
+            deduced = by_first(self.table, lambda: known or self._deduce(program, key))
+            stages[key] = together(self.table, lambda: self._make(program, deduced))
         self.sizes = None
         return stages[key]
 
@@ -172,8 +174,8 @@ class GraphCompute(Compute):
         self._deduced.clear()
         self._outdated.clear()
 
-    def _make(self, program: Program, key: StageKey, sizes: tuple[tuple[float, ...], tuple[float, ...]]) -> StagePlan:
-        deduced = self._deduce(program, key, sizes)
+    def _make(self, program: Program, data: bytes) -> StagePlan:
+        deduced = deserialize(data, program.graph, program.factors, program.flow)
         device = run_pass(Specialize(self.table.rank), deduced)
         if device is not None:
             device = run_pass(ChooseAlgorithms(Lowering(self.table.topology)), device)
@@ -188,16 +190,11 @@ class GraphCompute(Compute):
             constants={} if device is None else self._constants(deduced, device.layout),
         )
 
-    def _deduce(
-        self, program: Program, key: StageKey, sizes: tuple[tuple[float, ...], tuple[float, ...]]
-    ) -> DeducedGraph:
-        known = None if any(key) else self._deduced.pop(program, None)
-        if known is not None:
-            return deserialize(known, program.graph, program.factors, program.flow)
+    def _deduce(self, program: Program, key: StageKey) -> bytes:
         wants_values, splits = key
         plan = _with_several_micro_batches(self.plan) if splits else self.plan
-        deduce = Deduce(self.table.topology, *sizes)
-        return deduce_program(program, plan, wants_values=wants_values, deduce=deduce)
+        deduce = Deduce(self.table.topology)
+        return serialize(deduce_program(program, plan, wants_values=wants_values, deduce=deduce))
 
     def _bridge(self, deduced: DeducedGraph) -> Bridge:
         return self.bridge_between(_bridge_entries(deduced, self.homes))

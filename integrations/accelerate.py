@@ -94,6 +94,21 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
     object.__setattr__(model, "forward", MethodType(forward, model))
 
 
+def _refusing_parallel_models(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `LocalSGD` refuse parallel models, whose parameters no process has for itself."""
+
+    @functools.wraps(enter)
+    def refusing_parallel_models(self: Any) -> Any:
+        if self.enabled and hasattr(self.model, "hetu"):
+            raise StateError(
+                "LocalSGD trains another model on each process and averages them now and then, and a parallel model is "
+                "one model on all of them; leave LocalSGD out, or pass enabled=False"
+            )
+        return enter(self)
+
+    return refusing_parallel_models
+
+
 def torch_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return what accelerate has wrapped, as its wrapper has no hooks of its own."""
     wrapped: Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -117,5 +132,13 @@ register_patch(
         why="mixed_precision= would be left out of models that are prepared already, as parallel ones are",
         tested="1.15",
         wrap=_with_precision,
+    )
+)  # fmt: skip
+register_patch(
+    Patch(
+        "accelerate", "accelerate.local_sgd", "LocalSGD", "__enter__",
+        why="LocalSGD would average the pieces of parallel models' parameters",
+        tested="1.15",
+        wrap=_refusing_parallel_models,
     )
 )  # fmt: skip

@@ -8,13 +8,14 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+import accelerate.local_sgd
 import pytest
 import transformers.trainer_seq2seq  # noqa: F401  (so that its patch is put in)
 from accelerate import Accelerator
 from torch import nn
 
 from hetu_fx.base.frameworks import frameworks
-from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.errors import EnvironmentProblem, StateError
 from hetu_fx.integrations import Patch, patches, patching, unpatch
 
 
@@ -37,7 +38,7 @@ def meet_a_model() -> None:
 def test_every_patch_is_listed_with_its_reason_and_tested_with_what_is_installed() -> None:
     assert {f"{patch.owner}.{patch.name}" for patch in patches()} == {
         "Accelerator.prepare_model", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
-        "Trainer._get_num_items_in_batch",
+        "Trainer._get_num_items_in_batch", "LocalSGD.__enter__",
     }  # fmt: skip
     for patch in patches():
         assert version(patch.library).startswith(f"{patch.tested}."), str(patch)
@@ -69,3 +70,14 @@ def test_a_version_without_the_attribute_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(patching, "_known", [gone])
     with pytest.raises(EnvironmentProblem, match=r"has no accelerate.accelerator.Accelerator.gone.*things fail"):
         meet_a_model()
+
+
+def test_local_models_are_refused_where_the_model_is_parallel() -> None:
+    meet_a_model()
+    model = nn.Linear(2, 2)
+    with accelerate.local_sgd.LocalSGD(Accelerator(cpu=True), model, 2, enabled=False):
+        pass
+    local = accelerate.local_sgd.LocalSGD(Accelerator(cpu=True), model, 2, enabled=False)
+    local.enabled, local.model, model.hetu = True, model, None
+    with pytest.raises(StateError, match="leave LocalSGD out, or pass enabled=False"):
+        local.__enter__()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.scripts.job import Batch, Job, loss_of
 from tests.scripts.script import Results, script
+from tests.scripts.settings import SEVERAL
 from tests.scripts.training import batches, sgd, trained
 
 
@@ -389,7 +390,7 @@ def _(job: Job) -> Results:
     return found
 
 
-@script("averages models now and then by accelerate's LocalSGD")
+@script("averages models now and then by accelerate's LocalSGD", refused="LocalSGD trains another", settings=SEVERAL)
 def _(job: Job) -> Results:
     accelerator = Accelerator(cpu=True)
     model, batch = job.mlp()

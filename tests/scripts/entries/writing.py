@@ -109,7 +109,7 @@ _writes("copies into a parameter on all ranks", lambda job, model: _copy(model))
 
 def _sent(job: Job, model: Any) -> None:
     told = [_values(model) if job.rank == 0 else None]
-    if not job.is_plain:
+    if job.world > 1:
         dist.broadcast_object_list(told)
     model.load_state_dict(told[0])
 

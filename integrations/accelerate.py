@@ -30,9 +30,9 @@ def meet(model: nn.Module) -> None:
     Raises:
         EnvironmentProblem: there is an Accelerator already, which takes each process for the only one.
     """
-    from accelerate import PartialState
+    from accelerate.state import PartialState, is_initialized
 
-    if PartialState._shared_state:
+    if is_initialized():
         check_processes(PartialState().num_processes)
     if MARK not in vars(model):
         object.__setattr__(model, MARK, TO_COME)

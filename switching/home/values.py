@@ -25,12 +25,34 @@ class Sign(NamedTuple):
     norm: float
     eps: float
 
+    def plus(self, other: Sign) -> Sign:
+        """Return the sign of a sum; its norm is a bound."""
+        return Sign(self.product + other.product, self.norm + other.norm, max(self.eps, other.eps))
+
     def is_like(self, other: Sign) -> bool:
         """Tell whether both may be signs of one value, computed on two devices."""
         if self == other or str(self) == str(other):  # as text: nan is not equal to itself
             return True
         tolerance = min(1e-2, 1000 * max(self.eps, other.eps)) * max(self.norm, other.norm)
         return math.isclose(self.product, other.product, rel_tol=0, abs_tol=tolerance)
+
+
+class Signed(NamedTuple):
+    """A sign that may still be computed, where the value is: reading it waits."""
+
+    numbers: Tensor
+    eps: float
+
+    @property
+    def sign(self) -> Sign:
+        """Return it."""
+        product, norm = self.numbers.tolist()
+        return Sign(product, norm, self.eps)
+
+
+def signed(whole: Tensor) -> Signed:
+    """Begin to compute the sign of a whole value."""
+    return Signed(_projected(whole.detach()), _eps(whole.dtype))
 
 
 def noted() -> int:
@@ -42,20 +64,17 @@ def note_value(piece: Tensor, whole: Tensor) -> None:
     """Note that a whole value was written, of which this piece is the rank's part."""
     global _noted
     _noted += 1
-    setattr(piece, _SIGN, (_projected(whole.detach()), _eps(whole.dtype)))
+    setattr(piece, _SIGN, signed(whole))
 
 
 def take_sign(piece: Tensor | None) -> Sign | None:
     """Return the sign of what was written last, if anything was since the last call."""
-    found = None if piece is None else vars(piece).pop(_SIGN, None)
-    if found is None:
-        return None
-    product, norm = found[0].tolist()
-    return Sign(product, norm, found[1])
+    found: Signed | None = None if piece is None else vars(piece).pop(_SIGN, None)
+    return None if found is None else found.sign
 
 
 def _projected(whole: Tensor) -> Tensor:
-    flat = whole.reshape(-1)
+    flat = (whole if whole.layout == torch.strided else whole.to_dense()).reshape(-1)
     flat = flat[:: max(1, -(-flat.numel() // _MOST_ELEMENTS))]
     values = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).double()
     signs = 1 - 2 * (torch.arange(values.numel(), device=values.device) * 2654435761 // 65536 % 2)

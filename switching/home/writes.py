@@ -1,7 +1,8 @@
 """Writes of home parameters by the script: how many a rank has made, and of which values. Ranks that differ are told.
 
 A rank keeps its part of what it writes. So what one writes alone (a state dict that only rank 0 loads), or ranks write
-unlike (weights drawn from seeds of their own), would leave parameters of which each part is another one's.
+unlike (weights drawn from seeds of their own), would leave parameters of which each part is another one's. The same
+holds for whole gradients.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from hetu_fx.base.torch_private import version
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, StepFacts, agree, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.outside import OutsideGradients
+from hetu_fx.switching.home.piece_copies import swaps
 from hetu_fx.switching.home.values import Sign, noted, take_sign
 
 _BITS = (1 << 48) - 1  # of a number that float64 carries exactly
@@ -35,6 +38,8 @@ class Writes:
         self.table, self._homes = table, homes
         self._noted = 0
         self._values: dict[str, Sign] = {}
+        self._gradients: dict[str, Sign] = {}
+        self._outside = OutsideGradients()
         self.begin()
         self._before = [0] * len(self._tensors)  # what was written to a copy before its first call counts
 
@@ -42,6 +47,7 @@ class Writes:
         """Count from now on, for what are the parameters now; all ranks together."""
         self._tensors = list(self._homes.values())
         self._before = list(map(version, self._tensors))
+        self._watch()
 
     @property
     def told(self) -> Mapping[str, float]:
@@ -49,7 +55,12 @@ class Writes:
         if self._noted != noted():
             self._noted = noted()
             self._values.update(self._signs())
-        products = [sign.product * number for number, sign in enumerate(self._values.values(), 1)]
+        if self._swaps != swaps():  # of dtypes, it may be: torch adds to gradients elsewhere then
+            self._watch()
+        for name, sign in self._outside.take().items():
+            self._gradients[name] = self._gradients[name].plus(sign) if name in self._gradients else sign
+        signs = [*self._values.values(), *self._gradients.values()]
+        products = [sign.product * number for number, sign in enumerate(signs, 1)]
         return {"writes": _folded(self._counts), "values": math.fsum(products)}
 
     def compare(self, where: str) -> None:
@@ -64,11 +75,21 @@ class Writes:
         """
         if len(set(facts.writes)) > 1 or len(set(facts.values)) > 1:
             counts = dict(zip(self._homes, self._counts, strict=True))
-            counts_of_all, values_of_all = zip(*of_all(self.table, (counts, self._values)), strict=True)
+            told = of_all(self.table, (counts, self._values, self._gradients))
+            counts_of_all, values_of_all, gradients_of_all = zip(*told, strict=True)
             _refuse_counts(counts_of_all)  # values stay: the other ranks may write the same later
-            self._values = {}
+            self._forget()
             _refuse_values(values_of_all)
-        self._values = {}
+            _refuse_gradients(gradients_of_all)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._values, self._gradients = {}, {}
+
+    def _watch(self) -> None:
+        self._swaps = swaps()
+        if self.table.size > 1:  # alone, whole gradients are right
+            self._outside.watch(self._homes)
 
     @property
     def _counts(self) -> Iterator[int]:
@@ -97,7 +118,7 @@ def _refuse_counts(ranks: Sequence[Mapping[str, int]]) -> None:
 
 
 def _refuse_values(ranks: Sequence[Mapping[str, Sign]]) -> None:
-    unlike = [name for name in _names(ranks) if not _alike([told.get(name) for told in ranks])]
+    unlike = _unlike(ranks)
     if unlike:
         raise StateError(
             f"{_told(unlike)} written with unlike values by the processes. Each keeps its own part of what it writes, "
@@ -105,6 +126,23 @@ def _refuse_values(ranks: Sequence[Mapping[str, Sign]]) -> None:
             f"torch.manual_seed before an initialisation, or what process 0 has, by "
             f"torch.distributed.broadcast_object_list"
         )
+
+
+def _refuse_gradients(ranks: Sequence[Mapping[str, Sign]]) -> None:
+    unlike = _unlike(ranks)
+    if unlike:
+        norms = ", ".join(f"{told[unlike[0]].norm:.4g}" if unlike[0] in told else "none" for told in ranks)
+        raise StateError(
+            f"{_shown(unlike)} had a gradient from outside of the model's own calls (of a submodule, or of the "
+            f"parameter itself) that is unlike on the processes (of {unlike[0]!r} with norms {norms}, by rank): each "
+            f"used its own rows there, and would keep its own part of another gradient. Compute it in the model's "
+            f"forward, so that the model's call gives it; or from the same rows on all processes (those of "
+            f"torch.distributed.all_gather, as a loss of all of them), as a penalty of weights is"
+        )
+
+
+def _unlike(ranks: Sequence[Mapping[str, Sign]]) -> list[str]:
+    return [name for name in _names(ranks) if not _alike([told.get(name) for told in ranks])]
 
 
 def _names(ranks: Sequence[Mapping[str, Any]]) -> Iterable[str]:
@@ -116,9 +154,13 @@ def _alike(signs: Sequence[Sign | None]) -> bool:
 
 
 def _told(names: Sequence[str]) -> str:
+    return f"{_shown(names)} {'has' if len(names) == 1 else 'have'} been"
+
+
+def _shown(names: Sequence[str]) -> str:
     shown = ", ".join(map(repr, names[:_MOST_NAMED]))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"parameter {shown} has been" if len(names) == 1 else f"parameters {shown}{more} have been"
+    return f"parameter{'s' * (len(names) > 1)} {shown}{more}"
 
 
 def _times(ranks: Sequence[Mapping[str, int]], name: str) -> str:

@@ -17,7 +17,8 @@ from torch.optim import optimizer
 from tests.house import trees
 
 HOME = "hetu_fx.base.torch_private"
-PUBLIC = {"_current_frames", "_exit", "_getframe", "_make", "_replace"}  # documented of sys, os and named tuples
+PUBLIC = {"_actions", "_current_frames", "_exit", "_getframe", "_make", "_replace"}
+# Documented of sys, os and named tuples; `_actions` is what argparse's completers read, for want of another way.
 ASKED_BY_TEXT = ("getattr", "hasattr", "setattr", "delattr", "object", "attrgetter", "methodcaller")
 
 

@@ -37,8 +37,8 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:
-    expected = StepFacts((4,), 7, (12.0,), (0.5,), probe_seconds=(0.0,), update_seconds=(0.0,), sizes_of=((7,),))
-    assert agree(ALONE, FACTS) == expected
+    nothing = dict.fromkeys(("probe_seconds", "update_seconds", "writes", "values"), (0.0,))
+    assert agree(ALONE, FACTS) == StepFacts((4,), 7, (12.0,), (0.5,), sizes_of=((7,),), **nothing)
 
 
 def test_sizes_that_may_differ_come_with_the_largest_of_ranks_that_have_rows(other: Any) -> None:
@@ -58,9 +58,8 @@ def test_a_rank_alone_raises_its_error() -> None:
 
 def test_counts_are_summed_and_the_rest_is_kept_by_rank(other: Any) -> None:
     other(replace(FACTS, rows=1, longest=9, counts=(3.0,), told={"compute_seconds": 2.0}))
-    zeros = (0.0, 0.0)
-    told = StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), probe_seconds=zeros, update_seconds=zeros, sizes_of=((7,), (7,)))
-    assert agree(TWO, FACTS) == told
+    nothing = dict.fromkeys(("probe_seconds", "update_seconds", "writes", "values"), (0.0, 0.0))
+    assert agree(TWO, FACTS) == StepFacts((4, 1), 9, (15.0,), (0.5, 2.0), sizes_of=((7,), (7,)), **nothing)
 
 
 def test_ranks_that_ask_to_be_drained_are_told_to_all(other: Any) -> None:

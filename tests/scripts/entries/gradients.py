@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional
 
 from tests.scripts.job import Job, loss_of, whole
 from tests.scripts.script import Results, script
-from tests.scripts.training import batches, sgd, trained
+from tests.scripts.settings import SEVERAL
+from tests.scripts.training import batches, sgd, steps, trained
 
 INPUTS = "needs a gradient"
 
@@ -370,3 +372,69 @@ def _(job: Job) -> Results:
     fast = {n: p - 0.1 * g for (n, p), g in zip(named.items(), found, strict=True)}
     loss_of(torch.func.functional_call(model, fast, kwargs=job.rows(batch))).backward()
     return job.gradients(model)
+
+
+OUTSIDE = "from outside of the model's own calls"
+Extra = Callable[[nn.Module, Tensor], Tensor]  # a loss of submodules or parameters alone, of rows
+
+
+def _features(model: Any, x: Tensor) -> Tensor:
+    return model.first(x).tanh().mean()
+
+
+def _product(model: Any, x: Tensor) -> Tensor:
+    return functional.linear(x, model.first.weight).square().mean()
+
+
+def _orthogonality(model: Any, x: Tensor) -> Tensor:
+    weight = model.middle.weight
+    return (weight @ weight.T - torch.eye(weight.shape[0], dtype=weight.dtype)).square().sum()
+
+
+def _decay(model: Any, x: Tensor) -> Tensor:
+    return sum((p.square().sum() for p in trained(model)), torch.zeros((), dtype=x.dtype))
+
+
+def _trained_beside(job: Job, extra: Extra, rows: Callable[[Tensor], Tensor]) -> Results:
+    """Train with a loss beside the model's, of rows of a batch for it."""
+    model, batch = job.mlp()
+    job.parallel(model, batch)
+    beside = iter(batches(3))
+    losses = steps(job, model, batches(3), sgd(model), lambda: (0.1 * extra(model, rows(next(beside)["x"]))).backward())
+    return {"losses": losses, **job.parameters(model)}
+
+
+def _enter_beside(what: str, extra: Extra) -> None:
+    def own(job: Job) -> Results:
+        return _trained_beside(job, extra, job.cut)
+
+    def same(job: Job) -> Results:
+        return _trained_beside(job, extra, lambda x: x)
+
+    script(f"trains {what} alone, on one process", settings=("one",))(own)
+    script(f"trains {what} alone, on the process's own rows", settings=SEVERAL, refused=OUTSIDE)(own)
+    script(f"trains {what} alone, on the same rows on all processes", settings=SEVERAL)(same)
+
+
+_enter_beside("a submodule", _features)
+_enter_beside("a parameter", _product)
+
+
+@script("keeps weights near to orthogonal by a loss of its own")
+def _(job: Job) -> Results:
+    return _trained_beside(job, _orthogonality, lambda x: x)
+
+
+@script("decays weights by a loss of its own (L2)")
+def _(job: Job) -> Results:
+    return _trained_beside(job, _decay, lambda x: x)
+
+
+@script("trains a submodule alone on one process of several", settings=SEVERAL, refused=OUTSIDE)
+def _(job: Job) -> Results:
+    """The others gather what it needs, and leave its loss alone."""
+
+    def extra(model: Any, x: Tensor) -> Tensor:
+        return _features(model, x) * (1.0 if job.rank == 0 else 0.0)
+
+    return _trained_beside(job, extra, lambda x: x)

@@ -11,6 +11,7 @@ from torch import nn
 
 from hetu_fx.annotations.annotation import Annotation, Split
 from hetu_fx.comm_ops.wire.consensus import StepFacts
+from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home import writes
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
@@ -31,7 +32,7 @@ class Ranks:
             }
             for rank in range(2)
         ]
-        self.writes = [Writes(None, homes) for homes in self.homes]  # type: ignore[arg-type]
+        self.writes = [Writes(GroupTable.dry(rank, 2), homes) for rank, homes in enumerate(self.homes)]
         self._told: Sequence[Any] = ()
         monkeypatch.setattr(writes, "of_all", lambda table, mine: self._told)
 
@@ -39,7 +40,9 @@ class Ranks:
         """Do what each rank does at an agreement."""
         told = [dict(one.told) for one in self.writes]
         facts = StepFacts(rows=(1, 1), **{name: tuple(one[name] for one in told) for name in told[0]})  # type: ignore[arg-type]
-        self._told = [(dict(zip(one._homes, one._counts, strict=True)), one._values) for one in self.writes]
+        self._told = [
+            (dict(zip(one._homes, one._counts, strict=True)), one._values, one._gradients) for one in self.writes
+        ]
         errors = []
         for one in self.writes:
             try:
@@ -119,3 +122,48 @@ def test_nan_is_like_nan(ranks: Ranks) -> None:
     for homes in ranks.homes:
         homes["first"].copy_(WHOLE * torch.nan)
     ranks.check()
+
+
+def _gradient_outside(home: Any, gradient: torch.Tensor) -> None:
+    """Let a gradient come to a home parameter, as from what used it alone, which would gather it from processes."""
+    torch.autograd.backward(home, gradient)
+
+
+def test_gradients_from_outside_are_taken_where_they_are_alike(ranks: Ranks) -> None:
+    for rank, homes in enumerate(ranks.homes):
+        for _ in range(2):
+            _gradient_outside(homes["first"], WHOLE * (1 + 1e-7 * rank))
+    ranks.check()
+
+
+def test_unlike_gradients_from_outside_are_refused_with_their_norms(ranks: Ranks) -> None:
+    for rank, homes in enumerate(ranks.homes):
+        _gradient_outside(homes["last"], WHOLE + rank)
+    message = r"parameter 'last' had a gradient from outside .* norms 22\.49, 25\.5, by rank"
+    with pytest.raises(StateError, match=message):
+        ranks.check()
+    ranks.check()
+
+
+def test_a_gradient_from_outside_on_one_rank_alone_is_refused(ranks: Ranks) -> None:
+    _gradient_outside(ranks.homes[1]["first"], WHOLE)
+    with pytest.raises(StateError, match="norms none, 22"):
+        ranks.check()
+
+
+def test_gradients_of_pieces_are_not_from_outside(ranks: Ranks) -> None:
+    home = ranks.homes[0]["first"]
+    _gradient_outside(home, HomeTensor.from_full(WHOLE, home.home_layout))
+    ranks.check()
+
+
+def test_parameters_are_watched_once_also_with_another_dtype(ranks: Ranks) -> None:
+    for homes in ranks.homes:
+        homes["first"].data = homes["first"].data.double()
+    ranks.check()
+    for one in ranks.writes:
+        one.begin()
+    for rank, homes in enumerate(ranks.homes):
+        _gradient_outside(homes["first"], WHOLE.double() * rank)
+    with pytest.raises(StateError, match=r"norms 0, 22\.49"):
+        ranks.check()

@@ -128,18 +128,18 @@ def _counting_on_all(get_num_items: Callable[..., Any]) -> Callable[..., Any]:
 _REPEATS = "the loss of evaluation would count rows twice that fill up the last batch of all processes"
 
 register_patch(
-    Patch("transformers", "transformers.trainer", "Trainer", "prediction_step", _REPEATS, "5.23", _counting_rows_once)
+    Patch("transformers", "transformers.trainer", "Trainer", "prediction_step", _REPEATS, "5.24", _counting_rows_once)
 )
 register_patch(
     Patch(
-        "transformers", "transformers.trainer_seq2seq", "Seq2SeqTrainer", "prediction_step", _REPEATS, "5.23",
+        "transformers", "transformers.trainer_seq2seq", "Seq2SeqTrainer", "prediction_step", _REPEATS, "5.24",
         _counting_rows_once,
     )
 )  # fmt: skip
 register_patch(
     Patch(
         "transformers", "transformers.trainer", "Trainer", "_get_num_items_in_batch",
-        "average_tokens_across_devices=False would divide the loss of all rows by the items of one process", "5.23",
+        "average_tokens_across_devices=False would divide the loss of all rows by the items of one process", "5.24",
         _counting_on_all,
     )
 )  # fmt: skip

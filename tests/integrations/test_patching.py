@@ -35,13 +35,18 @@ def meet_a_model() -> None:
         framework.adopt(nn.Linear(2, 2))
 
 
-def test_every_patch_is_listed_with_its_reason_and_tested_with_what_is_installed() -> None:
+def numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")[:2]]
+
+
+def test_every_patch_is_listed_with_its_reason_and_a_version_not_after_what_is_installed() -> None:
     assert {f"{patch.owner}.{patch.name}" for patch in patches()} == {
         "Accelerator.prepare_model", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
         "Trainer._get_num_items_in_batch", "LocalSGD.__enter__",
     }  # fmt: skip
     for patch in patches():
-        assert version(patch.library).startswith(f"{patch.tested}."), str(patch)
+        tested, installed = numbers(patch.tested), numbers(version(patch.library))
+        assert tested[0] == installed[0] and tested <= installed, f"{patch}: {installed} is installed"
         assert patch.why in str(patch)
 
 

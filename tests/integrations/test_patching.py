@@ -46,7 +46,7 @@ def test_every_patch_is_listed_with_its_reason_and_a_version_not_after_what_is_i
     }  # fmt: skip
     for patch in patches():
         tested, installed = numbers(patch.tested), numbers(version(patch.library))
-        assert tested[0] == installed[0] and tested <= installed, f"{patch}: {installed} is installed"
+        assert tested <= installed < [tested[0] + 1], f"{patch}: {installed} is installed"
         assert patch.why in str(patch)
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from hetu_fx.annotations.annotation import Annotation
-from hetu_fx.comm_ops.wire.consensus import StepFacts, by_first, together
+from hetu_fx.comm_ops.wire.consensus import StepFacts, by_first, of_all, together
 from hetu_fx.errors import PlanError, StateError
 from hetu_fx.plans.plan import Plan
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -165,9 +165,10 @@ class Rehoming:
     def _carry_out(self, plan: Plan, weights: Sequence[float], overlap: bool | None) -> SwitchPlan:
         runtime = self.runtime
         shapes = {name: tuple(home.shape) for name, home in runtime.homes.items()}
+        left = [0.0 if rank in runtime.variants.drained else weight for rank, weight in enumerate(weights)]
+        _check_alike(of_all(runtime.table, (plan.summary(), left)))
 
         def chosen() -> dict[str, Annotation]:
-            left = [0.0 if rank in runtime.variants.drained else weight for rank, weight in enumerate(weights)]
             if not any(left):
                 raise PlanError(f"homes are asked for with shares {list(weights)}, but no device with one is left")
             key = plan, tuple(left)
@@ -215,3 +216,10 @@ class Rehoming:
             usable = self.runtime.variants.usable.values()
             return max((v.plan for v in usable), key=lambda plan: len(plan.devices), default=self._near)
         return self.runtime.variants[self.adaptation.replan(self.runtime.variants.health.rates)].plan
+
+
+def _check_alike(asked: Sequence[tuple[str, list[float]]]) -> None:
+    """Refuse what ranks ask for unlike: near which plan, and which shares."""
+    if any(one != asked[0] for one in asked):
+        told = "; ".join(f"rank {rank}: near {near}, shares {shares}" for rank, (near, shares) in enumerate(asked))
+        raise StateError(f"homes are asked for unlike ({told}); all ranks must do the same")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hetu_fx.batches.sampler import Pieces as Pieces
     from hetu_fx.batches.sampler import TokenBudgetSampler as TokenBudgetSampler
     from hetu_fx.batches.sampler import nested_batch as nested_batch
+    from hetu_fx.checkpoint.staging import PartsStager as PartsStager
     from hetu_fx.cluster.cluster import Cluster as Cluster
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
@@ -50,6 +51,7 @@ _HOMES = {
     "Hydraulis": "hetu_fx.planner.dispatch.policies",
     "Launcher": "hetu_fx.base.frameworks",
     "Measuring": "hetu_fx.planner.measure.blocks",
+    "PartsStager": "hetu_fx.checkpoint.staging",
     "Pieces": "hetu_fx.batches.sampler",
     "Pipeline": "hetu_fx.plans.plan",
     "Plan": "hetu_fx.plans.plan",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from hetu_fx import PartsStager
 from hetu_fx.annotations.annotation import Annotation, Duplicate, Split
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home.ops import HomeTensor, gather_whole, home_layout
@@ -263,6 +264,24 @@ def check_distributed_checkpoint_reshards(rank: int, world: int, folder: Path) -
         wanted[name] = HomeTensor.from_full(torch.zeros(shape, dtype=torch.float64), layout)
     dcp.load(wanted, checkpoint_id=folder / "dcp")
     assert_same([value(name, 0) for name in HOMES], list(wanted.values()))
+
+
+def check_distributed_checkpoint_writes_every_element_once_by_who_counts_it(
+    rank: int, world: int, folder: Path
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    homes = {name: home for name, _, home in pairs(rank)}
+    under_way: Any = dcp.async_save(dict(homes), checkpoint_id=folder / "dcp", async_stager=PartsStager())
+    under_way.result()
+    torch.distributed.barrier()
+    found = dcp.FileSystemReader(folder / "dcp").read_metadata()
+    for name, home in homes.items():
+        chunks = {chunk.offsets: chunk.sizes.numel() for chunk in found.state_dict_metadata[name].chunks}
+        assert sum(chunks.values()) == home.numel()
+        files = {index.offset: kept.relative_path for index, kept in found.storage_data.items() if index.fqn == name}
+        mine = sum(chunks[offset] for offset, file in files.items() if file.startswith(f"__{rank}_"))
+        assert mine == sum(box.numel for box, _ in home.home_layout.counted_chunks), name
 
 
 @pytest.mark.distributed

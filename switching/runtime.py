@@ -93,7 +93,7 @@ class Runtime:
         self.switches = 0
         self.times = StepTimes()
         self.idle = IdleMemory(table, settings.idle_bytes)
-        self.writes = Writes(table, homes)
+        self.writes = Writes(table, homes, self.buffers)
         self.whole = WholeModule(model, table, self.buffers, self.writes, settings.idle_bytes)
         self.in_flight = InFlightState(table, lambda: self.step)
         self._watchers: list[Watcher] = []

@@ -55,8 +55,8 @@ class StepFacts:
         probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
         is_joined: a rank knows of a process that is ready to join.
         update_seconds: of each rank's optimizers since the last facts; 0 if unknown.
-        writes: of each rank to parameters, as a number that tells unlike ones; the same on all ranks, or they are told.
-        values: that each rank has written to parameters since the last facts, likewise.
+        writes: of each rank to parameters and what belongs to them, as a number that tells unlike ones; the same on all
+            ranks, or they are told.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
     """
 
@@ -70,7 +70,6 @@ class StepFacts:
     is_joined: bool = _fact(any)
     update_seconds: tuple[float, ...] = _fact(tuple)
     writes: tuple[float, ...] = _fact(tuple)
-    values: tuple[float, ...] = _fact(tuple)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 
     @property

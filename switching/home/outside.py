@@ -8,7 +8,7 @@ of one device. Which it is shows by signs of the gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,11 +19,12 @@ from hetu_fx.switching.home.values import Sign, Signed, signed
 
 
 class OutsideGradients:
-    """The whole gradients that have been added to those of home parameters on this rank since they were last taken."""
+    """The whole gradients that have been added to those of home parameters on this rank since they were forgotten."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, Any] = {}
-        self._seen: dict[str, list[Signed]] = {}
+        self._new: dict[str, list[Signed]] = {}
+        self._signs: dict[str, Sign] = {}
 
     def watch(self, homes: Mapping[str, nn.Parameter]) -> None:
         """Watch these, by name, from now on; what is watched already is not watched twice."""
@@ -33,12 +34,20 @@ class OutsideGradients:
                 node.register_prehook(partial(self._see, name))
         self._nodes = nodes
 
-    def take(self) -> dict[str, Sign]:
-        """Return the sign of each parameter's gradients of this kind, and forget them."""
-        seen, self._seen = self._seen, {}
-        return {name: reduce(Sign.plus, (one.sign for one in found)) for name, found in seen.items()}
+    @property
+    def signs(self) -> Mapping[str, Sign]:
+        """Return the sign of the sum of each parameter's gradients of this kind."""
+        for name, found in self._new.items():
+            for one in found:
+                self._signs[name] = one.sign.plus(self._signs.get(name))
+        self._new = {}
+        return self._signs
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._new, self._signs = {}, {}
 
     def _see(self, name: str, gradients: tuple[Any, ...]) -> None:
         for gradient in gradients:
             if gradient is not None and not isinstance(gradient, HomeTensor):
-                self._seen.setdefault(name, []).append(signed(gradient))
+                self._new.setdefault(name, []).append(signed(gradient))

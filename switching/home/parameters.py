@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 from hetu_fx.annotations.annotation import Annotation, Duplicate
 from hetu_fx.annotations.local import local_part, write_part
 from hetu_fx.base.once import once
-from hetu_fx.base.torch_private import buffer_slots, gradient_hooks, set_gradient_hooks, without_weak_references
+from hetu_fx.base.torch_private import (
+    buffer_slots,
+    gradient_hooks,
+    set_gradient_hooks,
+    version,
+    without_weak_references,
+)
 from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_moves
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -137,19 +144,41 @@ class Buffers:
     def __init__(self, model: nn.Module, table: GroupTable) -> None:
         self.model, self.table = model, table
         self._stale: dict[str, Annotation] = {}
+        self._own_writes: dict[str, int] = {}
+        self._written_by_each: set[str] = set()
 
     def read(self, name: str, annotation: Annotation) -> Tensor:
         """Return this rank's part of a buffer under `annotation`."""
-        return local_part(self._buffer(name), annotation, self.table.rank)
+        return local_part(self.named(name), annotation, self.table.rank)
 
     def write(self, updates: Mapping[str, Tensor], annotations: Mapping[str, Annotation]) -> None:
         """Write new values of this rank's parts; `annotations` says for all ranks where each buffer's parts lie."""
         for name, value in updates.items():
-            write_part(self._buffer(name), value, annotations[name], self.table.rank)
+            with self._writing(name) as buffer:
+                write_part(buffer, value, annotations[name], self.table.rank)
         self._stale.update(annotations)
+
+    def script_writes(self) -> Iterator[tuple[str, int]]:
+        """Yield how often the script has written each buffer, so far as others than it can be told from it."""
+        for name, buffer in self.model.named_buffers():
+            if name not in self._written_by_each:
+                yield name, version(buffer) - self._own_writes.get(name, 0)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Tensor]:
+        """Write a buffer otherwise than by the script."""
+        buffer = self.named(name)
+        before = version(buffer)
+        yield buffer
+        self._own_writes[name] = self._own_writes.get(name, 0) + version(buffer) - before
 
     def mark_written(self, names: Iterable[str], owner: int) -> None:
         """Remember buffers that each rank writes for itself; the values of rank `owner` will count."""
+        found = list(names)
+        self._written_by_each.update(found)
+        self._let_count(found, owner)
+
+    def _let_count(self, names: Iterable[str], owner: int) -> None:
         self._stale.update(dict.fromkeys(names, Annotation.on((owner,))))
 
     def take_from_first(self, names: Sequence[str]) -> None:
@@ -161,7 +190,7 @@ class Buffers:
         there = {name for name, _ in self.model.named_buffers()}
         self._stale = {name: at for name, at in self._stale.items() if name in there}
         if names:
-            self.mark_written(names, 0)
+            self._let_count(names, 0)
             self.sync()
 
     def _make_plain(self) -> None:
@@ -178,7 +207,7 @@ class Buffers:
         names = sorted(name for name, annotation in stale.items() if not self._is_everywhere(name, annotation))
         if not names:
             return
-        buffers = [self._buffer(name) for name in names]
+        buffers = [self.named(name) for name in names]
         rank = self.table.rank
         parts = [
             local_part(buffer, stale[name], rank) if stale[name].holds(rank) else None
@@ -188,12 +217,13 @@ class Buffers:
             tuple((stale[name], tuple(b.shape), b.element_size()) for name, b in zip(names, buffers, strict=True))
         )
         moved = run_moves(plan, parts, self.table, like=buffers)
-        for buffer, fresh in zip(buffers, moved, strict=True):
+        for name, fresh in zip(names, moved, strict=True):
             if fresh is not None:
-                buffer.copy_(fresh)
+                with self._writing(name) as buffer:
+                    buffer.copy_(fresh)
 
     def _is_everywhere(self, name: str, annotation: Annotation) -> bool:
-        shape = tuple(self._buffer(name).shape)
+        shape = tuple(self.named(name).shape)
         ranks = range(self.table.size)
         return all(annotation.holds(rank) and annotation.local_shape(rank, shape) == shape for rank in ranks)
 
@@ -204,5 +234,6 @@ class Buffers:
         whole = Annotation.on(everyone, Duplicate(len(everyone)))
         return plan_moves([TensorMove(annotation, whole, shape, size) for annotation, shape, size in written])
 
-    def _buffer(self, name: str) -> Tensor:
+    def named(self, name: str) -> Tensor:
+        """Return the buffer of a name."""
         return self.model.get_buffer(name)

@@ -1,16 +1,22 @@
 """Optimizers by number, in the order of their first steps: the same on all ranks. What one has loaded is cut at a step.
 
-All optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are).
+All optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are). Their steps are
+noted in the journal, with what they go by.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hetu_fx.switching.home.journal import JOURNAL, Rates
 from hetu_fx.switching.home.parameters import cut_optimizer_state
+from hetu_fx.switching.home.tensor import HomeTensor
 
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 _numbers = count()
@@ -21,11 +27,40 @@ def numbered() -> tuple[tuple[Optimizer, int], ...]:
     return tuple(_seen.items())
 
 
-def _remember(optimizer: Optimizer, *_: object) -> None:
+def rates_of(optimizer: Optimizer) -> Rates:
+    """Return the numbers that an optimizer goes by now: rates, momenta, decays."""
+    return tuple(tuple(_rates(group.items())) for group in optimizer.param_groups)
+
+
+def _rates(options: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, tuple[float, ...]]]:
+    for name, value in options:
+        numbers = tuple(map(float, filter(_is_number, value if isinstance(value, tuple) else (value,))))
+        if numbers and name != "params":
+            yield name, numbers
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):  # elsewhere than on the host, reading one waits
+        return value.numel() == 1 and value.device.type == "cpu"
+    return isinstance(value, (int, float))
+
+
+def _begin(optimizer: Optimizer, *_: object) -> None:
     if optimizer not in _seen:
         _seen[optimizer] = next(_numbers)
         optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
         cut_optimizer_state(optimizer)
+    has_homes = any(isinstance(p, HomeTensor) for p in _parameters(optimizer))
+    JOURNAL.begin_step(rates_of(optimizer) if has_homes else None)
 
 
-register_optimizer_step_pre_hook(_remember)
+def _parameters(optimizer: Optimizer) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _end(*_: object) -> None:
+    JOURNAL.end_step()
+
+
+register_optimizer_step_pre_hook(_begin)
+register_optimizer_step_post_hook(_end)

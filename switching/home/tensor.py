@@ -25,10 +25,10 @@ from hetu_fx.base.torch_private import (
 )
 from hetu_fx.comm_ops.wire.collectives import gather_segments
 from hetu_fx.errors import StateError
+from hetu_fx.switching.home.journal import JOURNAL
 from hetu_fx.switching.home.layout import Chunk, HomeLayout
 from hetu_fx.switching.home.memory import AsksForWhole
 from hetu_fx.switching.home.piece_copies import note_copy, note_swap
-from hetu_fx.switching.home.values import note_value
 
 T = TypeVar("T")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -122,7 +122,7 @@ class HomeTensor(AsksForWhole):
         set_versions((self.local,), (after,))
         mark_written([self])
         if self.home_layout.world > 1 and not isinstance(value, HomeTensor):
-            note_value(self.local, value)
+            JOURNAL.write_value(self.local, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the tensor and this rank's piece, without talking to other ranks."""
@@ -208,7 +208,7 @@ _writes = 0  # begun so far
 
 
 def counting_writes(op: Any, handler: Handler) -> Handler:
-    """Have a handler tell while it writes, if it does: other threads read pieces (see `undisturbed`)."""
+    """Have a handler tell that it writes, if it does: the journal, and other threads that read (see `undisturbed`)."""
     if not schema(op).is_mutable:
         return handler
 
@@ -217,9 +217,11 @@ def counting_writes(op: Any, handler: Handler) -> Handler:
         _writes += 1
         _writing.append(func)
         try:
-            return handler(func, args, kwargs)
+            made = handler(func, args, kwargs)
         finally:
             _writing.pop()
+        JOURNAL.write(args, kwargs)
+        return made
 
     return run
 

@@ -15,8 +15,6 @@ from torch import Tensor
 _MOST_ELEMENTS = 1 << 18
 _SIGN = "sign_of_written"
 
-_noted = 0
-
 
 class Sign(NamedTuple):
     """What tells a value from others: its product with a vector of signs, its norm, and how exact its dtype is."""
@@ -25,8 +23,10 @@ class Sign(NamedTuple):
     norm: float
     eps: float
 
-    def plus(self, other: Sign) -> Sign:
+    def plus(self, other: Sign | None) -> Sign:
         """Return the sign of a sum; its norm is a bound."""
+        if other is None:
+            return self
         return Sign(self.product + other.product, self.norm + other.norm, max(self.eps, other.eps))
 
     def is_like(self, other: Sign) -> bool:
@@ -34,7 +34,8 @@ class Sign(NamedTuple):
         if self == other or str(self) == str(other):  # as text: nan is not equal to itself
             return True
         tolerance = min(1e-2, 1000 * max(self.eps, other.eps)) * max(self.norm, other.norm)
-        return math.isclose(self.product, other.product, rel_tol=0, abs_tol=tolerance)
+        pairs = (self.product, other.product), (self.norm, other.norm)
+        return all(math.isclose(one, like, rel_tol=0, abs_tol=tolerance) for one, like in pairs)
 
 
 class Signed(NamedTuple):
@@ -55,16 +56,11 @@ def signed(whole: Tensor) -> Signed:
     return Signed(_projected(whole.detach()), _eps(whole.dtype))
 
 
-def noted() -> int:
-    """Return how many values have been noted so far."""
-    return _noted
-
-
-def note_value(piece: Tensor, whole: Tensor) -> None:
-    """Note that a whole value was written, of which this piece is the rank's part."""
-    global _noted
-    _noted += 1
-    setattr(piece, _SIGN, signed(whole))
+def mark_value(piece: Tensor, whole: Tensor) -> Signed:
+    """Note at a piece that it is the rank's part of a whole value that was written; return what tells that."""
+    found = signed(whole)
+    setattr(piece, _SIGN, found)
+    return found
 
 
 def take_sign(piece: Tensor | None) -> Sign | None:

@@ -15,6 +15,7 @@ from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.errors import StateError
 from hetu_fx.switching.home import writes
 from hetu_fx.switching.home.ops import HomeTensor, home_layout
+from hetu_fx.switching.home.parameters import Buffers
 from hetu_fx.switching.home.writes import Writes
 
 CUT = Annotation.on((0, 1), Split(0, (2, 1)))
@@ -32,17 +33,19 @@ class Ranks:
             }
             for rank in range(2)
         ]
-        self.writes = [Writes(GroupTable.dry(rank, 2), homes) for rank, homes in enumerate(self.homes)]
+        self.models = [nn.BatchNorm1d(2) for _ in range(2)]
+        tables = [GroupTable.dry(rank, 2) for rank in range(2)]
+        self.writes = [
+            Writes(table, homes, Buffers(model, table))
+            for table, homes, model in zip(tables, self.homes, self.models, strict=True)
+        ]
         self._told: Sequence[Any] = ()
         monkeypatch.setattr(writes, "of_all", lambda table, mine: self._told)
 
     def check(self) -> None:
         """Do what each rank does at an agreement."""
-        told = [dict(one.told) for one in self.writes]
-        facts = StepFacts(rows=(1, 1), **{name: tuple(one[name] for one in told) for name in told[0]})  # type: ignore[arg-type]
-        self._told = [
-            (dict(zip(one._homes, one._counts, strict=True)), one._values, one._gradients) for one in self.writes
-        ]
+        facts = StepFacts(rows=(1, 1), writes=tuple(one.told["writes"] for one in self.writes))
+        self._told = [tuple(watch.detail for watch in one.watches) for one in self.writes]
         errors = []
         for one in self.writes:
             try:
@@ -110,11 +113,45 @@ def test_unlike_values_are_refused_and_rounding_is_not(ranks: Ranks, write: Any)
 
 
 @torch.no_grad()
+def test_unlike_constants_are_unlike_values(ranks: Ranks) -> None:
+    for rank, homes in enumerate(ranks.homes):
+        homes["first"].copy_(torch.full((6, 2), 1.0 + rank))
+    with pytest.raises(StateError, match="parameter 'first' has been written with unlike values"):
+        ranks.check()
+
+
+@torch.no_grad()
 def test_other_parameters_begin_anew(ranks: Ranks) -> None:
     ranks.homes[0]["first"].zero_()
     for one in ranks.writes:
         one.begin()
     ranks.check()
+
+
+@torch.no_grad()
+def test_buffers_that_one_rank_writes_alone_are_refused_until_the_others_follow(ranks: Ranks) -> None:
+    ranks.models[0].running_mean.fill_(2)  # type: ignore[union-attr]
+    for _ in range(2):
+        with pytest.raises(
+            StateError, match=r"buffer 'running_mean' has been written unequally often.* rank 0: 1 more"
+        ):
+            ranks.check()
+    ranks.models[1].running_mean.fill_(2)  # type: ignore[union-attr]
+    ranks.check()
+
+
+@torch.no_grad()
+def test_buffers_that_are_written_unlike_are_refused(ranks: Ranks) -> None:
+    for rank, model in enumerate(ranks.models):
+        model.running_var.fill_(2 + rank)  # type: ignore[union-attr]
+    with pytest.raises(StateError, match="buffer 'running_var' has been written with unlike values"):
+        ranks.check()
+    ranks.check()
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    table = GroupTable.dry(0, 1)
+    assert not Writes(table, {}, Buffers(nn.BatchNorm1d(2), table)).watches
 
 
 @torch.no_grad()

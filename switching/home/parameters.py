@@ -145,7 +145,7 @@ class Buffers:
         self.model, self.table = model, table
         self._stale: dict[str, Annotation] = {}
         self._own_writes: dict[str, int] = {}
-        self._written_by_each: set[str] = set()
+        self.look()
 
     def read(self, name: str, annotation: Annotation) -> Tensor:
         """Return this rank's part of a buffer under `annotation`."""
@@ -158,11 +158,14 @@ class Buffers:
                 write_part(buffer, value, annotations[name], self.table.rank)
         self._stale.update(annotations)
 
-    def script_writes(self) -> Iterator[tuple[str, int]]:
-        """Yield how often the script has written each buffer, so far as others than it can be told from it."""
-        for name, buffer in self.model.named_buffers():
-            if name not in self._written_by_each:
-                yield name, version(buffer) - self._own_writes.get(name, 0)
+    def look(self) -> None:
+        """Take the buffers that the model has now as those to count writes of."""
+        self._counted = dict(self.model.named_buffers())
+
+    def script_writes(self) -> dict[str, int]:
+        """Return how often the script has written each buffer, where it can be told from writes of others."""
+        own = self._own_writes
+        return {name: version(buffer) - own.get(name, 0) for name, buffer in self._counted.items()}
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[Tensor]:
@@ -174,8 +177,8 @@ class Buffers:
 
     def mark_written(self, names: Iterable[str], owner: int) -> None:
         """Remember buffers that each rank writes for itself; the values of rank `owner` will count."""
-        found = list(names)
-        self._written_by_each.update(found)
+        found = set(names)
+        self._counted = {name: buffer for name, buffer in self._counted.items() if name not in found}
         self._let_count(found, owner)
 
     def _let_count(self, names: Iterable[str], owner: int) -> None:

@@ -72,7 +72,8 @@ class BufferCounts:
 
     def begin(self) -> None:
         """Count from now on, for what are the buffers now."""
-        self._before = dict(self._buffers.script_writes())
+        self._buffers.look()
+        self._before = self._buffers.script_writes()
 
     def settle(self) -> None:
         """Do nothing: totals are compared."""
@@ -85,7 +86,7 @@ class BufferCounts:
     @property
     def detail(self) -> dict[str, int]:
         """Return them by name."""
-        return {name: count - self._before.get(name, 0) for name, count in self._buffers.script_writes()}
+        return {name: count - self._before[name] for name, count in self._buffers.script_writes().items()}
 
     def problem(self, told: Sequence[Mapping[str, int]]) -> str:
         """Name the buffers that were written unequally often."""
@@ -109,7 +110,7 @@ class BufferValues:
 
     def begin(self) -> None:
         """Compare what is written from now on."""
-        self._before = dict(self._buffers.script_writes())
+        self._before = self._buffers.script_writes()
 
     def settle(self) -> None:
         """Compare what is written from now on."""
@@ -124,7 +125,7 @@ class BufferValues:
     def detail(self) -> dict[str, Sign]:
         """Return the signs of the buffers that were written."""
         now = self._buffers.script_writes()
-        written = [name for name, count in now if count != self._before.get(name, 0)]
+        written = [name for name, count in now.items() if count != self._before[name]]
         return {name: signed(self._buffers.named(name)).sign for name in written}
 
     def problem(self, told: Sequence[Mapping[str, Sign]]) -> str:

@@ -22,7 +22,7 @@ from hetu_fx.errors import StateError
 from hetu_fx.program.structure import told_hook
 from hetu_fx.switching.runtime import Runtime
 
-_DEEPEST = 6  # wrappers, and what they consist of, around each other
+_DEEPEST = 12  # wrappers, and what they consist of, around each other
 _LIBRARIES = ("torch", "hetu_fx")  # whose functions name nothing of a script's
 _WAY_OUT = (
     "assign it to the model's class, or before hetu_fx.auto_parallelize; a wrapper keeps the forward that it finds in "

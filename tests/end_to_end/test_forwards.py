@@ -94,6 +94,14 @@ def test_a_wrapper_runs_around_the_graphs_without_another_capture(wrap: Any) -> 
     assert model.hetu.stats["steps"] == 2
 
 
+def test_wrappers_of_several_libraries_around_each_other_lead_to_ours() -> None:
+    model = parallel()
+    for _ in range(4):  # as trl's and accelerate's are: autocast, and a cast of outputs
+        model.forward = MethodType(functools.partial(lambda before, _, x: before(x=x), model.forward), model)
+        assert ratio(model) == pytest.approx(1)
+    assert len(model.hetu.stats["captures"]) == 1
+
+
 def test_a_wrapper_that_calls_nothing_is_refused_by_name() -> None:
     model = parallel()
     before = model.forward

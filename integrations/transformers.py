@@ -94,7 +94,7 @@ def _first(kept: int, rows: int, given: Any) -> Any:
     return given[:kept] if isinstance(given, Tensor) and given.dim() and len(given) == rows else given
 
 
-def _counting_rows_once(prediction_step: Callable[..., Any]) -> Callable[..., Any]:
+def counting_rows_once(prediction_step: Callable[..., Any]) -> Callable[..., Any]:
     """Make a Trainer's step of evaluation give the loss of each row once, as on one device."""
 
     @functools.wraps(prediction_step)
@@ -128,12 +128,12 @@ def _counting_on_all(get_num_items: Callable[..., Any]) -> Callable[..., Any]:
 _REPEATS = "the loss of evaluation would count rows twice that fill up the last batch of all processes"
 
 register_patch(
-    Patch("transformers", "transformers.trainer", "Trainer", "prediction_step", _REPEATS, "5.24", _counting_rows_once)
+    Patch("transformers", "transformers.trainer", "Trainer", "prediction_step", _REPEATS, "5.24", counting_rows_once)
 )
 register_patch(
     Patch(
         "transformers", "transformers.trainer_seq2seq", "Seq2SeqTrainer", "prediction_step", _REPEATS, "5.24",
-        _counting_rows_once,
+        counting_rows_once,
     )
 )  # fmt: skip
 register_patch(

@@ -11,6 +11,7 @@ from typing import Any
 import accelerate.local_sgd
 import pytest
 import transformers.trainer_seq2seq  # noqa: F401  (so that its patch is put in)
+import trl.trainer.sft_trainer  # noqa: F401  (likewise)
 from accelerate import Accelerator
 from torch import nn
 
@@ -43,6 +44,7 @@ def test_every_patch_is_listed_with_its_reason_and_a_version_not_after_what_is_i
     assert {f"{patch.owner}.{patch.name}" for patch in patches()} == {
         "Accelerator.prepare_model", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
         "Trainer._get_num_items_in_batch", "LocalSGD.__enter__",
+        "SFTTrainer.compute_loss", "SFTTrainer.prediction_step",
     }  # fmt: skip
     for patch in patches():
         tested, installed = numbers(patch.tested), numbers(version(patch.library))

@@ -1,4 +1,4 @@
-"""Adapters of PEFT, and trl's SFTTrainer: plain, packed, on completions, smoothed, accumulating, with adapters, evaluated, resumed."""
+"""Adapters of PEFT, and trl's SFTTrainer: packed, on completions, smoothed, accumulating, in bf16, resumed."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.frameworks import offer
+from hetu_fx.base.imports import import_after
 from hetu_fx.export.known_ops import know_ops_in_time
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ _HOMES = {
 __all__ = [*sorted(_HOMES)]
 
 offer("hetu_fx.integrations.transformers", "hetu_fx.integrations.accelerate")
+import_after("lightning.pytorch.strategies", "hetu_fx.integrations.lightning.registered")
 know_ops_in_time()
 
 

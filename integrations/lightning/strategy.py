@@ -1,0 +1,222 @@
+"""What Lightning's Trainer asks of a strategy, for modules that run in parallel.
+
+The contract is that of its strategy for DistributedDataParallel: every process brings its own rows, and the mean of all
+processes' losses is trained on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import hetu_fx
+from hetu_fx.errors import StateError
+from hetu_fx.integrations.lightning import registered as registered  # the name "hetu_fx", for who imports this first
+from hetu_fx.integrations.lightning.outside import average_gradients
+from hetu_fx.integrations.lightning.parts import Parts
+from hetu_fx.integrations.lightning.processes import Processes
+
+Plans = hetu_fx.Plan | Sequence[hetu_fx.Plan] | str | Path
+
+REFUSED = {
+    "batch": "the first call of a training step is the example",
+    "data": "each process reads its own rows, by Lightning's DistributedSampler",
+    "loss_fn": "the loss is made by the training step, or by the module that it calls",
+    "model": "it is what the training step calls",
+    "optimizer": "it is the one that configure_optimizers gives",
+    "process_group": "all processes of the Trainer take part",
+}
+PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+class HetuStrategy(Processes):
+    """Runs what a LightningModule's training step calls in parallel, by `hetu_fx.auto_parallelize`.
+
+        trainer = Trainer(strategy=HetuStrategy(plan=hetu_fx.Plan.data_parallel([0, 1], shares=[3, 1])), devices=2)
+
+    Args:
+        plan: as `auto_parallelize` takes it.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as Lightning's strategies
+            take them.
+        timeout: of the process group; None: torch's.
+        options: the other keyword arguments of `auto_parallelize`: `cluster`, `outputs`, `capture`, `compile`, ...
+
+    Raises:
+        StateError: an option is not known, or is Lightning's to say.
+    """
+
+    def __init__(
+        self,
+        plan: Plans = "auto",
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            timeout,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        _check_options(options)
+        self._options = {"plan": plan, **options}
+        self._parts: Parts | None = None
+        self._predicting = ExitStack()
+
+    @property
+    def parts(self) -> Parts:
+        """Return which modules run in parallel."""
+        assert self._parts is not None, "a model is connected"
+        return self._parts
+
+    # The model
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the model that the Trainer was given."""
+        super().connect(model)
+        if self._parts is None or self._parts.model is not model:
+            self._parts = Parts(model, self._make)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make all processes' models equal, and the optimizers; modules are made parallel by the first training step.
+
+        Raises:
+            StateError: the precision puts other modules in the model.
+        """
+        check_precision(self.precision_plugin)
+        super().setup(trainer)
+        if self.is_distributed and not self.parts.parallel:
+            for tensor in chain(self.parts.model.parameters(), self.parts.model.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+
+    def model_to_device(self) -> None:
+        """Bring this process's copy to its device."""
+        self.parts.model.to(self.root_device)
+
+    def _make(self, module: nn.Module, batch: Mapping[str, Any] | tuple[Any, ...]) -> None:
+        own = {id(parameter) for parameter in module.parameters()}
+        holders = [one for one in self.optimizers if any(id(p) in own for g in one.param_groups for p in g["params"])]
+        options = {"homes_follow": len(holders) == 1, **self._options}
+        hetu_fx.auto_parallelize(module, batch, optimizer=holders[0] if holders else None, **options)
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step; what it calls first, and is trained, runs in parallel from then on."""
+        with self.parts.found_by_calls():
+            return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average the gradients of what does not run in parallel, as DistributedDataParallel does."""
+        average_gradients(self.parts.outside())
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Accumulate gradients where they are made."""
+        with self.parts.accumulating():
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step; what the first step makes parallel is so before the optimizer begins."""
+        if not self.parts.parallel:
+            closure = _called(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def on_predict_start(self) -> None:
+        """Have each process predict its own rows alone, as some may have more batches than others."""
+        self._predicting.enter_context(self.parts.whole())
+
+    def on_predict_end(self) -> None:
+        """Run in parallel again."""
+        self._predicting.close()
+
+    # Files
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write plain, whole tensors, by process 0; collective."""
+        super().save_checkpoint(whole_tensors(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+
+    def teardown(self) -> None:
+        """Leave the parallel modules where they are; a model without any goes back to the CPU."""
+        self._predicting.close()
+        if self._parts is None or not self._parts.parallel:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse plugins that put layers of their own into the model.
+
+    Raises:
+        StateError: it is none of those that are known to cast only.
+    """
+    if type(plugin) not in PRECISIONS:
+        raise StateError(
+            f"{type(plugin).__name__} is not known to leave the model's layers as they are; use precision="
+            f"'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true'"
+        )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = inspect.signature(hetu_fx.auto_parallelize).parameters
+    for name in options:
+        if name in REFUSED:
+            raise StateError(f"HetuStrategy takes no {name}=: {REFUSED[name]}; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known], 1)
+            meant = f", did you mean {near[0]!r}?" if near else ""
+            raise StateError(f"HetuStrategy: hetu_fx.auto_parallelize has no argument {name!r}{meant}; leave it out")
+
+
+def whole_tensors(checkpoint: Any, *, keep: bool) -> Any:
+    """Return a checkpoint with plain tensors, whole, on the process that keeps them; collective."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        gather: Callable[[], Tensor] | None = getattr(tensor.detach(), "full_tensor", None)
+        gathered = tensor if gather is None else gather()
+        return gathered if keep else tensor
+
+    return apply_to_collection(checkpoint, Tensor, whole)
+
+
+def _called(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Call a closure, and return one that gives that result first."""
+    made = [closure()]
+
+    def again() -> Any:
+        return made.pop() if made else closure()
+
+    return again

@@ -1,0 +1,47 @@
+"""A module of ours is imported right after a library, whichever comes first, and the library finds nothing changed."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+from hetu_fx.base.imports import import_after
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a library, and a module that asks it for something; return the library's name."""
+    (tmp_path / "a_library.py").write_text("asked = []\n")
+    (tmp_path / "a_client.py").write_text("import a_library\na_library.asked.append(__name__)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("a_library", "a_client"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    return "a_library"
+
+
+def test_the_module_is_imported_after_the_library(library: str) -> None:
+    finders = [*sys.meta_path]
+    import_after(library, "a_client")
+    assert library not in sys.modules
+    found = __import__(library)
+    assert found.asked == ["a_client"]
+    assert isinstance(found.__loader__, SourceFileLoader)
+    assert found.__spec__.loader is found.__loader__
+    assert sys.meta_path == finders
+
+
+def test_it_is_imported_at_once_where_the_library_is_there(library: str) -> None:
+    found = __import__(library)
+    import_after(library, "a_client")
+    assert found.asked == ["a_client"]
+
+
+def test_a_library_that_is_not_there_stays_missing(library: str) -> None:
+    import_after("no_such_library", "a_client")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        __import__("no_such_library")
+    assert "a_client" not in sys.modules

@@ -243,7 +243,9 @@ def main() -> None:
     runs = Runs(folder, plan)
     for setting in sys.argv[3:] or SETTINGS:
         made = getattr(runs, setting)()
-        torch.save(made, folder / f"{plan}_{setting}_{os.environ.get('RANK', '0')}.pt")
+        torch.save(made, folder / f"{plan}_{setting}_{os.environ.get('LOCAL_RANK', '0')}.pt")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # where Lightning starts processes, the first does not wait for them
 
 
 if __name__ == "__main__":

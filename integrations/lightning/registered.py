@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from hetu_fx.integrations.lightning.strategy import HetuStrategy
 
 
-def make_strategy(**options: Any) -> HetuStrategy:
+def _make_strategy(**options: Any) -> HetuStrategy:
     """Return the strategy, when a Trainer is made with its name."""
     from hetu_fx.integrations.lightning.strategy import HetuStrategy
 
     return HetuStrategy(**options)
 
 
-StrategyRegistry.register("hetu_fx", make_strategy, description="parallel by hetu_fx, under the plan that it makes")
+StrategyRegistry.register("hetu_fx", _make_strategy, description="parallel by hetu_fx, under the plan that it makes")

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 import hetu_fx
 from hetu_fx.errors import StateError
-from hetu_fx.integrations.lightning import registered as registered  # the name "hetu_fx", for who imports this first
 from hetu_fx.integrations.lightning.outside import average_gradients
 from hetu_fx.integrations.lightning.parts import Parts
 from hetu_fx.integrations.lightning.processes import Processes
@@ -163,7 +162,7 @@ class HetuStrategy(Processes):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write plain, whole tensors, by process 0; collective."""
-        super().save_checkpoint(whole_tensors(checkpoint, keep=self.is_global_zero), filepath, storage_options)
+        super().save_checkpoint(_whole_tensors(checkpoint, keep=self.is_global_zero), filepath, storage_options)
 
     def teardown(self) -> None:
         """Leave the parallel modules where they are; a model without any goes back to the CPU."""
@@ -201,7 +200,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise StateError(f"HetuStrategy: hetu_fx.auto_parallelize has no argument {name!r}{meant}; leave it out")
 
 
-def whole_tensors(checkpoint: Any, *, keep: bool) -> Any:
+def _whole_tensors(checkpoint: Any, *, keep: bool) -> Any:
     """Return a checkpoint with plain tensors, whole, on the process that keeps them; collective."""
 
     def whole(tensor: Tensor) -> Tensor:

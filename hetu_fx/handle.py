@@ -114,6 +114,18 @@ class Handle:
         return tuple(execution.programs.events) if isinstance(execution, GraphExecution) else ()
 
     @property
+    def loss_is_mean(self) -> bool:
+        """Whether the graph that ran last divides its loss by a count of the whole batch: rows, or tokens.
+
+        Such a loss is that of one device whatever rows each process brings. Another one (a sum, or what is divided by a
+        number that the script passes) is shared out as under DistributedDataParallel: the mean of the processes' own.
+        False for a module that runs as it is, whose graph nobody knows.
+        """
+        execution = self._runtime.execution
+        program = execution.programs.current if isinstance(execution, GraphExecution) else None
+        return program is not None and program.loss_is_mean
+
+    @property
     def health(self) -> dict[int, float]:
         """Return the measured rate of each device: 1 as planned, 2 twice as slow."""
         return self._adaptation.rates

@@ -125,6 +125,29 @@ def _counting_on_all(get_num_items: Callable[..., Any]) -> Callable[..., Any]:
     return counting_on_all
 
 
+def _counting_processes_once(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a Trainer leave the loss of a parallel model as it is where that is a mean over all rows already.
+
+    It multiplies by the number of processes what it takes for divided by the items of all of them: also the loss of
+    models that take `num_items_in_batch` by `**kwargs`, and leave it alone.
+    """
+
+    @functools.wraps(compute_loss)
+    def counting_processes_once(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        found = compute_loss(self, model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        is_multiplied = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        is_models = self.label_smoother is None and self.compute_loss_func is None
+        if not (is_multiplied and is_models and hasattr(model, "hetu") and model.hetu.loss_is_mean):
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = loss / self.accelerator.num_processes
+        return (loss, *outputs) if return_outputs else loss
+
+    return counting_processes_once
+
+
 _REPEATS = "the loss of evaluation would count rows twice that fill up the last batch of all processes"
 
 register_patch(
@@ -141,6 +164,13 @@ register_patch(
         "transformers", "transformers.trainer", "Trainer", "_get_num_items_in_batch",
         "average_tokens_across_devices=False would divide the loss of all rows by the items of one process", "5.24",
         _counting_on_all,
+    )
+)  # fmt: skip
+register_patch(
+    Patch(
+        "transformers", "transformers.trainer", "Trainer", "compute_loss",
+        "the loss of models that leave num_items_in_batch alone (T5) would be multiplied by the processes", "5.24",
+        _counting_processes_once,
     )
 )  # fmt: skip
 register_framework(

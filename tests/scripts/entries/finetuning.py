@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.scripts.job import Job
+from tests.scripts.job import Job, loss_of, whole
 from tests.scripts.script import Results, script
 from tests.scripts.trainers import arguments, logged, trainer
+from tests.scripts.training import sgd, step
 
 _SINGLE = 1e-5  # losses and norms are logged in single precision
 _VOCABULARY = 60
@@ -211,3 +213,62 @@ def _(job: Job) -> Results:
 @script("fine-tunes by trl with gradient checkpointing, its default", tolerance=_SINGLE)
 def _(job: Job) -> Results:
     return _trained(job, None, {"gradient_checkpointing": True})
+
+
+def _stepped(job: Job) -> tuple[Any, Any]:
+    model, batch = adapted(job)
+    job.parallel(model, batch)
+    step(job, model, batch, sgd(model))
+    return model, batch
+
+
+@script("merges trained adapters into the weights and saves the plain model", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    model, _ = _stepped(job)
+    merged = copy.deepcopy(model).merge_and_unload()
+    return {name: whole(value) for name, value in merged.state_dict().items()}
+
+
+@script("loads the adapter that it saved alone into a plain model", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    from peft import PeftModel
+
+    model, batch = _stepped(job)
+    if job.rank == 0:
+        model.save_pretrained(job.folder / "adapter")
+    job.barrier()
+    plain = PeftModel.from_pretrained(job.llama()[0], str(job.folder / "adapter")).double()
+    with torch.no_grad():
+        return {"loss": float(loss_of(plain(**batch))), **job.parameters(plain)}
+
+
+@script("has two adapters, and trains one after the other", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    from peft import LoraConfig
+
+    model, batch = adapted(job)
+    peft: Any = model
+    peft.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights="gaussian"))
+    model.double()
+    job.parallel(model, batch)
+    losses = []
+    for name in ("default", "second"):
+        peft.set_adapter(name)
+        losses += [step(job, model, batch, sgd(model)) for _ in range(2)]
+    with torch.no_grad(), peft.disable_adapter():
+        losses.append(float(loss_of(model(**job.rows(batch)))))
+    return {"losses": losses, **job.parameters(model)}
+
+
+@script("trains a module of its own beside adapters (modules_to_save)", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    plain, batch = job.llama()
+    options = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"}
+    model: Any = get_peft_model(plain, LoraConfig(modules_to_save=["lm_head"], **options)).double()
+    job.parallel(model, batch)
+    optimizer = sgd(model)
+    losses = [step(job, model, batch, optimizer) for _ in range(2)]
+    kept = get_peft_model_state_dict(model)
+    return {"losses": losses, **{name: whole(value) for name, value in kept.items()}}

@@ -1,16 +1,19 @@
-"""Hugging Face's Trainer, as it comes."""
+"""Hugging Face's Trainer, as it comes, and Seq2SeqTrainer."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
+from tests import model_zoo
 from tests.scripts.job import Job
 from tests.scripts.script import Results, script
-from tests.scripts.trainers import Rows, logged, trainer
+from tests.scripts.trainers import Rows, arguments, logged, trainer
 
 # A Trainer logs losses and norms that it has rounded, or summed in single precision.
 _SINGLE = 1e-5
@@ -129,4 +132,72 @@ def _(job: Job) -> Results:
     for _ in range(2):
         made = trainer(job, model, {"num_train_epochs": 1})
         made.train()
+    return {**logged(made, "loss"), **job.parameters(model)}
+
+
+class Pairs(Dataset[dict[str, torch.Tensor]]):
+    """Sentences of one length, and what they are translated to."""
+
+    def __init__(self, rows: int) -> None:
+        torch.manual_seed(3)
+        self.columns = model_zoo.translation_batch(rows, model_zoo.LENGTH)
+
+    def __len__(self) -> int:
+        return len(self.columns["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def _seq2seq(job: Job, model: Any, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    usual = {"num_train_epochs": 1, "max_grad_norm": 0.5}
+    given = {**arguments(job).to_dict(), **usual, **(changes or {})}
+    fields = Seq2SeqTrainingArguments.__dataclass_fields__
+    known = {name: value for name, value in given.items() if name in fields and value is not None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Seq2SeqTrainer(model, Seq2SeqTrainingArguments(**known), train_dataset=Pairs(24), **options)
+
+
+def _translated(job: Job, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Results]:
+    model, batch = job.zoo("t5")
+    job.parallel(model, batch)
+    made = _seq2seq(job, model, changes, **options)
+    made.train()
+    return made, {**logged(made, "loss", "grad_norm", "eval_loss"), **job.parameters(model)}
+
+
+@script("translates by Seq2SeqTrainer, and evaluates the loss of a last batch with fewer rows", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    return _translated(job, {"eval_strategy": "epoch"}, eval_dataset=Pairs(13))[1]
+
+
+@script("evaluates what Seq2SeqTrainer generates (predict_with_generate)", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    changes = {"predict_with_generate": True, "generation_max_length": 6, "generation_num_beams": 2}
+    made, results = _translated(job, changes)
+    found = made.predict(Pairs(13))
+    # It drops no row that accelerate has filled up the last batch with.
+    return {
+        **results,
+        "tokens": torch.as_tensor(found.predictions[:13]),
+        "labels": torch.as_tensor(found.label_ids[:13]),
+    }
+
+
+@script("translates by Seq2SeqTrainer over two batches a step", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    return _translated(job, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4 // job.world})[1]
+
+
+@script("saves checkpoints by Seq2SeqTrainer and resumes from one", tolerance=_SINGLE)
+def _(job: Job) -> Results:
+    changes = {"save_strategy": "steps", "save_steps": 1, "output_dir": str(job.folder), "max_steps": 2}
+    _translated(job, changes)
+    model, batch = job.zoo("t5")
+    job.parallel(model, batch)
+    made = _seq2seq(job, model, {**changes, "max_steps": 3})
+    made.train(resume_from_checkpoint=str(job.folder / "checkpoint-1"))
     return {**logged(made, "loss"), **job.parameters(model)}

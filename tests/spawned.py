@@ -1,8 +1,12 @@
-"""Runs a function in several processes at once and collects what each has to say."""
+"""Other processes that tests start: functions in several at once, and commands as a user would run them."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import socket
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -23,3 +27,25 @@ def results_of(work: Callable[..., None], world: int, *arguments: Any, seconds: 
         for process in processes:
             process.kill()
             process.join()
+
+
+def free_port() -> str:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run(*command: str, seconds: float, **environment: str) -> tuple[int, str]:
+    """Run a command in its own session, bounded; return its status and what it said."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    process = subprocess.Popen(
+        command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, output.decode()

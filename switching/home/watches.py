@@ -21,10 +21,33 @@ from hetu_fx.switching.home.values import Sign, signed, take_sign
 from hetu_fx.switching.home.watch import BY_ALL, SAME, named, numbers_of, times, unequally_counted, unlike_signs, were
 
 
-class ParameterCounts:
-    """How often the script has written each parameter, steps of optimizers included."""
+class _Counts:
+    """How often the script has written things of a kind, by name."""
 
     lasts: ClassVar[bool] = True
+    kind: ClassVar[str]
+    what_to_do: ClassVar[str]
+
+    def settle(self) -> None:
+        """Do nothing: totals are compared."""
+
+    def problem(self, told: Sequence[Mapping[str, int]]) -> str:
+        """Name what was written unequally often."""
+        unlike = unequally_counted(told)
+        if not unlike:
+            return ""
+        shown = f"{were(unlike, self.kind)} written unequally often by the processes: {times(told, unlike[0])}"
+        return f"{shown}. {self.what_to_do}"
+
+
+class ParameterCounts(_Counts):
+    """How often the script has written each parameter, steps of optimizers included."""
+
+    kind = "parameter"
+    what_to_do = (
+        f"A process that writes alone (load_state_dict, copy_, an initialisation) changes its own part of a parameter "
+        f"and no other's; {BY_ALL}, or before hetu_fx.auto_parallelize, which takes process 0's"
+    )
 
     def __init__(self, homes: Mapping[str, nn.Parameter]) -> None:
         self._homes = homes
@@ -36,9 +59,6 @@ class ParameterCounts:
         self._tensors = list(self._homes.values())
         self._before = list(map(version, self._tensors))
 
-    def settle(self) -> None:
-        """Do nothing: totals are compared."""
-
     @property
     def number(self) -> tuple[int, ...]:
         """Return the counts."""
@@ -49,22 +69,12 @@ class ParameterCounts:
         """Return them by name."""
         return dict(zip(self._homes, self.number, strict=True))
 
-    def problem(self, told: Sequence[Mapping[str, int]]) -> str:
-        """Name the parameters that were written unequally often."""
-        unlike = unequally_counted(told)
-        if not unlike:
-            return ""
-        return (
-            f"{were(unlike, 'parameter')} written unequally often by the processes: {times(told, unlike[0])}. A "
-            f"process that writes alone (load_state_dict, copy_, an initialisation) changes its own part of a "
-            f"parameter and no other's; {BY_ALL}, or before hetu_fx.auto_parallelize, which takes process 0's"
-        )
 
-
-class BufferCounts:
+class BufferCounts(_Counts):
     """How often the script has written each buffer; steps that write them do not count."""
 
-    lasts: ClassVar[bool] = True
+    kind = "buffer"
+    what_to_do = f"Each process has a copy, which the others do not see; {BY_ALL}"
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -75,9 +85,6 @@ class BufferCounts:
         self._buffers.look()
         self._before = self._buffers.script_writes()
 
-    def settle(self) -> None:
-        """Do nothing: totals are compared."""
-
     @property
     def number(self) -> tuple[int, ...]:
         """Return the counts."""
@@ -87,16 +94,6 @@ class BufferCounts:
     def detail(self) -> dict[str, int]:
         """Return them by name."""
         return {name: count - self._before[name] for name, count in self._buffers.script_writes().items()}
-
-    def problem(self, told: Sequence[Mapping[str, int]]) -> str:
-        """Name the buffers that were written unequally often."""
-        unlike = unequally_counted(told)
-        if not unlike:
-            return ""
-        return (
-            f"{were(unlike, 'buffer')} written unequally often by the processes: {times(told, unlike[0])}. Each "
-            f"process has a copy, which the others do not see; {BY_ALL}"
-        )
 
 
 class BufferValues:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.player import played
+from tests.spawned import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
@@ -21,12 +21,6 @@ SECONDS = 150
 CALLS = r"hetu_fx\.(?:auto_parallelize|plan)\(|strategy=\"hetu_fx\""
 
 by_name = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def losses(script: Path, world: int) -> list[tuple[float, float]]:

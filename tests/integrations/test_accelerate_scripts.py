@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.spawned import free_port
 
 ORACLES = Path(__file__).with_name("oracles")
 SECONDS = 400
@@ -23,12 +24,6 @@ SCRIPTS = (
 )  # fmt: skip
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(SECONDS + 60)]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("shares", ["1:1", "3:1"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,38 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.spawned import free_port, run
+
 SCRIPT = str(Path(__file__).with_name("train_script.py"))
 SECONDS = 150
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3 * SECONDS)]
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def launch(folder: Path, *command: str, **environment: str) -> list[dict[str, Any]]:
     """Run a command, and return what each rank wrote."""
-    status, output = run(*command, **environment)
+    status, output = run(*command, seconds=SECONDS, **environment)
     assert status == 0, output[-4000:]
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
-
-
-def run(*command: str, **environment: str) -> tuple[int, str]:
-    """Run a command in its own session, bounded, and return its exit status and what it said."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    process = subprocess.Popen(
-        command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    return process.returncode, output.decode()
 
 
 def torchrun(folder: Path, mode: str) -> list[str]:
@@ -112,13 +90,13 @@ def test_the_launcher_of_notebooks_trains_like_one_process(tmp_path: Path, alone
 
 def test_a_launch_of_one_process_where_two_were_asked_for_is_told(tmp_path: Path) -> None:
     module = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    status, said = run(*module, SCRIPT, str(tmp_path), "accelerate")
+    status, said = run(*module, SCRIPT, str(tmp_path), "accelerate", seconds=SECONDS)
     assert status == 0
     assert "hetu_fx runs on ONE process" in said
     assert "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu" in said
 
 
 def test_processes_of_which_each_is_the_only_one_for_accelerate_are_refused(tmp_path: Path) -> None:
-    status, said = run(*torchrun(tmp_path, "accelerate"))
+    status, said = run(*torchrun(tmp_path, "accelerate"), seconds=SECONDS)
     assert status != 0
     assert "accelerate takes each of the 2 processes for the only one" in said

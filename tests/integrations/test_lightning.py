@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +21,7 @@ from hetu_fx.integrations.lightning.parts import Parts
 from hetu_fx.integrations.lightning.processes import check_launch
 from hetu_fx.integrations.lightning.strategy import check_precision
 from tests.integrations.lightning_script import SETTINGS, Inner, Outer, Runs, Scaled, rows
+from tests.spawned import free_port, run
 
 SCRIPT = str(Path(__file__).with_name("lightning_script.py"))
 SECONDS = 120
@@ -229,34 +227,13 @@ def test_the_first_call_is_the_example_as_it_is_written() -> None:
 # On two processes
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def run(*command: str, **environment: str) -> tuple[int, str]:
-    """Run a command in its own session, bounded; return its status and what it said."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    process = subprocess.Popen(
-        command, env=env, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return process.returncode, output.decode()
-
-
 @pytest.fixture(scope="module")
 def two(one: tuple[Path, dict[str, Any]]) -> Path:
     """Return the folder with what two processes have trained under each plan, started by torchrun."""
     folder, _ = one
     for plan in ("data", "tensor"):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-        status, said = run(*torchrun, free_port(), SCRIPT, str(folder), plan)
+        status, said = run(*torchrun, free_port(), SCRIPT, str(folder), plan, seconds=SECONDS)
         assert status == 0, said[-4000:]
     return folder
 
@@ -284,7 +261,7 @@ def test_one_device_goes_on_from_the_file_of_two_processes(
 
 @pytest.mark.distributed
 def test_lightning_starts_the_processes_itself(tmp_path: Path, one: tuple[Path, dict[str, Any]]) -> None:
-    status, said = run(sys.executable, SCRIPT, str(tmp_path), "data", "accumulated", DEVICES="2")
+    status, said = run(sys.executable, SCRIPT, str(tmp_path), "data", "accumulated", seconds=SECONDS, DEVICES="2")
     assert status == 0, said[-4000:]
     for rank in range(2):
         assert_same("accumulated", torch.load(tmp_path / f"data_accumulated_{rank}.pt"), one[1]["accumulated"])

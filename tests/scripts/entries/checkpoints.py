@@ -78,6 +78,13 @@ def on_file(found: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return flat
 
 
+def gone_on(job: Job, folder: Path) -> Results:
+    """Return what another model becomes that goes on from a folder."""
+    other, resumed = other_mlp(job)
+    read(job, folder, other, resumed)
+    return {"losses": steps(job, other, batches(3), resumed), **job.parameters(other)}
+
+
 @script("writes by torch.distributed.checkpoint what a plain model goes on from")
 def _(job: Job) -> Results:
     model, optimizer = trained_mlp(job)
@@ -96,9 +103,7 @@ def _(job: Job) -> Results:
     if job.rank == 0:
         dcp.save(states(model, optimizer), checkpoint_id=job.folder / "dcp", no_dist=True)
     job.barrier()
-    other, resumed = other_mlp(job)
-    read(job, job.folder / "dcp", other, resumed)
-    return {"losses": steps(job, other, batches(3), resumed), **job.parameters(other)}
+    return gone_on(job, job.folder / "dcp")
 
 
 @script("goes on with another plan from what each rank has written of model and optimizer")
@@ -142,9 +147,7 @@ def _(job: Job) -> Results:
         torch.save(states(model, optimizer), job.folder / "saved")
         torch_save_to_dcp(job.folder / "saved", job.folder / "dcp")
     job.barrier()
-    other, resumed = other_mlp(job)
-    read(job, job.folder / "dcp", other, resumed)
-    return {"losses": steps(job, other, batches(3), resumed), **job.parameters(other)}
+    return gone_on(job, job.folder / "dcp")
 
 
 @script("reads whole state dicts on the first rank, which sends them to the others (broadcast_from_rank0)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections import deque
@@ -14,8 +15,10 @@ from torch import nn
 from hetu_fx.program.contents import PLAIN
 from hetu_fx.program.reads import Read
 
+_STDLIB = sysconfig.get_path("stdlib")
 _PACKAGES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib")})
-_LIBRARIES = (sysconfig.get_path("stdlib"), *_PACKAGES)
+# An environment may stand on others: a system's packages, a user's own, folders that a .pth file names.
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _HERE = __file__.rpartition("/program/")[0]
 
@@ -99,12 +102,16 @@ def _is_empty(cell: Any) -> bool:
 
 def is_own_file(path: str) -> bool:
     """Tell whether code in a file is the user's: not of an installed package, of Python or of hetu_fx."""
-    return not path.startswith((*_LIBRARIES, _HERE))
+    return not (path.startswith((_STDLIB, _HERE)) or _is_of_a_package(path))
 
 
 def is_of_python(path: str) -> bool:
     """Tell whether code in a file is of Python's own library."""
-    return path.startswith((_LIBRARIES[0], "<")) and not path.startswith(_PACKAGES)
+    return path.startswith((_STDLIB, "<")) and not _is_of_a_package(path)
+
+
+def _is_of_a_package(path: str) -> bool:
+    return path.startswith(_PACKAGES) or any(folder in path for folder in _INSTALLED)
 
 
 def _is_own_space(value: Any) -> bool:

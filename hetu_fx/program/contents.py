@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -78,6 +79,9 @@ def same(value: Any, other: Any) -> bool:
             return _kind(value) is _kind(other) and len(value) == len(other) and all(map(same, value, other))
         case set() | frozenset():
             return isinstance(other, set | frozenset) and value == other
+        case MethodType():  # each look-up makes another object
+            is_method = isinstance(other, MethodType)
+            return is_method and value.__self__ is other.__self__ and value.__func__ is other.__func__
     if type(value) is type(other) and isinstance(value, PLAIN):
         return repr(value) == repr(other)
     content = frozen(value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from typing import Any
 
-from hetu_fx.program.code_reads import CodeReads
+import pytest
+
+from hetu_fx.program.code_reads import CodeReads, is_of_python, is_own_file
 from tests.program import guarded
 
 RATE, TABLE = 0.5, {"a": 1}
@@ -47,6 +50,14 @@ def test_values_of_the_users_modules_are_found() -> None:
 
 def test_functions_of_libraries_are_not_looked_into() -> None:
     assert reads(json.dumps) == ({}, [])
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_packages_of_other_environments_are_libraries_too(folder: str) -> None:
+    path = f"/home/someone/.local/lib/python3/{folder}/library/model.py"
+    assert not is_own_file(path)
+    assert not is_of_python(path.replace("/home/someone/.local/lib/python3", sysconfig.get_path("stdlib")))
+    assert is_own_file("/home/someone/project/model.py")
 
 
 class Settings:

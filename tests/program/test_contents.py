@@ -44,3 +44,19 @@ def test_what_cannot_change_is_its_own_copy(value: Any) -> None:
 def test_arrays_of_unlike_shapes_or_formats_are_unlike() -> None:
     assert not same(numpy.zeros(2), frozen(numpy.zeros((2, 1))))
     assert not same(numpy.zeros(1, dtype="int64"), frozen(numpy.zeros(1, dtype="float64")))
+
+
+class _Made:
+    @classmethod
+    def by_class(cls) -> None: ...
+
+    def by_object(self) -> None: ...
+
+
+def test_methods_are_the_same_for_one_function_of_one_object() -> None:
+    one, other = _Made(), _Made()
+    assert same(_Made.by_class, _Made.by_class)
+    assert same(one.by_object, one.by_object)
+    assert not same(one.by_object, other.by_object)
+    assert not same(one.by_object, one.by_class)
+    assert not same(one.by_object, None)

@@ -311,11 +311,12 @@ class Handle:
     ) -> RunLog:
         """Log from now on what runs, how long it takes beside what was predicted, and what changes.
 
-        Returns the log, a context manager; it tells of the last step when it is closed. Only process 0 writes; the
-        others may call this or not.
+        Returns the log, a context manager; it tells of the last step when it is closed. Only process 0 writes. The
+        others may call this or not; of those that do it tells their memory too.
 
         Args:
-            path: of a file of JSON lines (`hetu_fx.report.run_log` lists them); `hetu-fx log` reads it.
+            path: of a file of JSON lines (`hetu_fx.report.run_log` lists them); `hetu-fx log` and
+                `hetu-fx report` read it.
             progress: say on stderr what happens.
             tensorboard: a folder for TensorBoard's scalars.
 
@@ -327,7 +328,7 @@ class Handle:
             sinks += [JsonLines(path)] if path is not None else []
             sinks += [ProgressSink()] if progress else []
             sinks += [Scalars(tensorboard_writer(tensorboard))] if tensorboard is not None else []
-        log = RunLog(self._runtime, lambda: self._adaptation.rates, sinks)
+        log = RunLog(self._runtime, self._adaptation, sinks)
         self._runtime.watch(log)
         return log
 

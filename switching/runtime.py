@@ -43,7 +43,7 @@ from hetu_fx.switching.step.execution import (
     VariantPart,
     check_takes_any_row,
 )
-from hetu_fx.switching.step.loss import Guess
+from hetu_fx.switching.step.loss import Guess, SeenLoss
 from hetu_fx.switching.step.policy import BatchFacts
 from hetu_fx.switching.step.report import LastStep, StepTimes
 from hetu_fx.switching.step.rows import RowPlan, check_rows, plan_rows
@@ -313,6 +313,7 @@ class Runtime:
         if self._trains and division.planned is None:
             self.times.train(self.current, self.switches, builds=len(self.idle.events) > built)
         joined = division.joined(made)
+        self.report.loss = SeenLoss(joined.loss)
         return joined.output if self.execution.loss_fn is None else joined
 
     @property

@@ -43,6 +43,11 @@ class Exchange:
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
 
+    @property
+    def has_arrived(self) -> bool:
+        """Tell whether `wait` would not block."""
+        return all(work.is_completed() for work in self.works)
+
     def wait(self) -> None:
         """Block until all messages are through, or raise CommError after the group's timeout."""
         with guarded("exchange", self.ranks):

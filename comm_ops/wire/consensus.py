@@ -55,6 +55,7 @@ class StepFacts:
         probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
         is_joined: a rank knows of a process that is ready to join.
         update_seconds: of each rank's optimizers since the last facts; 0 if unknown.
+        peak_bytes: the most memory that each rank has had so far; 0 if nobody asks it.
         writes: of each rank to parameters and what belongs to them, as a number that tells unlike ones; the same on all
             ranks, or they are told.
         sizes_of: by rank, the sizes of its inputs; () where it has no rows, unless none has any.
@@ -69,6 +70,7 @@ class StepFacts:
     probe_seconds: tuple[float, ...] = _fact(tuple)
     is_joined: bool = _fact(any)
     update_seconds: tuple[float, ...] = _fact(tuple)
+    peak_bytes: tuple[float, ...] = _fact(tuple)
     writes: tuple[float, ...] = _fact(tuple)
     sizes_of: tuple[tuple[int, ...], ...] = ()
 

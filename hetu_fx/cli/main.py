@@ -161,7 +161,8 @@ def _add_log(parser: argparse.ArgumentParser) -> None:
 
 def _call_log(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx log`."""
-    from hetu_fx.report.summary import draw, read_log, summary_text, to_json
+    from hetu_fx.report.read import read_log
+    from hetu_fx.report.summary import draw, summary_text, to_json
 
     log = read_log(options.file)
     print(json.dumps(to_json(log), indent=2) if options.json else summary_text(log))
@@ -180,7 +181,7 @@ def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx report`."""
     from hetu_fx.base.documents import write_atomically
     from hetu_fx.report.page import html_page
-    from hetu_fx.report.summary import read_log
+    from hetu_fx.report.read import read_log
 
     page = options.out or options.file.with_suffix(".html")
     write_atomically(page, html_page(read_log(options.file), f"hetu_fx: {options.file.name}"))

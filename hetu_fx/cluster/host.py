@@ -46,11 +46,26 @@ def memory_left(device: torch.device, root: Path = Path("/")) -> tuple[tuple[str
     return tuple((f"{name} of node {node_name()}", size) for name, size in found)
 
 
+def peak_bytes(device: torch.device, root: Path = Path("/")) -> int:
+    """Return the most memory that this process has had so far: what torch had of a GPU, else all of its own.
+
+    The latter has Python, libraries and data in it; 0 where the system does not tell.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _kilobytes(root / "proc/self/status", "VmHWM")
+
+
 def _machine_bytes(root: Path, which: str = "MemTotal") -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    return _kilobytes(root / "proc/meminfo", which) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _kilobytes(file: Path, which: str) -> int:
+    """Return the bytes that a line `which: N kB` of a file tells; 0 where there is none."""
+    for line in read(file).splitlines():
         if line.startswith(f"{which}:"):
             return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
 
 
 STEP_OPS = 5000

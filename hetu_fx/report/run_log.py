@@ -2,9 +2,13 @@
 
 An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Kinds of entries (`event`):
 
-    start       the format, the number of processes, the variants there are
-    plan        a variant was added: its name and plan
+    start       the format, the number of processes, the variants there are, for each its plan and the rates that this
+                was made for; the devices and links (`cluster`, None if nobody knows), what a step costs (`profile`)
+    plan        a variant was added: its name, its plan, and the rates that this was made for
+    cluster     the first steps have corrected the devices' speeds
     health      the devices' straggling rates changed: those that are not 1
+    memory      processes have had more memory than was told: the most that each has had (`hetu_fx.cluster.host`), 0 for
+                those that do not log
     switch      another variant than the step before runs
     built       graphs of a variant were made: their bytes, and the seconds that it took
     evicted     graphs of a variant that did not run were dropped, so that such variants keep to their bound
@@ -13,29 +17,42 @@ An entry is a mapping that JSON can say; a file has one a line (`JsonLines`). Ki
     arrived     what optimizers keep has come to those homes: its bytes, the seconds it was on its way beside the step,
                 and for how many the step waited
     step        a training step: variant, longest sequence, rows per pipeline, seconds from its start to the next
-                batch's, predicted seconds, and the compute seconds of every process; of sequences of mixed lengths
-                also what planning it took (`planning_seconds`) and how long the step waited for that
-    evaluation  a batch without training: variant, rows and seconds
+                batch's, predicted seconds, the loss, and the compute seconds of every process; of sequences of mixed
+                lengths also what planning it took (`planning_seconds`) and how long the step waited for that
+    evaluation  a batch without training: variant, rows, seconds and loss
 
-Steps are told when the next batch starts, for only then is known how long they took.
+Steps are told when the next batch starts, for only then is known how long they took. The loss is that which the step
+has returned to process 0, known by then without a message and without a wait; None where the model returns none.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from hetu_fx.base.records import Document
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.host import peak_bytes
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.switching.adapt.adaptation import Adaptation
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 from hetu_fx.switching.runtime import Runtime
 from hetu_fx.switching.step.variant import Variant
 
-FORMAT = "hetu_fx.log/1"
+FORMAT = "hetu_fx.log/2"
+
+LOOK_SECONDS = 1.0
+"""A process looks at its memory as often as this at most."""
+
+TOLD_GROWTH = 1.01
+"""Memory is told again when a process has had so many times what was told."""
 
 Entry = Mapping[str, Any]
 
@@ -65,6 +82,8 @@ class State:
         planned: of the last batch, if it had sequences of mixed lengths.
         graphs: what has happened to graphs.
         homes: what has happened to homes.
+        cluster: the devices and links; None if nobody knows.
+        peak_bytes: of each process, as told.
     """
 
     step: int = 0
@@ -75,6 +94,8 @@ class State:
     planned: Planned | None = None
     graphs: Sequence[GraphEvent] = ()
     homes: Sequence[HomeEvent] = ()
+    cluster: Cluster | None = None
+    peak_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +105,7 @@ class Batch:
     longest: int
     seconds: float
     compute_seconds: tuple[float, ...] = ()
+    loss: float | None = None
 
 
 def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]:
@@ -96,10 +118,32 @@ def entries(before: State, after: State, batch: Batch | None) -> Iterator[Entry]
     yield from map(_home_entry, after.homes[len(before.homes) :])
     for name in after.variants:
         if name not in before.variants:
-            yield {"event": "plan", "step": after.step, "name": name, "plan": after.variants[name].plan.to_json()}
+            yield {"event": "plan", "step": after.step, **_plan(name, after.variants[name])}
+    if before.cluster != after.cluster:
+        yield {"event": "cluster", "step": after.step, "cluster": _json(after.cluster)}
     if before.rates != after.rates:
         rates = {str(device): rate for device, rate in after.rates.items()}
         yield {"event": "health", "step": after.step, "rates": rates}
+    if before.peak_bytes != after.peak_bytes:
+        yield {"event": "memory", "step": after.step, "peak_bytes": list(after.peak_bytes)}
+
+
+def _plan(name: str, variant: Variant) -> Entry:
+    rates = {str(device): rate for device, rate in variant.planned_rates.items()}
+    return {"name": name, "plan": variant.plan.to_json(), "rates": rates}
+
+
+def _json(document: Document | None) -> Any:
+    return None if document is None else document.to_json()
+
+
+def grown(told: tuple[int, ...], found: Sequence[float]) -> tuple[int, ...]:
+    """Return the peaks to tell: those of `told`, or the larger of both where a process has had clearly more."""
+    if len(found) != len(told):
+        return tuple(map(int, found))
+    if all(new <= old * TOLD_GROWTH for old, new in zip(told, found, strict=True)):
+        return told
+    return tuple(max(old, int(new)) for old, new in zip(told, found, strict=True))
 
 
 def _graph_entry(event: GraphEvent) -> Entry:
@@ -116,6 +160,7 @@ def _home_entry(event: HomeEvent) -> Entry:
 
 def _batch_entry(before: State, after: State, batch: Batch) -> Entry:
     ran = {"variant": after.variant, "longest": batch.longest, "rows": list(after.rows), "seconds": batch.seconds}
+    ran |= {"loss": batch.loss}
     if after.step == before.step:
         return {"event": "evaluation", "step": after.step, **ran}
     planned = after.planned
@@ -131,22 +176,31 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     Args:
         runtime: what runs.
-        rates: gives the devices' straggling rates.
+        adaptation: knows the devices, and what a step costs.
         sinks: what takes the entries, each with the `time` it was told at (seconds since 1970). None: this process
             tells nothing.
     """
 
-    def __init__(self, runtime: Runtime, rates: Callable[[], Mapping[int, float]], sinks: Sequence[Sink]) -> None:
-        self._runtime, self._rates, self._sinks = runtime, rates, sinks
+    def __init__(self, runtime: Runtime, adaptation: Adaptation, sinks: Sequence[Sink]) -> None:
+        self._runtime, self._adaptation, self._sinks = runtime, adaptation, sinks
         self._before = State(
             step=runtime.step,
             variants=dict(runtime.variants),
             graphs=tuple(runtime.idle.events),
             homes=tuple(runtime.in_flight.events),
+            cluster=adaptation.cluster,
         )
         self._begun: tuple[float, int] | None = None
-        names = list(self._before.variants)
-        self._tell({"event": "start", "format": FORMAT, "processes": runtime.table.size, "variants": names})
+        self._peak_bytes, self._looked = 0, -math.inf
+        if sinks:
+            self._tell(self._start())
+
+    def _start(self) -> Entry:
+        names, known = list(self._before.variants), self._before.variants.items()
+        told = {"event": "start", "format": FORMAT, "processes": self._runtime.table.size, "variants": names}
+        profile = Profile(self._adaptation.costs, source="estimate")
+        figures = {"cluster": _json(self._before.cluster), "profile": _json(profile)}
+        return told | {"plans": [_plan(*pair) for pair in known]} | figures
 
     def __exit__(self, *problem: object) -> None:
         self.close()
@@ -154,35 +208,41 @@ class RunLog(AbstractContextManager["RunLog"]):
     def close(self) -> None:
         """Tell of the last batch, and of nothing more."""
         if self._runtime.unwatch(self):
-            self._catch_up(())
+            self._catch_up((), self._before.peak_bytes)
             for sink in self._sinks:
                 sink.close()
 
     def tell(self) -> dict[str, float]:
-        """Say nothing: a log is this process's own."""
-        return {}
+        """Say how much memory this process has had."""
+        now = time.perf_counter()
+        if now - self._looked >= LOOK_SECONDS:
+            self._peak_bytes, self._looked = peak_bytes(next(self._runtime.model.parameters()).device), now
+        return {"peak_bytes": self._peak_bytes}
 
     def observe(self, facts: StepFacts) -> None:
         """Tell of the batch before, which ends as another one begins."""
-        self._catch_up(facts.compute_seconds)
+        self._catch_up(facts.compute_seconds, grown(self._before.peak_bytes, facts.peak_bytes))
         self._begun = time.perf_counter(), facts.longest
 
-    def _catch_up(self, compute_seconds: tuple[float, ...]) -> None:
+    def _catch_up(self, compute_seconds: tuple[float, ...], peaks: tuple[int, ...]) -> None:
+        if not self._sinks:
+            return
         batch = None
         if self._begun is not None:
             start, longest = self._begun
-            batch = Batch(longest, time.perf_counter() - start, compute_seconds)
-        after = self._state()
+            batch = Batch(longest, time.perf_counter() - start, compute_seconds, self._runtime.report.loss.number)
+        after = replace(self._state(), peak_bytes=peaks)
         for entry in entries(self._before, after, batch):
             self._tell(entry)
         self._before, self._begun = after, None
 
     def _state(self) -> State:
         runtime, report = self._runtime, self._runtime.report
-        rates = {device: rate for device, rate in self._rates().items() if rate != 1.0}
+        rates = {device: rate for device, rate in self._adaptation.rates.items() if rate != 1.0}
         happened = tuple(runtime.idle.events), tuple(runtime.in_flight.events)
         variants = dict(runtime.variants)
-        return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, *happened)
+        cluster = self._adaptation.cluster
+        return State(runtime.step, report.variant, report.rows, variants, rates, report.planned, *happened, cluster)
 
     def _tell(self, entry: Entry) -> None:
         for sink in self._sinks:

@@ -14,6 +14,8 @@ from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import entry_text
 
 PROGRESS_WIDTH = 100
+QUIET = ("step", "evaluation", "memory")
+"""What happens all the time: only the last such entry is shown."""
 
 
 class JsonLines:
@@ -49,7 +51,7 @@ class ProgressSink:
 
     def tell(self, entry: Entry) -> None:
         """Say an entry."""
-        is_change = entry["event"] not in ("step", "evaluation")
+        is_change = entry["event"] not in QUIET
         if self._overwrites:
             self._stream.write(f"\r{entry_text(entry):<{PROGRESS_WIDTH}}" + "\n" * is_change)
         elif is_change:
@@ -82,6 +84,8 @@ def _scalars(entry: Entry) -> Iterator[tuple[str, float]]:
     if entry["event"] == "step":
         yield "step_seconds", entry["seconds"]
         yield "longest", entry["longest"]
+        if entry["loss"] is not None:
+            yield "loss", entry["loss"]
         if entry["predicted_seconds"] is not None:
             yield "predicted_seconds", entry["predicted_seconds"]
         yield from ((f"compute_seconds/{rank}", seconds) for rank, seconds in enumerate(entry["compute_seconds"]))

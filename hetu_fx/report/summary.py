@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from hetu_fx.base.documents import table_text
-from hetu_fx.errors import EnvironmentProblem, StateError
-from hetu_fx.report.run_log import FORMAT, Entry
+from hetu_fx.errors import EnvironmentProblem
+from hetu_fx.report.run_log import Entry
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
-CHANGES = ("plan", "health", "switch", "built", "evicted", "moved", "arrived")
+CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
 
 
 def entry_text(entry: Entry) -> str:
@@ -26,6 +24,11 @@ def entry_text(entry: Entry) -> str:
             return f"{entry['processes']} processes, variants {', '.join(entry['variants'])}"
         case "plan":
             return f"step {entry['step']}: a new plan, {entry['name']!r}"
+        case "cluster":
+            return f"step {entry['step']}: the first steps have corrected the devices' speeds"
+        case "memory":
+            told = ", ".join(f"{count / 1e6:.4g}" for count in entry["peak_bytes"])
+            return f"step {entry['step']}: processes have had up to {told} MB"
         case "health":
             return f"step {entry['step']}: {rates_text(entry['rates'])}"
         case "switch":
@@ -41,37 +44,21 @@ def entry_text(entry: Entry) -> str:
             beside = f"{entry['seconds']:.2g} s, of which {entry['waited_seconds']:.2g} s were waited for"
             return f"step {entry['step']}: optimizer state is home, {entry['bytes'] / 1e6:.3g} MB in {beside}"
         case "evaluation":
-            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s"
+            return f"evaluation  {entry['variant']}  {entry['seconds']:.3g} s{_loss(entry)}"
         case _:
             predicted = entry["predicted_seconds"]
             beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
-            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}"
+            return f"step {entry['step']}  {entry['variant']}  {entry['seconds']:.3g} s{beside}{_loss(entry)}"
+
+
+def _loss(entry: Entry) -> str:
+    return "" if entry["loss"] is None else f"  loss {entry['loss']:.4g}"
 
 
 def rates_text(rates: Mapping[Any, float]) -> str:
     """Say which devices are slow, and how slow; `rates` are those that are not 1."""
     slow = [f"device {device} takes {rate:.2g} times as long" for device, rate in rates.items()]
     return ", ".join(slow) if slow else "all devices are as they were measured"
-
-
-def read_log(path: str | os.PathLike[str]) -> tuple[Entry, ...]:
-    """Read a log. Raises `StateError` for a file that is none; a last line cut short by a kill is left out."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot read the log {path}: {error.strerror}") from error
-    found: list[Entry] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise StateError(
-                    f"{path}, line {number} is no JSON: {error}; give a log as hetu_fx wrote it"
-                ) from error
-    if not found or not isinstance(found[0], dict) or found[0].get("format") != FORMAT:
-        raise StateError(f"{path} is not a log of the format {FORMAT!r}; give a file of model.hetu.log")
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from hetu_fx.comm_ops.wire.calls import note
 from hetu_fx.comm_ops.wire.collectives import Exchange, sum_all
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.comm_ops.wire.small_sums import MARKS, are_alike, packed, refuse_unlike
+from hetu_fx.errors import CommError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step.timer import ComputeTimer
 
@@ -127,10 +128,38 @@ class PendingLoss(Pending):
         for loss in pending:
             if loss.value is None:
                 loss.exchange.wait()
-                loss.value = loss.total
+                loss.value = loss.total.clone()  # a script may change its loss in place
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self + 0)
+
+
+class SeenLoss:
+    """The number of a step's loss for those who look on: they wait for no rank, and ask for no message.
+
+    It is as the step has returned it, whatever the script does to its tensor; no graph is kept for it.
+    """
+
+    def __init__(self, loss: Tensor | None = None) -> None:
+        self._exchange, self._total = Exchange(), None if loss is None or loss.numel() != 1 else loss
+        if isinstance(loss, PendingLoss):
+            self._exchange, self._total = loss.exchange, loss.total
+        elif self._total is not None:
+            self._total = self._total.detach().clone()
+
+    @property
+    def number(self) -> float | None:
+        """Return it; None where there is no loss (of one number), or its sum over ranks has not arrived.
+
+        Of a loss on a GPU it waits until the GPU has come so far, which it has once the step's compute was timed.
+        """
+        if self._total is None or not self._exchange.has_arrived:
+            return None
+        try:
+            self._exchange.wait()
+        except CommError:  # a rank is gone; whoever needs the loss is told so
+            return None
+        return self._total.item()
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from statistics import median
 
 from hetu_fx.planner.dispatch.assignment import Planned
 from hetu_fx.switching.step.execution import Work
+from hetu_fx.switching.step.loss import SeenLoss
 from hetu_fx.switching.step.timer import ComputeTimer
 
 RECENT = 64
@@ -81,3 +82,4 @@ class LastStep:
     timer: ComputeTimer = field(default_factory=ComputeTimer)
     planned: Planned | None = None
     work: Work | None = None
+    loss: SeenLoss = field(default_factory=SeenLoss)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetu_fx.cluster.host import memory_left, memory_limits, node_name
+from hetu_fx.cluster.host import memory_left, memory_limits, node_name, peak_bytes
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -24,6 +24,13 @@ def test_memory_of_v2_cgroups_counts_those_above(tmp_path: Path) -> None:
     write(root, "sys/fs/cgroup/job/memory.max", "max\n")
     write(root, "sys/fs/cgroup/memory.max", "700000\n")
     assert sorted(limit for _, limit in memory_limits("cpu", root)) == [300000, 700000, 1024000]
+
+
+def test_the_peak_of_a_process_is_that_of_the_system_and_0_where_that_does_not_tell(tmp_path: Path) -> None:
+    assert peak_bytes(torch.device("cpu"), tmp_path) == 0
+    write(tmp_path, "proc/self/status", "VmPeak: 9 kB\nVmHWM:    7 kB\nVmRSS: 5 kB\n")
+    assert peak_bytes(torch.device("cpu"), tmp_path) == 7 * 1024
+    assert 1e8 < peak_bytes(torch.device("cpu")) < 1e11
 
 
 def test_memory_of_v1_cgroups_ignores_no_limit(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from hetu_fx.cli.main import main
 from hetu_fx.plans.plan import Plan
 from hetu_fx.report.page import html_page
 
-START = {"event": "start", "format": "hetu_fx.log/1", "processes": 2, "variants": ["a<b"]}
+NOT_KNOWN = {"plans": [], "cluster": None, "profile": None}
+START = {"event": "start", "format": "hetu_fx.log/2", "processes": 2, "variants": ["a<b"], **NOT_KNOWN}
 
 
 def step(number: int, variant: str = "a<b", predicted: float | None = 0.5) -> dict[str, Any]:
-    times = {"seconds": 1.0 * number, "predicted_seconds": predicted, "compute_seconds": [0.4, 0.2]}
+    times = {"loss": 1 / number, "seconds": 1.0 * number, "predicted_seconds": predicted, "compute_seconds": [0.4, 0.2]}
     return {"event": "step", "step": number, "variant": variant, "longest": 8, "rows": [3, 1], **times}
 
 

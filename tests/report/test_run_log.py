@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from dataclasses import replace
@@ -14,16 +15,21 @@ import torch
 from torch import nn
 
 import hetu_fx
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
+from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
-from hetu_fx.report.run_log import Batch, Entry, State, entries
+from hetu_fx.report.read import read_log
+from hetu_fx.report.run_log import Batch, Entry, State, entries, grown
 from hetu_fx.report.sinks import JsonLines, ProgressSink, Scalars, tensorboard_writer
-from hetu_fx.report.summary import draw, entry_text, read_log, summaries, summary_text
+from hetu_fx.report.summary import draw, entry_text, summaries, summary_text
 from hetu_fx.switching.eviction import GraphEvent
 from hetu_fx.switching.migrate.in_flight import HomeEvent
 
-SHORT, LONG = (SimpleNamespace(plan=Plan.single(), predicted_seconds=seconds) for seconds in (1.5, 0.0))
+SHORT, LONG = (
+    SimpleNamespace(plan=Plan.single(), predicted_seconds=seconds, planned_rates={}) for seconds in (1.5, 0.0)
+)
 VARIANTS: Any = {"short": SHORT, "long": LONG}
 
 
@@ -36,7 +42,7 @@ def events(found: list[Entry]) -> list[str]:
 
 
 def test_a_step_is_told_beside_what_was_predicted() -> None:
-    (entry,) = entries(state(3, "short"), state(4, "short"), Batch(128, 2.0, (0.5, 0.25)))
+    (entry,) = entries(state(3, "short"), state(4, "short"), Batch(128, 2.0, (0.5, 0.25), 3.5))
     assert entry == {
         "event": "step",
         "step": 4,
@@ -44,6 +50,7 @@ def test_a_step_is_told_beside_what_was_predicted() -> None:
         "longest": 128,
         "rows": [4],
         "seconds": 2.0,
+        "loss": 3.5,
         "predicted_seconds": 1.5,
         "compute_seconds": [0.5, 0.25],
     }
@@ -120,10 +127,13 @@ def log_file(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_told_in_order(log_file: Path) -> None:
     log = read_log(log_file)
     steps = ["built", "step", "step", "switch", "step", "switch", "step"]
-    assert events(list(log)) == ["start", *steps, "evaluation", "plan"]
+    told = [entry for entry in log if entry["event"] != "memory"]
+    assert events(told) == ["start", *steps, "evaluation", "plan"]
     assert [entry["variant"] for entry in log if entry["event"] == "step"] == ["short", "short", "long", "short"]
     assert [entry["longest"] for entry in log if entry["event"] == "step"] == [8, 8, 12, 8]
-    assert log[0]["variants"] == ["short", "long"]
+    assert log[0]["variants"] == [entry["name"] for entry in log[0]["plans"]] == ["short", "long"]
+    assert Plan.from_json(log[0]["plans"][0]["plan"]) == replace(Plan.single(), name="short", max_length=8)
+    assert Profile.from_json(log[0]["profile"]).costs.rows == 4
     assert all(entry["seconds"] > 0 for entry in log if entry["event"] == "step")
 
 
@@ -158,8 +168,51 @@ def test_homes_that_follow_a_plan_are_told_with_the_reason() -> None:
     assert entry_text(entry) == "step 3: homes changed, 2 MB in 0.25 s: follows 'b'"
 
 
+def test_the_losses_are_those_that_the_script_was_given_whatever_it_does_to_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    alone = Line()
+    model: Any = hetu_fx.auto_parallelize(copy.deepcopy(alone), batch_of(8), plan=Plan.single())
+    with model.hetu.log(tmp_path / "run.jsonl"):
+        for length in (8, 12):
+            loss = model(**batch_of(length))["loss"]
+            loss.backward()
+            loss.detach().zero_()
+        with torch.no_grad():
+            model(**batch_of(4))
+    told = [entry["loss"] for entry in read_log(tmp_path / "run.jsonl") if "loss" in entry]
+    assert told == [pytest.approx(alone(**batch_of(length))["loss"].item()) for length in (8, 12, 4)]
+
+
+def test_the_memory_that_a_process_has_had_is_told(log_file: Path) -> None:
+    (told, *_) = (entry["peak_bytes"] for entry in read_log(log_file) if entry["event"] == "memory")
+    assert len(told) == 1
+    assert 1e8 < told[0] < 1e11, "a process with torch in it"
+
+
+def test_memory_is_told_again_when_it_has_clearly_grown() -> None:
+    assert grown((), (100.0, 0.0)) == (100, 0)
+    assert grown((1000, 1000), (1005.0, 900.0)) == (1000, 1000)
+    assert grown((1000, 1000), (1100.0, 900.0)) == (1100, 1000)
+
+
+def test_devices_are_told_again_when_their_speeds_are_corrected() -> None:
+    before, after = Cluster.on_paper((1.0, 1.0)), Cluster.on_paper((2.0, 1.0))
+    (entry,) = entries(state(3, "short", cluster=before), state(3, "short", cluster=after), None)
+    assert (entry["event"], Cluster.from_json(entry["cluster"])) == ("cluster", after)
+
+
+def test_a_log_of_the_first_format_is_read_as_one_of_today(tmp_path: Path) -> None:
+    old = tmp_path / "old.jsonl"
+    step = {"event": "step", "step": 1, "variant": "a", "seconds": 1.0, "predicted_seconds": None}
+    start = {"event": "start", "format": "hetu_fx.log/1", "processes": 2, "variants": ["a"]}
+    old.write_text(f"{json.dumps(start)}\n{json.dumps(step)}\n")
+    first, read = read_log(old)
+    assert (first["plans"], first["cluster"], first["profile"], read["loss"]) == ((), None, None, None)
+    assert [entry_text(entry) for entry in (first, read)] == ["2 processes, variants a", "step 1  a  1 s"]
+
+
 def test_steps_after_a_switch_are_summed_up_apart() -> None:
-    step = {"event": "step", "predicted_seconds": None}
+    step = {"event": "step", "predicted_seconds": None, "loss": None}
     switch = {"event": "switch"}
     log: list[Any] = [{"event": "start"}, {**step, "variant": "a", "seconds": 9.0}]
     log += [{**step, "variant": "a", "seconds": seconds} for seconds in (2.0, 3.0, 2.5)]
@@ -183,12 +236,18 @@ def test_a_line_cut_short_by_a_kill_is_left_out(log_file: Path, tmp_path: Path) 
     cut = tmp_path / "cut.jsonl"
     cut.write_text(whole[:-20])
     assert len(read_log(cut)) == len(read_log(log_file)) - 1
+    cut.write_text(whole[:20])
+    with pytest.raises(StateError, match="not a log"):
+        read_log(cut)
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"format": "hetu_fx.plan/1"}\n')
-    with pytest.raises(StateError, match=r"not a log of the format 'hetu_fx.log/1'"):
+    with pytest.raises(StateError, match=r"not a log of the format 'hetu_fx.log/2'"):
+        read_log(other)
+    other.write_text('{"event": "start", "format": "hetu_fx.log/9"}\n')
+    with pytest.raises(StateError, match=r"format 'hetu_fx.log/9'.* reads hetu_fx.log/1, hetu_fx.log/2"):
         read_log(other)
     other.write_text('{"event": "start", "format": "hetu_fx.log/1"}\nnonsense\n{}\n')
     with pytest.raises(StateError, match="line 2 is no JSON"):
@@ -236,9 +295,10 @@ class Writer:
 def test_scalars_are_the_numbers_of_steps_and_of_health() -> None:
     writer = Writer()
     scalars = Scalars(writer)
-    for entry in entries(state(3, "short"), state(4, "short", rates={1: 2.0}), Batch(128, 2.0, (0.5,))):
+    for entry in entries(state(3, "short"), state(4, "short", rates={1: 2.0}), Batch(128, 2.0, (0.5,), 0.25)):
         scalars.tell(entry)
     assert ("hetu_fx/step_seconds", 2.0, 4) in writer.told
+    assert ("hetu_fx/loss", 0.25, 4) in writer.told
     assert ("hetu_fx/predicted_seconds", 1.5, 4) in writer.told
     assert ("hetu_fx/compute_seconds/0", 0.5, 4) in writer.told
     assert ("hetu_fx/rate/1", 2.0, 4) in writer.told

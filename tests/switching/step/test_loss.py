@@ -15,7 +15,7 @@ from hetu_fx.comm_ops.wire.small_sums import MARKS
 from hetu_fx.errors import DivergedError
 from hetu_fx.switching.home.async_tensor import Pending
 from hetu_fx.switching.step import loss as step
-from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, applied
+from hetu_fx.switching.step.loss import GlobalLoss, Guess, LossGradient, SeenLoss, applied
 from hetu_fx.switching.step.timer import ComputeTimer
 
 
@@ -70,6 +70,38 @@ def test_a_pending_loss_reads_as_any_loss(sums: Sums) -> None:
     assert copy.deepcopy(loss.detach()) == pickle.loads(pickle.dumps(loss)) == copy.deepcopy(loss) == 3.5
     assert sum([loss, loss]) == torch.stack([loss, loss]).sum() == 7.0
     assert sums.waited == 1
+
+
+class Message:
+    """A sum under way, which arrives when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_there, self.waited = False, 0
+
+    def is_completed(self) -> bool:
+        return self.is_there
+
+    def wait(self) -> None:
+        assert self.is_there, "whoever looks on does not wait"
+        self.waited += 1
+
+
+def test_who_looks_on_waits_for_no_loss_and_sees_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = Message()
+    monkeypatch.setattr(step, "_started_sum", lambda tensor, table: Exchange((0, 1), [message]))
+    loss = global_loss(torch.tensor(1.5, requires_grad=True))
+    seen = SeenLoss(loss)
+    assert seen.number is None
+    message.is_there = True
+    assert (seen.number, message.waited) == (1.5, 1)
+    loss.detach().zero_()
+    assert (seen.number, message.waited, loss.item()) == (1.5, 1, 0.0)
+
+
+def test_what_is_no_single_number_is_no_loss_to_see() -> None:
+    assert SeenLoss().number is None
+    assert SeenLoss(torch.ones(2)).number is None
+    assert SeenLoss(torch.tensor(2.0, requires_grad=True)).number == 2.0
 
 
 def test_a_loss_without_backward_is_plain(sums: Sums) -> None:

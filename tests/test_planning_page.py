@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.cluster.devices import CHIPS
+from hetu_fx.cluster.chips import CHIPS
 from hetu_fx.planner.searches import SEARCHES
 
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.documents import table_text
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import REQUIRED, Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link
+from hetu_fx.cluster.paces import PACE, Pace, pace_between
 from hetu_fx.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -29,16 +30,19 @@ FORMAT = "hetu_fx.cluster/1"
 class Cluster(Document):
     """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
 
-    `collectives` are those that were timed, if any; what else is communicated is priced by the links.
+    `collectives` are those that were timed, if any; what else is communicated is priced by the links. `paces` are those
+    of kinds on which a model's blocks were timed.
     """
 
     devices: tuple[Device, ...]
     intra: Link
     inter: Link
     collectives: tuple[Collective, ...] = ()
+    paces: tuple[Pace, ...] = ()
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
+    _paces: Mapping[str, tuple[Pace, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
@@ -54,6 +58,7 @@ class Cluster(Document):
         object.__setattr__(self, "_nodes", {node: number for number, node in enumerate(nodes)})
         by_speed = sorted(self.devices, key=lambda device: device.speed)
         object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
+        object.__setattr__(self, "_paces", _paces_by_kind(self.paces))
 
     @classmethod
     def on_paper(
@@ -118,6 +123,11 @@ class Cluster(Document):
     def top_speed(self, kind: str) -> float:
         """Return the speed, as it is now, of the fastest device of a kind."""
         return self._top_speeds[kind]
+
+    def pace(self, kind: str, share: float) -> tuple[float, float]:
+        """Return what a kind's (work, rest) take over what is counted, with `share` of what a group splits."""
+        known = self._paces.get(kind)
+        return pace_between(known, 1 / share if share else 1.0) if known else (1.0, 1.0)
 
     def node_of(self, rank: int) -> int:
         """Return the number of a rank's node, counted in order of rank."""
@@ -204,17 +214,27 @@ def _link_text(link: Link) -> str:
     return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
 
 
-def _cluster(devices: tuple[Device, ...], links: ClusterLinks, collectives: tuple[Collective, ...]) -> Cluster:
-    return Cluster(devices, links.intra, links.inter or links.intra, collectives)
+def _paces_by_kind(paces: Sequence[Pace]) -> dict[str, tuple[Pace, ...]]:
+    """Return the paces of each kind, by size of group; raises `ClusterError` where one stands twice."""
+    twice = [key for key, count in Counter((pace.kind, pace.tensor_parallel) for pace in paces).items() if count > 1]
+    if twice:
+        raise ClusterError(f"paces of (kind, tensor_parallel) {twice} stand twice; give each once")
+    ordered = sorted(paces, key=lambda pace: pace.tensor_parallel)
+    return {kind: tuple(one for one in ordered if one.kind == kind) for kind in {pace.kind for pace in paces}}
+
+
+def _cluster(devices: tuple[Device, ...], links: ClusterLinks, **others: Any) -> Cluster:
+    return Cluster(devices, links.intra, links.inter or links.intra, **others)
 
 
 Cluster.form = record(
     _cluster,
     ClusterError,
     like=Cluster,
-    order="devices links collectives",
+    order="devices links collectives paces",
     format=FORMAT,
     devices=Key(many(DEVICE.values)),
     links=Key(LINKS, default=REQUIRED),
     collectives=Key(many(COLLECTIVE.values)),
+    paces=Key(many(PACE.values)),
 )

@@ -1,119 +1,16 @@
-"""Devices and links: what a cluster consists of, and the public figures of accelerators.
-
-Those are for clusters that are planned for before anybody has measured them: peaks as their makers state them, dense
-matrix products by element type, memory and its bandwidth. What programs reach is less, by a factor that differs little
-between chips of one family; so these are estimates, good for shares between devices and lower bounds of seconds, and
-whoever uses them says so.
-"""
+"""Devices and links: what a cluster consists of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.documents import nearest
 from hetu_fx.base.json_values import INTEGER, NUMBER, TEXT
 from hetu_fx.base.records import Key, record
+from hetu_fx.cluster.chips import find_chip, unknown_chip
 from hetu_fx.errors import ClusterError
-
-DTYPES = ("bf16", "fp16", "fp32")
-"""Element types of products, in the order in which they are preferred for training."""
-
-_GIB = 1 << 30
-_TERA = 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """One kind of device.
-
-    Attributes:
-        name: how cluster files call it.
-        flops_per_second: peak of dense matrix products by element type (of `DTYPES`).
-        memory_bytes: what the device has.
-        memory_bytes_per_second: peak bandwidth of that memory.
-        source: where the figures stand.
-        other_names: what torch and others call it.
-    """
-
-    name: str
-    flops_per_second: Mapping[str, float]
-    memory_bytes: int
-    memory_bytes_per_second: float
-    source: str
-    other_names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        bandwidth = {"memory_bytes_per_second": self.memory_bytes_per_second}
-        figures = {**self.flops_per_second, "memory_bytes": self.memory_bytes, **bandwidth}
-        check_positive(ClusterError, f"chip {self.name}", **figures)
-        if not self.flops_per_second.keys() <= set(DTYPES):
-            raise ClusterError(f"chip {self.name} has speeds for {list(self.flops_per_second)}; known are {DTYPES}")
-
-    def flops(self, dtype: str | None = None) -> float:
-        """Return the peak for an element type; None: the first of `DTYPES` that it multiplies."""
-        if dtype is None:
-            return next(self.flops_per_second[known] for known in DTYPES if known in self.flops_per_second)
-        if dtype not in self.flops_per_second:
-            known = ", ".join(self.flops_per_second)
-            raise ClusterError(f"chip {self.name} has no figure for dtype {dtype!r}; there are some for {known}")
-        return self.flops_per_second[dtype]
-
-
-@cache
-def find_chip(kind: str) -> Chip | None:
-    """Return the chip of a name, in any case and with spaces, dashes or underscores; None for one that is not known."""
-    return _BY_NAME.get(_plain(kind))
-
-
-def unknown_chip(kind: str) -> str:
-    """Return the part of a message that says that a kind has no public figures here, with the nearest that has."""
-    return f"kind {kind!r} is not in the table of public figures{nearest(kind, tuple(chip.name for chip in CHIPS))}"
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def _chip(
-    name: str,
-    gib: int,
-    gigabytes_per_second: float,
-    source: str,
-    *other_names: str,
-    **tera: float,
-) -> Chip:
-    speeds = {dtype: value * _TERA for dtype, value in tera.items()}
-    return Chip(name, speeds, gib * _GIB, gigabytes_per_second * 1e9, source, other_names)
-
-
-_A100 = "NVIDIA A100 Tensor Core GPU datasheet"
-_H100 = "NVIDIA H100 Tensor Core GPU datasheet (half of the figures with sparsity)"
-_V100 = "NVIDIA V100 Tensor Core GPU datasheet"
-
-CHIPS = (
-    _chip("P100-16G", 16, 732, "NVIDIA Tesla P100 datasheet", "Tesla P100-SXM2-16GB", fp16=21.2, fp32=10.6),
-    _chip("V100-16G", 16, 900, _V100, "Tesla V100-SXM2-16GB", fp16=125, fp32=15.7),
-    _chip("V100-32G", 32, 900, _V100, "Tesla V100-SXM2-32GB", fp16=125, fp32=15.7),
-    _chip("T4", 16, 320, "NVIDIA Turing architecture whitepaper", "Tesla T4", fp16=65, fp32=8.1),
-    _chip("A100-40G", 40, 1555, _A100, "NVIDIA A100-SXM4-40GB", bf16=312, fp16=312, fp32=19.5),
-    _chip("A100-80G", 80, 2039, _A100, "NVIDIA A100-SXM4-80GB", "A100", bf16=312, fp16=312, fp32=19.5),
-    _chip("A800-80G", 80, 2039, _A100, "NVIDIA A800-SXM4-80GB", "A800", bf16=312, fp16=312, fp32=19.5),
-    _chip("H100-80G", 80, 3350, _H100, "NVIDIA H100 80GB HBM3", "H100", bf16=989, fp16=989, fp32=67),
-    _chip("H800-80G", 80, 3350, _H100, "NVIDIA H800", "H800", bf16=989, fp16=989, fp32=67),
-    _chip("H200-141G", 141, 4800, "NVIDIA H200 datasheet", "NVIDIA H200", "H200", bf16=989, fp16=989, fp32=67),
-    _chip("H20-96G", 96, 4000, "NVIDIA H20 specification", "NVIDIA H20", "H20", bf16=148, fp16=148, fp32=44),
-    _chip("L40S", 48, 864, "NVIDIA L40S datasheet", "NVIDIA L40S", bf16=362, fp16=362, fp32=91.6),
-    _chip("MI300X", 192, 5300, "AMD Instinct MI300X datasheet", "AMD Instinct MI300X", bf16=1307, fp16=1307, fp32=163),
-)
-"""The table, by family and age."""
-
-_BY_NAME = {_plain(name): chip for chip in CHIPS for name in (chip.name, *chip.other_names)}
-
 
 WHERE = ("intra", "inter")
 FLOPS_PER_BYTE = 5.0
@@ -129,7 +26,8 @@ class Device:
     `source` says where its figures come from: measured, given, or an estimate from public figures of its kind.
     `meeting_seconds` is what the healthy device loses, besides the message, when it meets others between pieces of
     compute: it waits for a period of its quota, for a launch, for those that are late. `step_seconds` is what a step
-    takes on its host besides the work of the model.
+    takes on its host besides the work of the model. `op_seconds` is what running one op takes besides its work, forward
+    or backward; None: nobody has measured it.
     """
 
     rank: int
@@ -143,12 +41,13 @@ class Device:
     step_seconds: float = 0.0
     bytes_per_second: float | None = None
     memory_bytes_per_second: float | None = None
+    op_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ClusterError(f"device has rank {self.rank}; ranks count from 0")
         figures = {"flops_per_second": self.flops_per_second, "memory_bytes": self.memory_bytes, "rate": self.rate}
-        figures |= _known(self, "bytes_per_second", "memory_bytes_per_second")
+        figures |= _known(self, "bytes_per_second", "memory_bytes_per_second", "op_seconds")
         check_positive(ClusterError, f"device {self.rank}", **figures)
         check_not_negative(ClusterError, f"device {self.rank}", **self._besides)
         check_source(ClusterError, f"device {self.rank}", self.source)
@@ -174,11 +73,21 @@ class Device:
         return self.step_seconds * self.rate
 
     @property
+    def op_now(self) -> float | None:
+        """Return what running an op takes besides its work now; None where nobody has measured it."""
+        return None if self.op_seconds is None else self.op_seconds * self.rate
+
+    @property
     def flops_per_byte(self) -> float:
         """Return the FLOPs of products that it does in the time in which it moves a byte of its memory."""
-        chip = find_chip(self.kind)
-        known = self.memory_bytes_per_second or (chip.memory_bytes_per_second if chip else None)
+        known = self.known_memory_bytes_per_second
         return self.flops_per_second / known if known else FLOPS_PER_BYTE
+
+    @property
+    def known_memory_bytes_per_second(self) -> float | None:
+        """Return the speed of its memory, given or publicly known; None where nobody knows it."""
+        chip = find_chip(self.kind)
+        return self.memory_bytes_per_second or (chip.memory_bytes_per_second if chip else None)
 
     @property
     def most_bytes_per_second(self) -> float:
@@ -271,7 +180,7 @@ DEVICE = record(
     ClusterError,
     like=Device,
     order="rank kind node flops_per_second memory_bytes dtype rate meeting_seconds step_seconds bytes_per_second "
-    "memory_bytes_per_second source",
+    "memory_bytes_per_second op_seconds source",
     kind=Key(default=None),
     node=Key(default="0", written="always"),
     flops_per_second=Key(default=None),

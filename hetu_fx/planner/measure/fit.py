@@ -9,6 +9,7 @@ from functools import reduce
 from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.cluster.paces import Pace
 from hetu_fx.errors import PlanError, ProfileError
 from hetu_fx.planner.dispatch.strategy import Fitted, fit_times
 from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
@@ -119,11 +120,16 @@ def _mean(samples: Iterable[BlockSample]) -> list[tuple[int, float]]:
 
 def _communication(degree: int, costs: ProgramCosts, cluster: Cluster, device: Device) -> Line:
     """Return the seconds that a group of devices like this one, on one node, communicates for the mean block."""
-    alike = tuple(replace(device, rank=rank, node="0", rate=1.0) for rank in range(degree))
-    healthy = Cluster(alike, cluster.intra, cluster.inter)
+    healthy = _alike(device, degree, cluster)
     sums, returns = tensor_parallel_lines(Stage(healthy.ranks), _all_blocks(costs), healthy)
     total, count = sums + returns, costs.num_blocks
     return Line(total.fixed / count, total.slope / count)
+
+
+def _alike(device: Device, count: int, cluster: Cluster) -> Cluster:
+    """Return so many healthy devices like this one, on one node of the cluster, priced by its figures alone."""
+    alike = tuple(replace(device, rank=rank, rate=1.0) for rank in range(count))
+    return replace(cluster, devices=alike, paces=())
 
 
 def _all_blocks(costs: ProgramCosts) -> PartCosts:
@@ -143,27 +149,65 @@ def slowdown(times: Sequence[BlockTime], length: int) -> Slowdown:
 
 
 def calibrated(cluster: Cluster, profile: Profile) -> Cluster:
-    """Return the cluster with the speeds that its devices have on the profile's blocks, for kinds with known times.
+    """Return the cluster as fast as its devices are on the profile's blocks, for kinds with known times.
 
-    A kind's fastest device gets the speed by which a row of the profile's blocks is predicted to take as long as the
-    times say; its other devices keep their speeds relative to it.
+    Rows of blocks are then predicted to take as long as the times say, on groups of every size that was timed, and on
+    those in between as on a line. All devices of a kind keep their speeds relative to its fastest, which was timed.
+    What is not a block is taken to be as much faster or slower than by the cluster's figures as blocks are.
     """
-    speeds: dict[int, float] = {}
+    if not profile.tokens_per_row or not profile.costs.num_blocks:
+        return cluster
+    found, paces = cluster.devices, []
     for kind in dict.fromkeys(device.kind for device in cluster.devices):
-        known = profile.block_times(kind).get(1)
-        if known is not None and profile.tokens_per_row and profile.costs.num_blocks:
-            ratio = _speed_ratio(known, profile, fastest_of(kind, cluster))
-            speeds |= {d.rank: d.flops_per_second * ratio for d in cluster.devices if d.kind == kind}
-    return cluster.with_speeds(speeds)
+        known = profile.block_times(kind)
+        if known:
+            fastest = fastest_of(kind, cluster)
+            speedup = 1 / _KindOnBlocks(fastest, profile, cluster).pace(known[min(known)]).work
+            found = tuple(_faster(device, speedup) if device.kind == kind else device for device in found)
+            own = _KindOnBlocks(_faster(fastest, speedup), profile, cluster)
+            paces += [own.pace(known[degree]) for degree in sorted(known)]
+    kept = tuple(pace for pace in cluster.paces if pace.kind not in {one.kind for one in paces})
+    return replace(cluster, devices=found, paces=(*kept, *paces))
 
 
-def _speed_ratio(known: BlockTime, profile: Profile, device: Device) -> float:
-    """Return how many times as fast as by its FLOPs per second a device runs the profile's blocks; 1 for no work.
+def _faster(device: Device, speedup: float) -> Device:
+    """Return a device that works and moves its memory so many times as fast."""
+    memory = device.known_memory_bytes_per_second
+    return replace(
+        device,
+        flops_per_second=device.flops_per_second * speedup,
+        memory_bytes_per_second=None if memory is None else memory * speedup,
+    )
 
-    What the costs add for each op, whatever the speed, is taken off the times, but no more than half of these.
-    """
-    healthy, blocks = Cluster.on_paper([device.flops_per_second]), _all_blocks(profile.costs)
-    pair = (blocks, PartCosts(num_ops=blocks.num_ops))
-    row, overhead = (compute_lines(Stage((0,)), parts, healthy)[0](1) for parts in pair)
-    measured = profile.costs.num_blocks * known.seconds(profile.tokens_per_row)
-    return (row - overhead) / max(measured - overhead, measured / 2) or 1.0
+
+LEAST = 0.1
+"""Of a measured time so much is compute at least, as links may have been others, and of that so much grows with rows.
+
+No speed can be told from overheads alone.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _KindOnBlocks:
+    """A healthy device of a kind, the program, and the links of the cluster."""
+
+    device: Device
+    profile: Profile
+    cluster: Cluster
+
+    def pace(self, known: BlockTime) -> Pace:
+        """Return what a group takes for all blocks and one row, over what is counted."""
+        degree, costs = known.tensor_parallel, self.profile.costs
+        counted, sums = self._counted(degree), _communication(degree, costs, self.cluster, self.device)
+        measured = Line(known.c, known.seconds(self.profile.tokens_per_row) - known.c)
+        whole = max(measured(1) - sums(1), LEAST * measured(1)) * costs.num_blocks
+        fixed = min(max(0.0, (measured.fixed - sums.fixed) * costs.num_blocks), (1 - LEAST) * whole)
+        if not counted.fixed or not counted.slope:
+            ratio = whole / counted(1) if counted(1) else 1.0
+            return Pace(known.kind, degree, ratio, ratio)
+        return Pace(known.kind, degree, (whole - fixed) / counted.slope, fixed / counted.fixed)
+
+    def _counted(self, degree: int) -> Line:
+        """Return the compute of all blocks on a group, as the figures of the kind have it."""
+        alike = _alike(self.device, degree, self.cluster)
+        return compute_lines(Stage(alike.ranks), _all_blocks(self.profile.costs), alike)[0]

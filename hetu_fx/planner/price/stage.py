@@ -2,8 +2,9 @@
 
 Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backward of a micro-batch of x rows:
 
-    compute        3 x flops / speed + 3 x traffic / memory's speed + op overhead,                       (1)
+    compute        3 x flops / speed + 3 x traffic / memory's speed + 3 x what ops take besides,         (1)
                    and the parameters moved WEIGHT_MOVES times, whatever the rows are;
+                   at the pace of the kind, where blocks were timed on it;
                    a third of that once more for blocks that are recomputed
     tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
                    or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
@@ -33,7 +34,7 @@ from hetu_fx.planner.values.shared import turn_seconds
 from hetu_fx.plans.plan import Pipeline, Stage
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
-OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of its kind
+OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of a kind that nobody measured
 WEIGHT_MOVES = 6  # forward and backward read a parameter; its gradient is written, and added to that of earlier rows
 
 
@@ -54,10 +55,13 @@ def _device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) ->
 
 
 def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Cluster) -> Line:
-    overhead = parts.num_ops * OP_SECONDS * cluster.top_speed(device.kind) / device.speed
+    known = device.op_now
+    of_one = OP_SECONDS * cluster.top_speed(device.kind) / device.speed if known is None else known
+    overhead = parts.num_ops * of_one
     work = parts.flops_at(share) + parts.traffic_bytes_at(share) * device.flops_per_byte
     weights = parts.parameter_bytes_at(share) * WEIGHT_MOVES * device.flops_per_byte / device.speed
-    return Line(FORWARD_AND_BACKWARD * overhead + weights, FORWARD_AND_BACKWARD * work / device.speed)
+    pace, rest = cluster.pace(device.kind, share)
+    return Line(rest * (FORWARD_AND_BACKWARD * overhead + weights), pace * FORWARD_AND_BACKWARD * work / device.speed)
 
 
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:

@@ -165,7 +165,7 @@ class Estimates:
         own = [self._cluster.device(rank) for rank in devices]
         fastest = {self._fastest[device.kind].rank: self._fastest[device.kind] for device in own}
         members = {device.rank: device for device in own} | fastest
-        return Cluster(tuple(members.values()), self._cluster.intra, self._cluster.inter)
+        return replace(self._cluster, devices=tuple(members.values()))
 
     def _new_replica(self, groups: Groups, blocks: Blocks) -> Replica:
         stops = list(itertools.accumulate(blocks))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 
 Kind = Literal["input", "parameter", "value"]
@@ -78,6 +79,8 @@ class Op:
         unread: operands whose values and layout do not matter.
         segment: which of the ratio vectors its shards follow.
         copyable: whether all devices may do all of it (HAP's released rules forbid it for embeddings).
+        moves: whether it is no product: its flops are those in the time in which its bytes are moved, at
+            `FLOPS_PER_BYTE`, until `TensorProgram.at` says how many these are.
     """
 
     name: str
@@ -92,6 +95,7 @@ class Op:
     unread: frozenset[int] = NO_POSITIONS
     segment: int = 0
     copyable: bool = True
+    moves: bool = False
 
     def __post_init__(self) -> None:
         if len(self.reads) != len(self.operands) or len(self.makes) != len(self.results):
@@ -159,6 +163,13 @@ class TensorProgram:
         """Return how many ratio vectors the program has."""
         return 1 + max((op.segment for op in self.ops), default=0)
 
+    def at(self, flops_per_byte: float) -> TensorProgram:
+        """Return the program for devices that do so many FLOPs in the time in which they move a byte."""
+        ratio = flops_per_byte / FLOPS_PER_BYTE
+        if ratio == 1.0:
+            return self
+        return replace(self, ops=tuple(_scaled(op, ratio) if op.moves else op for op in self.ops))
+
     def in_one_segment(self) -> TensorProgram:
         """Return the same program with one ratio vector for all of it."""
         return replace(self, ops=tuple(replace(op, segment=0) for op in self.ops))
@@ -172,6 +183,10 @@ class TensorProgram:
     def all_flops(self, op: Op) -> float:
         """Return the work of an op, forward and backward."""
         return op.flops + math.fsum(self.backward_flops(op))
+
+
+def _scaled(op: Op, ratio: float) -> Op:
+    return replace(op, flops=op.flops * ratio, backward_flops=tuple(flops * ratio for flops in op.backward_flops))
 
 
 def _check_names(what: str, names: list[str]) -> None:

@@ -18,9 +18,10 @@ from hetu_fx.planner.measure.fit import (
     lengths_of,
     slowdown,
 )
-from hetu_fx.planner.price.stage import compute_lines
+from hetu_fx.planner.price.stage import compute_lines, tensor_parallel_lines
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
+from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Stage
 from tests.planner.examples import paper, transformer
 
@@ -97,27 +98,74 @@ def seconds_of_a_row(cluster: Cluster, parts: PartCosts = COSTS.blocks[0]) -> fl
     return compute_lines(Stage((0,)), parts, cluster)[0](1)
 
 
-OVERHEAD = PartCosts(num_ops=COSTS.blocks[0].num_ops)
-
-
 def test_a_measured_kind_gets_the_speed_at_which_its_blocks_take_as_long_as_measured() -> None:
     cluster = paper(2, 1)
-    overhead = seconds_of_a_row(cluster, OVERHEAD)
-    time = BlockTime("paper", 1, 0.0, 4 * (seconds_of_a_row(cluster) - overhead) / LENGTH, overhead)
+    line = compute_lines(Stage((0,)), COSTS.blocks[0], cluster)[0]
+    time = BlockTime("paper", 1, 0.0, 4 * line.slope / LENGTH, line.fixed)
     found = calibrated(cluster, Profile(COSTS, LENGTH, times=(time,)))
     assert [d.flops_per_second for d in found.devices] == [pytest.approx(0.5e9), pytest.approx(0.25e9)]
     assert seconds_of_a_row(found) == pytest.approx(time.seconds(LENGTH))
 
 
-def test_of_times_that_are_all_overhead_half_counts_as_work() -> None:
-    overhead = seconds_of_a_row(paper(1), OVERHEAD)
-    time = BlockTime("paper", 1, 0.0, overhead / 4 / LENGTH)
-    (found,) = calibrated(paper(1), Profile(COSTS, LENGTH, times=(time,))).devices
-    work = seconds_of_a_row(paper(1)) - overhead
-    assert found.flops_per_second == pytest.approx(1e9 * work / (overhead / 8))
+def test_of_times_that_are_all_overhead_a_tenth_counts_as_work() -> None:
+    time = BlockTime("paper", 1, 0.0, 1e-12, 1.0)
+    found = calibrated(paper(1), Profile(COSTS, LENGTH, times=(time,)))
+    line = compute_lines(Stage((0,)), COSTS.blocks[0], found)[0]
+    assert (line.fixed, line.slope) == (pytest.approx(0.9), pytest.approx(0.1))
 
 
 def test_a_kind_that_nobody_timed_keeps_its_speed() -> None:
     time = BlockTime("other", 1, 0.0, 1.0)
     assert calibrated(paper(2, 1), Profile(COSTS, LENGTH, times=(time,))) == paper(2, 1)
     assert calibrated(paper(2), Profile(COSTS, 0, times=(replace(time, kind="paper"),))) == paper(2)
+
+
+GPUS = {"H100-80G": (3.1e-11, 4.4e-7), "A100-80G": (7.7e-11, 1.2e-6)}
+"""Seconds per squared token and per token, of the order in which such blocks take them; not measured."""
+
+
+def gpus(kind: str, count: int = 8) -> Cluster:
+    """Return a node of GPUs as a cluster file tells of it: nothing but their kind."""
+    devices = [{"rank": rank, "kind": kind} for rank in range(count)]
+    links = {"intra": {"bytes_per_second": 3e11, "latency_seconds": 5e-6}}
+    return Cluster.from_json({"format": "hetu_fx.cluster/1", "devices": devices, "links": links})
+
+
+def large(length: int) -> ProgramCosts:
+    """Return a decoder of the size that such devices run."""
+    return transformer(layers=8, rows=8, length=length, width=4096, vocabulary=32000, units=8)
+
+
+def times_on(kind: str, cluster: Cluster) -> tuple[BlockTime, ...]:
+    """Return what groups of four sizes take: narrow products are less efficient, and launches do not get fewer."""
+    a, b = GPUS[kind]
+    found = []
+    for degree, lost in ((1, 1.0), (2, 1.1), (4, 1.3), (8, 1.7)):
+        given = [
+            BlockSample(degree, s, (a * s * s + b * s) * lost / degree + 9e-4, 1.0) for s in (512, 1024, 2048, 4096)
+        ]
+        found.append(block_time(kind, given, large(2048), 2048, cluster))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize("length", [512, 1000, 2048, 4096])
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_a_measured_block_is_priced_at_what_was_measured(kind: str, length: int, degree: int) -> None:
+    times = times_on(kind, gpus(kind))
+    costs = large(length)
+    found = calibrated(gpus(kind), Profile(costs, length, times=times))
+    stage = Stage(tuple(range(degree)))
+    compute, sums = compute_lines(stage, costs.blocks[0], found), tensor_parallel_lines(stage, costs.blocks[0], found)
+    priced = max(line(1) for line in compute) + sum(line(1) for line in sums)
+    (time,) = (one for one in times if one.tensor_parallel == degree)
+    assert priced / time.seconds(length) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_between_measured_degrees_a_block_takes_what_lies_between(kind: str) -> None:
+    costs = large(2048)
+    found = calibrated(gpus(kind), Profile(costs, 2048, times=times_on(kind, gpus(kind))))
+    two, three, four = (compute_lines(Stage(tuple(range(n))), costs.blocks[0], found)[0](1) for n in (2, 3, 4))
+    assert two > three > four
+    assert calibrated(found, Profile(costs, 2048, times=times_on(kind, gpus(kind)))).paces == found.paces

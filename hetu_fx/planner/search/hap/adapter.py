@@ -118,6 +118,7 @@ class _ProblemReader:
                 linear=op.linear,
                 unread=op.unread | op.counted,
                 segment=self._segment(node),
+                moves=not self._product_flops(node),
             )
         )
         self._nodes.append(node)

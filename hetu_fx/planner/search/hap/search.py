@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
@@ -56,6 +57,7 @@ def search(
     A problem of several segments is also planned as if it were one. Raises `PlanError` when no program fits.
     """
     prices = collectives or Collectives.of_cluster(cluster)
+    problem = problem.at(fmean(device.flops_per_byte for device in cluster.devices))
     found = []
     for given in [problem, problem.in_one_segment()][: 1 if problem.num_segments == 1 else 2]:
         search = _Alternation(given, cluster, prices, rules or SynthesisRules(), memory_fraction, zero)

@@ -211,7 +211,7 @@ def _alone(problem: Problem, size: int, stages: int) -> tuple[Pipeline, Cluster]
     """Return a pipeline on devices like the cluster's, in one node, and a cluster of these."""
     alike = [replace(problem.cluster.devices[0], rank=rank, node="0") for rank in range(size * stages)]
     groups = (tuple(range(start, start + size)) for start in range(0, size * stages, size))
-    cluster = Cluster(tuple(alike), problem.cluster.intra, problem.cluster.inter)
+    cluster = replace(problem.cluster, devices=tuple(alike))
     return Pipeline(tuple(Stage(ranks) for ranks in groups)), cluster
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.cluster.cluster import Device
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.stage import compute_lines, pipeline_seconds, stage_costs, tensor_parallel_lines
 from hetu_fx.planner.search.allocate import Seconds, spread
@@ -190,7 +190,7 @@ def layer_seconds(problem: Problem, size: int, rows: int) -> float:
     if alpha:
         return alpha.get(size, math.inf)  # only their ratios matter
     alike = tuple(replace(fastest, rank=rank, node="0", rate=1.0) for rank in range(size))
-    healthy, stage = Cluster(alike, problem.cluster.intra, problem.cluster.inter), Stage(tuple(range(size)))
+    healthy, stage = replace(problem.cluster, devices=alike), Stage(tuple(range(size)))
     blocks = reduce(add, problem.costs.blocks)
     sums, returns = tensor_parallel_lines(stage, blocks, healthy)
     line = compute_lines(stage, blocks, healthy)[0] + sums + returns

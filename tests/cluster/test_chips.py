@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetu_fx.cluster.devices import CHIPS, DTYPES, find_chip, unknown_chip
+from hetu_fx.cluster.chips import CHIPS, DTYPES, find_chip, unknown_chip
 from hetu_fx.errors import ClusterError
 
 

@@ -168,10 +168,10 @@ class Cluster(Document):
         return replace(self, devices=tuple(replace(d, rate=rates.get(d.rank, d.rate)) for d in self.devices))
 
     def with_speeds(self, flops_per_second: Mapping[int, float]) -> Cluster:
-        """Return the cluster with new FLOP/s of healthy devices for the given ranks."""
+        """Return the cluster with new FLOP/s of healthy devices for the given ranks, as much faster in all they do."""
         self._check_known("speeds", flops_per_second)
-        speeds = [(device, flops_per_second.get(device.rank, device.flops_per_second)) for device in self.devices]
-        return replace(self, devices=tuple(replace(d, flops_per_second=speed) for d, speed in speeds))
+        speeds = ((device, flops_per_second.get(device.rank)) for device in self.devices)
+        return replace(self, devices=tuple(d if speed is None else d.at(speed) for d, speed in speeds))
 
     def _check_known(self, what: str, by_rank: Mapping[int, float]) -> None:
         strangers = sorted(set(by_rank) - set(self.ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
@@ -88,6 +88,16 @@ class Device:
         """Return the speed of its memory, given or publicly known; None where nobody knows it."""
         chip = find_chip(self.kind)
         return self.memory_bytes_per_second or (chip.memory_bytes_per_second if chip else None)
+
+    def at(self, flops_per_second: float) -> Device:
+        """Return the device at another speed: it moves its memory and runs ops faster in the same proportion."""
+        memory, ratio = self.known_memory_bytes_per_second, flops_per_second / self.flops_per_second
+        return replace(
+            self,
+            flops_per_second=flops_per_second,
+            memory_bytes_per_second=None if memory is None else memory * ratio,
+            op_seconds=None if self.op_seconds is None else self.op_seconds / ratio,
+        )
 
     @property
     def most_bytes_per_second(self) -> float:

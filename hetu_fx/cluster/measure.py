@@ -1,8 +1,5 @@
 """Measure what this rank's device and links can do, together with all other ranks.
 
-The work by which devices are measured is matrix
-products.
-
 What it costs devices to meet between pieces of compute no message between two idle ones tells: devices that compute do
 not come to a meeting at the same moment. A device with a CPU quota waits for its next period, kernels have to be
 launched, and the time that one device waits for the other is lost to both. So two devices do pieces of compute alone,
@@ -22,60 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetu_fx.cluster.compute import Products, matmul_flops_per_second, memory_bytes_per_second, op_seconds
 from hetu_fx.cluster.devices import Device
 from hetu_fx.cluster.host import memory_limits, node_name, step_seconds
 from hetu_fx.cluster.links import measure_links, message_device
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
-
-_SIDE = {"cpu": 256, "cuda": 4096}  # of the matrices: about a millisecond of work
-
-
-class _Products:
-    """Float32 matrix products on a device, all of one size."""
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        self._side = _SIDE[self.device.type]
-        self._a = torch.ones(self._side, self._side, device=self.device)
-        self._b, self._out = torch.ones_like(self._a), torch.empty_like(self._a)
-
-    @property
-    def flops(self) -> float:
-        """Return the FLOPs of one product."""
-        return 2.0 * self._side**3
-
-    def start(self, count: int) -> None:
-        """Do so many products, or put them on the device's stream."""
-        for _ in range(count):
-            torch.mm(self._a, self._b, out=self._out)
-
-    def finish(self) -> None:
-        """Wait until they are done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def matmul_flops_per_second(device: str, seconds: float) -> float:
-    """Return the FLOP/s of float32 matrix products over a window of wall time, after a warm-up.
-
-    Wall time, not CPU time: a device that waits for its quota is slow. The warm-up of a fifth of the window
-    also uses up what quota was saved before.
-    """
-    products = _Products(device)
-    _repeat(products, seconds / 5)
-    count, elapsed = _repeat(products, seconds)
-    return products.flops * count / elapsed
-
-
-def _repeat(products: _Products, seconds: float) -> tuple[int, float]:
-    count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds or count == 0:
-        products.start(1)
-        products.finish()
-        count += 1
-    return count, elapsed
-
 
 _PIECE_SECONDS = 0.01  # of compute between two meetings, on every device: as long as the usual period of a quota
 _ROUNDS = 5  # meetings of a sample
@@ -145,7 +94,7 @@ def _measure_meetings(
         device: where this rank computes.
     """
     found: dict[int, float] = {}
-    products = _Products(device)
+    products = Products(device)
     count = max(1, round(_PIECE_SECONDS * speeds[table.rank] / products.flops))
     for pairs in rounds:
         own = next((pair for pair in pairs if table.rank in pair), None)
@@ -160,7 +109,7 @@ def _measure_meetings(
 class _Meeting:
     """This rank's side of a pair that measures."""
 
-    def __init__(self, table: GroupTable, pair: Pair, products: _Products, count: int, device: str) -> None:
+    def __init__(self, table: GroupTable, pair: Pair, products: Products, count: int, device: str) -> None:
         self._products, self._count = products, count
         self._group = table.group(tuple(range(table.size)))
         self._partner = table.to_global(pair[0] if table.rank == pair[1] else pair[1])
@@ -232,7 +181,17 @@ def measure_here(
     speed = matmul_flops_per_second(device, seconds)
     limits = memory_limits(device)
     least = min(size for _, size in limits)
-    own = Device(table.rank, _kind(device), node_name(), speed, least, source="measured", step_seconds=step_seconds())
+    own = Device(
+        table.rank,
+        _kind(device),
+        node_name(),
+        speed,
+        least,
+        source="measured",
+        step_seconds=step_seconds(),
+        memory_bytes_per_second=memory_bytes_per_second(device, seconds / 2),
+        op_seconds=op_seconds(device, seconds / 2),
+    )
     found = settled(of_all(table, (own, limits)))
     links, most = measure_links(table, [d.node for d in found], [d.flops_per_second for d in found], device)
     found = tuple(replace(d, bytes_per_second=most.get(rank)) for rank, d in enumerate(found))
@@ -265,9 +224,27 @@ def settled(raw: Sequence[tuple[Device, Limits]]) -> tuple[Device, ...]:
     speeds = snapped([d.flops_per_second for d, _ in raw])
     alike = [(d.kind, d.node, speed) for (d, _), speed in zip(raw, speeds, strict=True)]
     steps = settled_seconds(alike, {rank: d.step_seconds for rank, (d, _) in enumerate(raw)})
+    anywhere = [(kind, speed) for kind, _, speed in alike]
+    memory = settled_seconds(anywhere, _figures({rank: d.memory_bytes_per_second for rank, (d, _) in enumerate(raw)}))
+    ops = settled_seconds(anywhere, _figures({rank: d.op_seconds for rank, (d, _) in enumerate(raw)}))
     shares = [min(limit // sharers[d.node, name] for name, limit in limits) for d, limits in raw]
-    rows = zip(raw, speeds, shares, steps, strict=True)
-    return tuple(replace(d, flops_per_second=f, memory_bytes=size, step_seconds=s) for (d, _), f, size, s in rows)
+    rows = zip(raw, speeds, shares, steps, memory, ops, strict=True)
+    return tuple(
+        replace(
+            device,
+            flops_per_second=speed,
+            memory_bytes=size,
+            step_seconds=step,
+            memory_bytes_per_second=moved or None,
+            op_seconds=op or None,
+        )
+        for (device, _), speed, size, step, moved, op in rows
+    )
+
+
+def _figures(figures: Mapping[int, float | None]) -> dict[int, float]:
+    """Return those that are known."""
+    return {rank: figure for rank, figure in figures.items() if figure is not None}
 
 
 def snapped(speeds: Sequence[float], tolerance: float = TOLERANCE) -> list[float]:

@@ -88,6 +88,13 @@ def test_speeds_can_be_corrected_and_rates_stay() -> None:
         cluster.with_speeds({7: 1.0})
 
 
+def test_a_device_found_faster_moves_memory_and_runs_ops_as_much_faster() -> None:
+    device = Device(0, "cpu", "0", 1e9, 1, memory_bytes_per_second=4e9, op_seconds=2e-6)
+    found = Cluster((device,), Link(1e9), Link(1e9)).with_speeds({0: 2e9}).devices[0]
+    assert (found.memory_bytes_per_second, found.op_seconds) == (8e9, 1e-6)
+    assert found.flops_per_byte == device.flops_per_byte
+
+
 def test_devices_lose_to_a_meeting_what_the_latest_loses_now() -> None:
     cluster = Cluster.on_paper([1e9] * 3, meeting_seconds=[1e-3, 2e-3, 0.0])
     assert cluster.meeting_seconds((0, 1)) == 2e-3

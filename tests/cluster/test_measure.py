@@ -7,7 +7,6 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.cluster.measure import (
     Sample,
-    matmul_flops_per_second,
     meeting_rounds,
     meeting_seconds,
     settled,
@@ -41,10 +40,21 @@ def test_steps_of_devices_that_are_alike_take_the_same_besides() -> None:
     assert [m.step_seconds for m in settled(raw)] == [0.02, 0.02, 0.05]
 
 
+def test_memory_and_ops_of_one_kind_and_speed_are_alike_on_all_nodes() -> None:
+    nodes = (("a", 1e9, 1e-6), ("b", 3e9, 3e-6), ("c", 2e9, 2e-6))
+    raw = [
+        (Device(i, "cpu", node, 1.0, 900, memory_bytes_per_second=memory, op_seconds=op), (("machine", 900),))
+        for i, (node, memory, op) in enumerate(nodes)
+    ]
+    assert {(d.memory_bytes_per_second, d.op_seconds) for d in settled(raw)} == {(2e9, 2e-6)}
+
+
 def test_one_process_measures_itself() -> None:
     cluster = Cluster.measure(seconds=0.0)
     assert cluster.ranks == (0,)
     assert cluster.device(0).memory_bytes > 0
+    assert cluster.device(0).memory_bytes_per_second
+    assert cluster.device(0).op_seconds
 
 
 def measure_as(rank: int, size: int, store: str, results: Any) -> None:
@@ -107,7 +117,3 @@ def test_a_device_that_is_alone_meets_nobody() -> None:
 def test_devices_that_are_alike_lose_the_same() -> None:
     assert settled_seconds("aaba", {0: 0.001, 1: 0.004, 2: 0.0070001, 3: 0.003}) == (0.003, 0.003, 0.007, 0.003)
     assert settled_seconds("ab", {}) == (0.0, 0.0)
-
-
-def test_a_product_is_always_timed() -> None:
-    assert matmul_flops_per_second("cpu", 0.0) > 0

@@ -170,14 +170,8 @@ def calibrated(cluster: Cluster, profile: Profile) -> Cluster:
     return replace(cluster, devices=found, paces=(*kept, *paces))
 
 
-def _faster(device: Device, speedup: float) -> Device:
-    """Return a device that works and moves its memory so many times as fast."""
-    memory = device.known_memory_bytes_per_second
-    return replace(
-        device,
-        flops_per_second=device.flops_per_second * speedup,
-        memory_bytes_per_second=None if memory is None else memory * speedup,
-    )
+def _faster(device: Device, times: float) -> Device:
+    return device.at(device.flops_per_second * times)
 
 
 LEAST = 0.1

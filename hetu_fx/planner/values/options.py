@@ -2,10 +2,93 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from hetu_fx.base.checks import check_positive
+from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.plan import Schedule
+from hetu_fx.plans.plan import Plan, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What plans may do.
+
+    Attributes:
+        is_used: tells whether a plan does it.
+        option: the field of `PlanOptions` that switches it; empty: there is none, plans may do it unless forbidden.
+    """
+
+    is_used: Callable[[Plan], bool]
+    option: str = ""
+
+
+def _is_uneven(plan: Plan) -> bool:
+    """Tell whether pipelines, shards or stages are unlike; stages whose blocks do not divide differ by one at most."""
+    shapes = {(one.share, one.micro_batches, *(len(stage.devices) for stage in one.stages)) for one in plan.pipelines}
+    ratios = [given for *_, stage in plan.stages for given in (stage.ratios, stage.context_ratios)]
+    blocks = ([stage.blocks or 0 for stage in pipeline.stages] for pipeline in plan.pipelines)
+    return len(shapes) > 1 or any(len(set(own)) > 1 for own in ratios) or any(max(own) - min(own) > 1 for own in blocks)
+
+
+FEATURES: Mapping[str, Feature] = {
+    "data_parallel": Feature(lambda plan: len(plan.pipelines) > 1),
+    "tensor_parallel": Feature(
+        lambda plan: any(len(stage.devices) > stage.context for *_, stage in plan.stages), "tensor_parallel"
+    ),
+    "pipeline": Feature(lambda plan: any(len(one.stages) > 1 for one in plan.pipelines), "pipelines"),
+    "context": Feature(lambda plan: any(stage.shares_sequence for *_, stage in plan.stages)),
+    "sequence_parallel": Feature(lambda plan: plan.sequence_parallel, "sequence_parallel"),
+    "recompute": Feature(lambda plan: any(stage.recompute for *_, stage in plan.stages), "recompute"),
+    "zero": Feature(lambda plan: plan.zero > 0, "zero"),
+    "uneven": Feature(_is_uneven),
+}
+"""What users may allow and forbid, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a user says of plans.
+
+    Attributes:
+        allow, forbid: names of `FEATURES` to switch on and off; the others stay as the options have them.
+        zero: 0 or 1, as in a plan; None: as the options have it.
+        seconds: after which a search gives the best plan so far; None: it goes to its end.
+    """
+
+    allow: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+    zero: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        allow: str | Sequence[str] = (),
+        forbid: str | Sequence[str] = (),
+        zero: int | None = None,
+        seconds: float | None = None,
+    ) -> Choice:
+        """Return the choice; one name may stand for a list of it."""
+        return cls(_names(allow), _names(forbid), zero, seconds)
+
+    def __post_init__(self) -> None:
+        for name in (*self.allow, *self.forbid):
+            if name not in FEATURES:
+                raise PlanError(f"plans have no feature {name!r} to allow or forbid{nearest(name, tuple(FEATURES))}")
+        both = sorted(set(self.allow) & set(self.forbid))
+        if both:
+            raise PlanError(f"{', '.join(both)} is both allowed and forbidden; name it once")
+        if self.zero and "zero" in self.forbid:
+            raise PlanError(f"zero is {self.zero}, but zero is forbidden; give one of them")
+        if self.zero == 0 and "zero" in self.allow:
+            raise PlanError("zero is 0, but zero is allowed; give one of them")
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +100,8 @@ class PlanOptions:
     micro-batches: give micro_batches=(1,)). With sequence_parallel, tensor parallel groups share the sequence where
     that is predicted to be faster or memory asks for it; off, as what gloo takes for it is not priced yet. With
     recompute, stages recompute as few of their blocks as they must to fit memory. name and max_length are put on the
-    plan.
+    plan. forbidden are names of `FEATURES` that no option switches; seconds, after which a search gives its best so
+    far, take no part in what the best plan is.
     """
 
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -30,11 +114,18 @@ class PlanOptions:
     recompute: bool = True
     name: str | None = None
     max_length: int | None = None
+    forbidden: tuple[str, ...] = ()
+    seconds: float | None = None
 
     @classmethod
-    def of_program(cls, *, mixes_rows: bool, name: str | None = None) -> PlanOptions:
+    def of_program(cls, *, mixes_rows: bool, name: str | None = None, choice: Choice = Choice()) -> PlanOptions:
         """Return the options for a program; one in which rows meet is not cut into micro-batches or stages."""
-        return cls(micro_batches=(1,), pipelines=False, name=name) if mixes_rows else cls(name=name)
+        chosen = cls(name=name).chosen(choice)
+        if not mixes_rows:
+            return chosen
+        if "pipeline" in choice.allow:
+            raise PlanError("pipeline is allowed, but rows meet in the model (BatchNorm): it is not cut into stages")
+        return replace(chosen, micro_batches=(1,), pipelines=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batches", tuple(sorted(set(self.micro_batches))))
@@ -42,3 +133,37 @@ class PlanOptions:
             raise PlanError(f"micro_batches to choose from are {self.micro_batches}; give numbers from 1")
         if not 0 < self.memory_fraction <= 1:
             raise PlanError(f"memory_fraction is {self.memory_fraction}; give a number above 0, up to 1")
+        if self.zero not in (0, 1):
+            raise PlanError(f"zero is {self.zero}; give 0 (states whole on each replica) or 1 (spread over them)")
+        if self.seconds is not None:
+            check_positive(PlanError, "search", seconds=self.seconds)
+
+    def chosen(self, choice: Choice) -> PlanOptions:
+        """Return the options with what a user has chosen."""
+        wanted = dict.fromkeys(choice.allow, True) | dict.fromkeys(choice.forbid, False)
+        switched = {option: own for name, own in wanted.items() if (option := FEATURES[name].option)}
+        values = {option: type(getattr(self, option))(own) for option, own in switched.items()}
+        unswitched = {name for name in (*self.forbidden, *choice.forbid) if not FEATURES[name].option}
+        zero = values.pop("zero", self.zero) if choice.zero is None else choice.zero
+        return replace(
+            self,
+            **values | {"zero": zero},
+            forbidden=tuple(sorted(unswitched - set(choice.allow))),
+            seconds=choice.seconds,
+        )
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """Return the features that plans must not have."""
+        return tuple(name for name, feature in FEATURES.items() if not self._allows(name, feature))
+
+    def _allows(self, name: str, feature: Feature) -> bool:
+        return bool(getattr(self, feature.option)) if feature.option else name not in self.forbidden
+
+    def refused(self, plan: Plan) -> tuple[str, ...]:
+        """Return the features that a plan has and must not have."""
+        return tuple(name for name in self.off if FEATURES[name].is_used(plan))
+
+    def allowed(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Yield those of some plans that have none of the features that they must not have."""
+        return (plan for plan in plans if not self.refused(plan))

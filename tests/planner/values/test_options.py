@@ -1,0 +1,75 @@
+"""What users allow and forbid: names that are known, each meaning what its plans do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.values.options import FEATURES, Choice, PlanOptions
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+
+PLANS = {
+    "data_parallel": Plan.data_parallel([0, 1]),
+    "tensor_parallel": Plan.tensor_parallel([0, 1]),
+    "pipeline": Plan((Pipeline((Stage((0,)), Stage((1,)))),)),
+    "context": Plan.context_parallel([0, 1]),
+    "sequence_parallel": replace(Plan.single(), sequence_parallel=True),
+    "recompute": Plan((Pipeline((Stage((0,), blocks=2, recompute=1),)),)),
+    "zero": Plan.single(),
+    "uneven": Plan.tensor_parallel([0, 1], [2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_refused_where_it_is_forbidden_and_not_where_it_is_allowed(name: str) -> None:
+    assert name in PlanOptions().chosen(Choice.of(forbid=name)).refused(PLANS[name])
+    assert name not in PlanOptions().chosen(Choice.of(allow=name)).refused(PLANS[name])
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_plan_without_a_feature_is_not_refused_for_it(name: str) -> None:
+    plain = replace(Plan.single(), zero=0)
+    assert not PlanOptions().chosen(Choice.of(forbid=name)).refused(plain)
+
+
+@pytest.mark.parametrize(
+    ("plan", "uneven"),
+    [
+        (Plan.data_parallel([0, 1], [3, 1]), True),
+        (Plan((Pipeline((Stage((0,), blocks=3), Stage((1,), blocks=2))),)), False),
+        (Plan((Pipeline((Stage((0,), blocks=4), Stage((1,), blocks=2))),)), True),
+        (Plan((Pipeline((Stage((0, 1)),)), Pipeline((Stage((2,)),)))), True),
+        (Plan.data_parallel([0, 1]), False),
+    ],
+)
+def test_uneven_is_what_equal_devices_would_not_do(plan: Plan, uneven: bool) -> None:
+    assert ("uneven" in PlanOptions().chosen(Choice.of(forbid="uneven")).refused(plan)) is uneven
+
+
+def test_what_is_allowed_is_forbidden_no_longer() -> None:
+    strict = PlanOptions().chosen(Choice.of(forbid=["uneven", "tensor_parallel"]))
+    assert strict.off == ("tensor_parallel", "sequence_parallel", "uneven")
+    assert strict.chosen(Choice.of(allow=["uneven", "tensor_parallel"])) == PlanOptions()
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"forbid": "tensor_paralel"}, "no feature .tensor_paralel. to allow or forbid .did you mean"),
+        ({"forbid": "zero", "allow": "zero"}, "both allowed and forbidden"),
+        ({"forbid": "zero", "zero": 1}, "zero is 1, but zero is forbidden"),
+        ({"allow": "zero", "zero": 0}, "zero is 0, but zero is allowed"),
+        ({"zero": 2}, "zero is 2; give 0"),
+        ({"seconds": 0}, "search has seconds 0"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(choice: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PlanOptions().chosen(Choice.of(**choice))  # type: ignore[arg-type]
+
+
+def test_a_program_in_which_rows_meet_is_not_cut_whatever_is_allowed() -> None:
+    with pytest.raises(PlanError, match="rows meet in the model"):
+        PlanOptions.of_program(mixes_rows=True, choice=Choice.of(allow="pipeline"))

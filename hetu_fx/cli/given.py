@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hetu_fx.errors import ProfileError
+from hetu_fx.errors import HetuFxError, ProfileError
 
 
 def function_named(text: str) -> Callable[[], tuple[Any, Any]]:
@@ -55,3 +55,14 @@ def _script(text: str, file: Path) -> ModuleType:
 def local_device(name: str) -> str:
     """Return the device of this process: of several GPUs that of its local rank."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+
+
+def check_folder(option: str, path: Path, error: type[HetuFxError]) -> None:
+    """Raise `error` where a file cannot be written, before anything long is done for it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise error(f"{option} {path}: there is no folder {folder}; make it, or name another place")
+    if path.is_dir():
+        raise error(f"{option} {path} is a folder; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise error(f"{option} {path}: the folder {folder} cannot be written to; name another place")

@@ -21,7 +21,7 @@ from hetu_fx.cli.doctor import add_doctor, call_doctor
 from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported, call_exported
 from hetu_fx.cli.measure import add_measure, call_measure
-from hetu_fx.cli.plan import add_plan, call_plan
+from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
 from hetu_fx.cli.verify import add_verify, call_verify
 from hetu_fx.demo.demo import DEFAULT_FOLDER, run_demo
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
@@ -37,12 +37,13 @@ ERROR_STATUS = 2
 class Command:
     """One subcommand: `help` in one line, `add` declares its options, `call` runs it and gives the status.
 
-    `rest` is what stands behind `--` on the command line.
+    `rest` is what stands behind `--` on the command line. `more` returns the end of its --help.
     """
 
     help: str
     add: Callable[[argparse.ArgumentParser], None] | None
     call: Callable[[argparse.Namespace, Sequence[str]], int]
+    more: Callable[[], str] = str
 
 
 def _add_emulate(parser: argparse.ArgumentParser) -> None:
@@ -227,7 +228,7 @@ def _call_launch(options: argparse.Namespace, rest: Sequence[str]) -> int:
 COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
-    "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan),
+    "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
     "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),
@@ -241,13 +242,24 @@ COMMANDS = {
 }
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """A parser whose --help ends with what is only found out when it is asked for."""
+
+    more: Callable[[], str] = str
+
+    def format_help(self) -> str:
+        """Return the help."""
+        return super().format_help() + self.more()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands."""
     parser = argparse.ArgumentParser("hetu-fx", description="Automatic parallelization for PyTorch.")
     parser.add_argument("--version", action="version", version=f"hetu-fx {metadata.version('hetu-fx')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.help)
+        own.more = command.more
         if command.add is not None:
             command.add(own)
     return parser

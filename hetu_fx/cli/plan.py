@@ -8,22 +8,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.documents import json_text, table_text
+from hetu_fx.cli.given import check_folder
+from hetu_fx.cli.what_if import add_changes, change_lines, changed, changes_text, differences
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.devices import Link
-from hetu_fx.emulate.spec import parse_rate
-from hetu_fx.errors import ClusterError, PlanError
+from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
-from hetu_fx.plans.prediction import HEADER, device_rows, diff
 
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem
 
+_NEED_BOTH = ("search", "rows", "allow", "forbid", "zero", "seconds", "without", "rate", "link")  # options that do
 _PATIENCE_SECONDS = 2.0  # a search says how far it has come when it lasts longer, and then as often
 
 
@@ -37,18 +37,36 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="OTHER", help="show what changes from another plan file")
     parser.add_argument("--cluster", metavar="FILE", help="devices and links to plan for (hetu_fx.cluster/1)")
     parser.add_argument("--profile", metavar="FILE", help="what the model costs (hetu_fx.profile/1)")
-    parser.add_argument("--search", metavar="NAME", help="search strategy, see docs/planning.md (default: auto)")
+    parser.add_argument("--search", metavar="NAME", help="how to search, one of those below (default: auto)")
     parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch (default: the profile's)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the plan file; where the search finds several, one per length"
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
+    _add_choice(parser)
     parser.add_argument("--no-cache", action="store_true", help="search again, even if this question has been answered")
-    _add_changes(parser)
+    add_changes(parser)
+
+
+def more_of_plan() -> str:
+    """Return the names that options take, a line each."""
+    from hetu_fx.planner.searches import SEARCHES
+    from hetu_fx.planner.values.options import FEATURES
+
+    searches = {name: search.applies for name, search in SEARCHES.items()}
+    features = {name: feature.told for name, feature in FEATURES.items()}
+    return f"\nsearches:\n{_lines(searches)}\n\nnames to allow or forbid:\n{_lines(features)}\n"
+
+
+def _lines(told: Mapping[str, str]) -> str:
+    width = max(map(len, told))
+    return "\n".join(f"  {name.ljust(width)}  {text}" for name, text in told.items())
 
 
 def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx plan`."""
+    if options.out is not None:
+        check_folder("--out", options.out, PlanError)
     is_given = options.cluster is None and options.profile is None
     plans, changes = ((_given(options),), []) if is_given else _answer(options)
     _write(plans, options.out)
@@ -58,7 +76,7 @@ def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     elif options.against is not None:
         other = Plan.read(options.against)
         for plan in plans:
-            print(diff(other, plan))
+            print("\n".join(change_lines(other, plan)))
     else:
         for plan in plans:
             _show(plan)
@@ -69,7 +87,7 @@ def call_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _given(options: argparse.Namespace) -> Plan:
     """Return the plan of a file that is only shown; raises `PlanError` for what needs a cluster and a profile."""
-    asked = [name for name in ("search", "rows", "without", "rate", "link") if getattr(options, name)]
+    asked = [name for name in _NEED_BOTH if getattr(options, name) not in (None, [])]
     if options.file is None or asked:
         what = f"--{asked[0]}" if asked else "planning"
         raise PlanError(f"{what} needs --cluster FILE and --profile FILE; to show a plan file, name it alone")
@@ -79,9 +97,9 @@ def _given(options: argparse.Namespace) -> Plan:
 def _answer(options: argparse.Namespace) -> tuple[tuple[Plan, ...], list[str]]:
     """Return the plans for a cluster file and a profile file, and what is different where something was changed."""
     problem = _problem(options)
-    other = replace(problem, cluster=_changed(problem.cluster, options))
+    other = replace(problem, cluster=changed(problem.cluster, options))
     after = _plans(other, options)
-    return after, [] if other == problem else _differences(_plans(problem, options), after, _changes_text(options))
+    return after, [] if other == problem else differences(_plans(problem, options), after, changes_text(options))
 
 
 def _problem(options: argparse.Namespace) -> Problem:
@@ -89,16 +107,21 @@ def _problem(options: argparse.Namespace) -> Problem:
         missing = "cluster" if options.cluster is None else "profile"
         raise PlanError(f"a plan is made for a cluster and a profile; give --{missing} FILE too")
     from hetu_fx.planner.measure.fit import calibrated
+    from hetu_fx.planner.question import check_kinds, check_rates
     from hetu_fx.planner.search.problem import Problem
-    from hetu_fx.planner.values.options import PlanOptions
+    from hetu_fx.planner.values.options import Choice, PlanOptions
     from hetu_fx.planner.values.profile_file import Profile
 
     profile = Profile.read(options.profile)
     if options.rows is not None:
         profile = profile.with_rows(options.rows)
-    plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows)
-    cluster = calibrated(Cluster.read(options.cluster), profile)
-    return Problem(profile, cluster, plan_options, tell=_Progress().tell)
+    names = ("allow", "forbid", "zero", "seconds")
+    choice = Choice.of(**{name: getattr(options, name) for name in names})
+    plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows, choice=choice)
+    cluster = Cluster.read(options.cluster)
+    check_rates(cluster)
+    check_kinds(profile, cluster)
+    return Problem(profile, calibrated(cluster, profile), plan_options, tell=_Progress().tell)
 
 
 def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
@@ -116,17 +139,6 @@ def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
     return make_or_find_plans(problem, search, default_folder())
 
 
-def _differences(before: Sequence[Plan], after: Sequence[Plan], what: str) -> list[str]:
-    """Return what other devices or links change, plan by plan."""
-    lines = [f"what if {what}:"]
-    for old, new in zip(before, after, strict=False):
-        lines.append(diff(old, new))
-        if old.predicted is not None and new.predicted is not None and old.predicted.seconds:
-            was, now = old.predicted.seconds, new.predicted.seconds
-            lines.append(f"predicted step: {was * 1e3:.4g} ms -> {now * 1e3:.4g} ms ({100 * (now / was - 1):+.1f} %)")
-    return lines
-
-
 def _write(plans: Sequence[Plan], path: Path | None) -> None:
     for plan in plans if path is not None else ():
         assert path is not None
@@ -136,11 +148,9 @@ def _write(plans: Sequence[Plan], path: Path | None) -> None:
 
 def _show(plan: Plan) -> None:
     """Print a plan, what each device does, what bounds the step and the runner-up."""
-    print(plan)
-    rows = list(device_rows(plan))
-    if rows:
-        print_table(HEADER, rows)
-    print("no prediction: the plan was given, not priced" if plan.predicted is None else plan.predicted)
+    print(plan if plan.predicted is None else plan.explain())
+    if plan.predicted is None:
+        print("no prediction: the plan was given, not priced")
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -166,6 +176,18 @@ def _draw_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     return True
 
 
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say what plans may do."""
+    for name, what in (("allow", "what plans may do besides"), ("forbid", "what plans must not do")):
+        parser.add_argument(
+            f"--{name}", nargs="+", action="extend", default=[], metavar="NAME", help=f"{what}, names below"
+        )
+    parser.add_argument("--zero", type=int, choices=(0, 1), help="optimizer states whole on replicas, or spread")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="give the best plan so far after this time, and what it may lack"
+    )
+
+
 class _Progress:
     """Says on stderr how far a search has come, when it lasts."""
 
@@ -179,47 +201,3 @@ class _Progress:
         if now - self._last >= _PATIENCE_SECONDS:
             self._last = now
             print(message, file=sys.stderr, flush=True)
-
-
-def _add_changes(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "--without", type=int, nargs="+", action="extend", default=[], metavar="R", help="what if these ranks are gone"
-    )
-    parser.add_argument(
-        "--rate", nargs="+", action="extend", default=[], metavar="R=X", help="what if rank R takes X times as long"
-    )
-    parser.add_argument("--link", metavar="RATE", help="what if nodes are joined by a link like 100mbit")
-
-
-def _changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
-    """Return the cluster with what the options change. Raises `ClusterError` for what cannot be."""
-    gone, there = set(options.without), set(cluster.ranks)
-    if not gone < there:
-        raise ClusterError(
-            f"--without {sorted(gone)}: the cluster has ranks {sorted(there)}; name some of them, not all"
-        )
-    found = cluster.with_rates(dict(map(_rate, options.rate))).without(options.without)
-    return found if options.link is None else _with_link(found, options.link)
-
-
-def _changes_text(options: argparse.Namespace) -> str:
-    """Return the changes as they were asked for."""
-    gone = " ".join(map(str, options.without))
-    parts = [f"without {gone}" if gone else "", *(f"rate {rate}" for rate in options.rate)]
-    parts.append("" if options.link is None else f"link {options.link}")
-    return ", ".join(part for part in parts if part)
-
-
-def _rate(text: str) -> tuple[int, float]:
-    rank, _, rate = text.partition("=")
-    try:
-        return int(rank), float(rate)
-    except ValueError:
-        raise ClusterError(f"{text!r} is not a rank and its straggling rate; write it like --rate 2=2.5") from None
-
-
-def _with_link(cluster: Cluster, text: str) -> Cluster:
-    if len({device.node for device in cluster.devices}) == 1:
-        raise ClusterError(f"--link {text} is the link between nodes, but the cluster has one node only")
-    return replace(cluster, inter=Link(parse_rate(text) / 8, cluster.inter.latency_seconds))

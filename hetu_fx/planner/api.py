@@ -23,6 +23,7 @@ from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.jobs import Simulation
 from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
+from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
@@ -37,6 +38,10 @@ def plan(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     name: str = "auto",
     search: str = DEFAULT,
+    allow: str | Sequence[str] = (),
+    forbid: str | Sequence[str] = (),
+    zero: int | None = None,
+    seconds: float | None = None,
 ) -> Plan:
     """Return the fastest plan that fits for training `model` on a cluster; nothing is run or changed.
 
@@ -49,20 +54,26 @@ def plan(
         loss_fn: as for `auto_parallelize`.
         name: the plan's name.
         search: how to search, one of docs/planning.md; those that answer with one plan.
+        allow, forbid: names of what plans may do besides, and of what they must not do: "data_parallel",
+            "tensor_parallel", "pipeline", "context", "sequence_parallel", "recompute", "zero", "whole_states",
+            "uneven".
+        zero: 0 keeps optimizer states whole on each replica, 1 spreads them over the replicas; None: as is faster.
+        seconds: give the best plan so far when the search takes longer, with a bound that no plan is below.
 
     Raises:
         CaptureError: the model cannot be captured.
-        PlanError: no plan fits the memory of the devices, or the search lacks something.
+        PlanError: no plan fits the memory of the devices, or the search lacks something, or a name is not known.
         ClusterError: a malformed cluster file.
     """
+    choice = Choice.of(allow=allow, forbid=forbid, zero=zero, seconds=seconds)
     program = CapturedProgram.of(Programs(model, loss_fn), batch)
     costs = program.costs()
     if cluster is None:
         table = GroupTable()
         planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
-        return by_first(table, lambda: planned.plan(measured, name, search))
+        return by_first(table, lambda: planned.plan(measured, name, search, choice))
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return program.at(costs).plan(devices, name, search)
+    return program.at(costs).plan(devices, name, search, choice)
 
 
 def profile(

@@ -11,6 +11,7 @@ from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
 from hetu_fx.planner.search.hap.adapter import problem_of
 from hetu_fx.planner.searches import DEFAULT
+from hetu_fx.planner.values.options import ANY, Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import TensorProgram
@@ -74,12 +75,12 @@ class PlannedProgram:
         """Return the program as HAP plans for it, with the rows of `costs`."""
         return problem_of(self.program.analysed, rows=self.costs.rows)
 
-    def plan(self, cluster: Cluster, name: str, search: str = DEFAULT) -> Plan:
+    def plan(self, cluster: Cluster, name: str, search: str = DEFAULT, choice: Choice = ANY) -> Plan:
         """Return the best plan for a cluster; a program that mixes rows is not cut into micro-batches or stages.
 
         Raises `PlanError` where none fits.
         """
-        options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name)
+        options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name, choice=choice)
         return make_plan(self.costs, cluster, options=options, search=search, captured=self)
 
     def costs_of(self, split: Split) -> ProgramCosts:

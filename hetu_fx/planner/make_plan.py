@@ -22,16 +22,20 @@ import hetu_fx.comm_ops
 import hetu_fx.planner
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
+from hetu_fx.base.words import bytes_text, ranks_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
 from hetu_fx.planner.searches import DEFAULT, find_search
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Plan, Stage
 from hetu_fx.plans.prediction import Prediction
+from hetu_fx.plans.tables import short_text
 
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
@@ -69,11 +73,16 @@ def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     lacking = chosen.lacks(problem)
     if lacking:
         raise PlanError(f"search {search!r} cannot be used here: {lacking}")
-    found = chosen.find(problem) or chosen.find(problem.thinner)
+    problem = replace(problem, time_limit=TimeLimit(problem.options.seconds))
+    found = _allowed(chosen.find(problem), problem) or _allowed(chosen.find(problem.thinner), problem)
     if not found:
         raise PlanError(_nothing_fits(problem))
     lengths = sorted({plan.max_length for plan in found}, key=lambda length: (length is None, length))
     return tuple(_best(chosen, problem, _of_length(found, length)) for length in lengths)
+
+
+def _allowed(found: Candidates, problem: Problem) -> Candidates:
+    return {plan: found[plan] for plan in problem.options.allowed(found)}
 
 
 def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
@@ -85,10 +94,12 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
     best = _simplest(found)
     notes = [best.predicted.why] if best.predicted is not None else []
     prediction = _told(search.predict(best, problem), problem, notes)
+    if problem.time_limit.cut:
+        prediction = replace(prediction, bound_seconds=bound_seconds(problem.costs, problem.cluster))
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
     if others:
         second = min(others, key=lambda plan: (found[plan], plan.summary()))
-        runner_up, seconds = second.summary(), found[second]
+        runner_up, seconds = short_text(second), found[second]
         prediction = replace(prediction, runner_up=runner_up, runner_up_seconds=seconds)
     return replace(best, predicted=prediction)
 
@@ -115,7 +126,7 @@ def _estimates(problem: Problem) -> Iterator[str]:
     """Say which figures nobody has measured or given."""
     public = [device for device in problem.cluster.devices if device.source == "estimate"]
     if public:
-        ranks, kinds = [device.rank for device in public], sorted({device.kind for device in public})
+        ranks, kinds = ranks_text(device.rank for device in public), sorted({device.kind for device in public})
         yield f"estimate: devices {ranks} have the public figures of {', '.join(kinds)}, which programs do not reach"
     if problem.profile.source == "estimate":
         yield "estimate: the program's costs are counted from its graph, not measured"
@@ -159,11 +170,17 @@ def _nothing_fits(problem: Problem) -> str:
     costs, cluster, options = problem.costs, problem.cluster, problem.options
     need, have = 4 * costs.whole.parameter_bytes, sum(device.memory_bytes for device in cluster.devices)
     return (
-        f"no plan fits the memory of devices {list(cluster.ranks)}: parameters, gradients and optimizer "
-        f"states are {need / 1e6:.4g} MB, one row keeps {costs.whole.activation_bytes / 1e6:.4g} MB of "
-        f"activations; the devices have {have / 1e6:.4g} MB together, {options.memory_fraction:.0%} of which "
-        f"may be used; use more or larger devices, or shorter sequences"
+        f"no plan fits the memory of devices {ranks_text(cluster.ranks)}: parameters, gradients and optimizer "
+        f"states are {bytes_text(need)}, one row keeps {bytes_text(costs.whole.activation_bytes)} of "
+        f"activations; the devices have {bytes_text(have)} together, {options.memory_fraction:.0%} of which "
+        f"may be used; use more or larger devices, or shorter sequences{_or_allow(options)}"
     )
+
+
+def _or_allow(options: PlanOptions) -> str:
+    """Return the end of a message that names what plans were forbidden, where that is something."""
+    off = sorted({*options.off} - {*PlanOptions().off})
+    return f", or allow {' or '.join(off)}" if off else ""
 
 
 _CODE = (hetu_fx.planner, hetu_fx.comm_ops)  # what decides about plans, and prices them
@@ -188,6 +205,8 @@ def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Pla
         except PlanError as problem_with_file:
             problem.tell(f"planning anew: {problem_with_file}")
     plans = make_plans(problem, search)
+    if any(plan.predicted is not None and plan.predicted.bound_seconds is not None for plan in plans):
+        return plans  # with more time there may be a better one
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _Answer(key, plans).write(path)
@@ -202,7 +221,7 @@ def question_key(problem: Problem, search: str) -> str:
         "search": search,
         "profile": problem.profile.to_json(),
         "cluster": problem.cluster.to_json(),
-        "options": asdict(problem.options),
+        "options": asdict(problem.options) | {"seconds": None},
         "before": None if problem.before is None else problem.before.to_json(),
         "captured": None if problem.captured is None else asdict(problem.captured.hap),
         "code": _code_digest(),

@@ -83,8 +83,10 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
         if lengths.asks(problem):
             return by_length.find(problem)
         found: dict[Plan, float] = {}
-        for rule in rules:
-            found |= rule.search.find(problem) if rule.asks(problem) else {}
+        for rule in filter(lambda rule: rule.asks(problem), rules):
+            if problem.time_limit.ends(found):
+                break
+            found |= rule.search.find(problem)
         return found
 
     def predict(plan: Plan, problem: Problem) -> Prediction:

@@ -18,8 +18,9 @@ from hetu_fx.base.documents import nearest, table_text
 from hetu_fx.base.json_values import PAIRS, many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
-from hetu_fx.plans.prediction import HEADER, PREDICTION, Prediction, device_rows, rows_text, stage_row
+from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
+from hetu_fx.plans.tables import HEADER, busiest, device_rows, plan_table, rows_text
 
 __all__ = [
     "FORMAT",
@@ -170,20 +171,18 @@ class Plan(Document):
         return " | ".join(f"{rows_text(pipeline)}: {pipeline}" for pipeline in self.pipelines)
 
     def __str__(self) -> str:
-        header = ["pipeline", "rows", "micro-batches", "stage", "devices", "ratios", "blocks"]
-        rows = [stage_row(self.pipelines[i], i, j, stage) for i, j, stage in self.stages]
         length = "any" if self.max_length is None else f"at most {self.max_length}"
         shared = ", sequence parallel" if self.sequence_parallel else ""
         shared += "" if self.attention == "auto" else f", {self.attention} attention"
         title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
-        return f"{title}\n{table_text(header, rows)}"
+        return f"{title}\n{plan_table(self)}"
 
     def explain(self) -> str:
         """Return the table, with what each device does and was predicted, and why the planner chose the plan."""
         if self.predicted is None:
             return f"{self}\nno prediction: the plan was given, not made by the planner"
         rows = list(device_rows(self))
-        return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), str(self.predicted)])
+        return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), self.predicted.text(busiest(self))])
 
 
 def _no_schedule(name: str) -> str:

@@ -13,7 +13,9 @@ from hetu_fx.cli.main import main
 from hetu_fx.cli.plan import print_table
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.searches import SEARCHES
+from hetu_fx.planner.values.options import FEATURES
+from hetu_fx.planner.values.profile_file import BlockTime, Profile
 from hetu_fx.plans.plan import Plan
 from tests.planner.examples import paper, transformer
 
@@ -27,6 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Return a function that runs the command on files of its own; it returns status, output and errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
     monkeypatch.chdir(tmp_path)
     Profile(COSTS).write("profile.json")
     CLUSTER.write("cluster.json")
@@ -75,8 +78,10 @@ def test_what_if_shows_what_changes_and_what_it_costs(run: Run) -> None:
     start = lines.index("what if without 1, rate 2=2.5, link 100mbit:")
     changed = Cluster(CLUSTER.devices, CLUSTER.intra, Link(100e6 / 8, 1e-5)).with_rates({2: 2.5}).without([1])
     assert lines[:start] == make_plan(COSTS, changed).explain().splitlines()
-    assert lines[-1].startswith("predicted step: ")
-    assert lines[-1].endswith(" %)")
+    assert lines[start + 1].split() == ["before", "after"]
+    assert lines[start + 2].startswith("predicted step  ")
+    assert lines[start + 2].endswith(" %)")
+    assert max(map(len, lines[start:])) <= 100
 
 
 def test_what_if_nothing_else_is_best_says_no_difference(run: Run) -> None:
@@ -100,7 +105,7 @@ def test_figures_that_are_estimates_are_named(run: Run) -> None:
     Profile(COSTS, source="estimate").write("profile.json")
     _, out, _ = run()
     lines = out.splitlines()
-    assert "estimate: devices [0, 1] have the public figures of A100-80G, which programs do not reach" in lines
+    assert "estimate: devices 0, 1 have the public figures of A100-80G, which programs do not reach" in lines
     assert "estimate: the program's costs are counted from its graph, not measured" in lines
 
 
@@ -113,6 +118,11 @@ def test_figures_that_are_estimates_are_named(run: Run) -> None:
         (["--rate", "2"], "'2' is not a rank and its straggling rate; write it like --rate 2=2.5"),
         (["--rate", "9=2"], "rates for ranks [9]"),
         (["--rate", "1=0"], "device 1 has rate 0.0"),
+        (["--rate", "1=0.5"], "device 1 has rate 0.5, but a straggling rate is 1 (healthy) or more"),
+        (["--out", "nowhere/plan.json"], "--out nowhere/plan.json: there is no folder"),
+        (["--out", "cache"], "--out cache is a folder; name a file in it"),
+        (["--forbid", "pipelines"], "plans have no feature 'pipelines' to allow or forbid (did you mean 'pipeline'?)"),
+        (["--seconds", "-1"], "search has seconds -1.0"),
         (["--link", "fast"], "link rate 'fast' is not a rate"),
         (["--rows", "0"], "rows 0"),
         (["no.json"], "cannot read no.json"),
@@ -124,6 +134,47 @@ def test_what_cannot_be_is_refused_in_one_line(run: Run, words: list[str], messa
     assert (status, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_what_is_forbidden_is_in_no_plan(run: Run) -> None:
+    _, out, _ = run("--json", "--forbid", "data_parallel", "uneven", "--zero", "0")
+    plan = Plan.from_json(json.loads(out))
+    assert len(plan.pipelines) == 1
+    assert plan.zero == 0
+
+
+def test_where_all_that_fits_is_forbidden_the_message_says_so(run: Run) -> None:
+    status, _, err = run("--search=contiguous", "--forbid", "data_parallel", "tensor_parallel", "pipeline", "--zero=1")
+    assert status == 0
+    paper(4, 4, memory_bytes=4_000_000).write("cluster.json")
+    status, _, err = run("--forbid", "tensor_parallel", "pipeline")
+    assert status == 2
+    assert "or allow pipeline or tensor_parallel" in err
+
+
+def test_a_search_whose_time_is_over_says_what_it_may_lack_and_is_not_kept(run: Run, tmp_path: Path) -> None:
+    _, out, _ = run("--seconds", "1e-9")
+    assert "best so far" in out
+    assert "no plan takes less than" in out
+    assert not (tmp_path / "cache" / "hetu_fx").exists()
+    _, whole, _ = run("--seconds", "1e6")
+    assert "best so far" not in whole
+    assert run("--seconds", "1e-9")[1] == whole, "the answer that is known by now is the whole one"
+
+
+def test_figures_of_a_kind_that_no_device_has_are_refused_before_the_search(run: Run) -> None:
+    Profile(COSTS, 128, times=(BlockTime("papr", 1, 0.0, 1e-6),)).write("profile.json")
+    status, _, err = run()
+    assert status == 2
+    assert "times of kind 'papr', but no device of the cluster is of that kind (did you mean 'paper'?)" in err
+
+
+def test_help_lists_the_searches_and_what_can_be_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name in (*SEARCHES, *FEATURES):
+        assert [line for line in lines if line.startswith(f"  {name} ")], name
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, split_rows
-from hetu_fx.plans.prediction import DeviceCost, Prediction, diff
+from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.stage import STAGE
+from hetu_fx.plans.tables import diff
 
 DESIGN_FILE = """
 {"format": "hetu_fx.plan/1",
@@ -318,7 +319,7 @@ pipeline  rows  micro-batches  stage  devices  ratios  blocks
 def test_explain_says_why_or_that_nobody_predicted() -> None:
     plan = replace(Plan.single(), predicted=Prediction(0.25, (), "bound by device 0", "1 row: [1]", 0.5))
     lines = plan.explain().splitlines()
-    assert lines[-4] == "predicted step: 250 ms"
+    assert lines[-3] == "predicted step: 250 ms"
     assert lines[-2:] == ["bound by device 0", "runner-up: 1 row: [1] (500 ms, +100.0 %)"]
     assert "no prediction" in Plan.single().explain()
 

@@ -1,43 +1,28 @@
-from dataclasses import replace
+"""What a plan is expected to cost, in words."""
 
-from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from hetu_fx.plans.prediction import DeviceCost, Prediction, device_rows
-from tests.planner.examples import paper, transformer
+from __future__ import annotations
+
+from hetu_fx.plans.prediction import DeviceCost, Prediction
+
+TERMS = ("compute", "tensor_parallel", "idle")
 
 
-def test_every_device_has_its_share_its_memory_of_the_limit_and_how_busy_it_is() -> None:
-    stages = (Stage((0, 2), (3, 1), blocks=3), Stage((4,), blocks=1))
-    seconds = (("compute", 0.75), ("idle", 0.25))
-    costs = (
-        DeviceCost(0, seconds, (("parameters", 2_000_000),), 8_000_000),
-        DeviceCost(4, (("compute", 0.5), ("idle", 0.5)), (("parameters", 1_000_000),)),
-        DeviceCost(5, (), ()),
-    )
-    plan = Plan((Pipeline(stages, share=3), Pipeline((Stage((5,)),))), predicted=Prediction(1.0, costs))
-    assert list(device_rows(plan)) == [
-        ["0", "0.0", "75 %", "75 %", "3", "2 of 8 (25 %)", "75 %"],
-        ["4", "0.1", "75 %", "100 %", "1", "1", "50 %"],
-        ["5", "1.0", "25 %", "100 %", "even", "0", ""],
+def cost(rank: int, *seconds: float) -> DeviceCost:
+    return DeviceCost(rank, tuple(zip(TERMS, seconds, strict=True)), ())
+
+
+def test_devices_that_take_the_same_stand_in_one_row_without_terms_that_nobody_has() -> None:
+    made = Prediction(0.25, (cost(0, 0.2, 0.0, 0.05), cost(1, 0.2, 0.0, 0.05), cost(2, 0.25, 0.0, 0.0)))
+    assert str(made).splitlines() == [
+        "predicted step: 250 ms",
+        "device  compute  idle",
+        "0, 1    200 ms   50 ms",
+        "2       250 ms   0",
     ]
+    assert made.text([1]).splitlines()[1:] == ["busiest  compute  idle", "1        200 ms   50 ms"]
 
 
-def test_the_shard_of_a_device_in_a_grid_is_its_part_of_both() -> None:
-    stage = Stage((0, 1, 2, 3), (2, 1), context=2, context_ratios=(3, 1))
-    costs = tuple(DeviceCost(rank, (), ()) for rank in range(4))
-    rows = device_rows(Plan((Pipeline((stage,)),), predicted=Prediction(1.0, costs)))
-    assert [row[3] for row in rows] == ["50 %", "25 %", "17 %", "8 %"]
-
-
-def test_a_plan_without_prediction_has_no_rows() -> None:
-    assert list(device_rows(Plan.single())) == []
-
-
-def test_a_plan_that_was_made_explains_itself_the_same_after_reading_it_again() -> None:
-    plan = make_plan(transformer(), paper(4, 2, memory_bytes=10**9))
-    text = plan.explain()
-    assert "of 1000 (" in text
-    assert "runner-up: " in text
-    assert "%)" in text.splitlines()[-1]
-    assert Plan.from_json(plan.to_json()).explain() == text
-    assert "memory MB" not in replace(plan, predicted=None).explain()
+def test_a_plan_of_a_search_whose_time_was_over_says_how_far_it_may_be_from_the_best() -> None:
+    told = str(Prediction(2.0, bound_seconds=1.5))
+    assert "best so far" in told
+    assert "no plan takes less than 1.5 s, 25 % less than this one" in told

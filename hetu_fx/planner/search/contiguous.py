@@ -131,6 +131,8 @@ def _search(problem: Problem) -> dict[Plan, float]:
         for order in orders(part):
             replicas = _segments(order, state.space, state.builder)
             for count in replica_counts(min(len(order), problem.costs.rows)):
+                if problem.time_limit.ends(plans):
+                    return plans
                 problem.tell(f"{len(plans)} plans of consecutive devices; now {count} replicas over {list(order)}")
                 state.descend(len(order), replicas, count)
     return plans
@@ -154,7 +156,7 @@ class _DeadlineSearch:
         """Lower the deadline until no plan of so many replicas meets it."""
         table = DeadlineTable(list(self._options_of(replicas, num_replicas)), self._costs.rows)
         deadline = self._first_deadline(table, num_devices, num_replicas)
-        while deadline is not None:
+        while deadline is not None and not self._problem.time_limit.ends(self.plans):
             best = table.best(deadline)
             segments = best_segments(_rows_of(best), num_devices, num_replicas, self._costs.rows)
             if segments is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hetu_fx.cluster.cluster import Cluster
@@ -79,13 +79,17 @@ def candidates(problem: Problem) -> Iterator[TimedArrangement]:
     """Yield every homogeneous plan that is estimated to fit."""
     rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
     estimates = Estimates(problem.costs, problem.cluster, rules[-1])
+    found = False
     for arrangement in _arrangements(problem):
+        if problem.time_limit.ends(found):
+            return
         replicas = _replicas(arrangement, problem.costs.num_blocks, estimates)
         firsts = [arrangement.groups(i)[0][0] for i in range(arrangement.degrees.pipelines)]
         last = arrangement.groups(0)[-1][-1]
         for given in rules:
             end = estimates.ends(replicas, firsts, last, given.zero)
             for way in _ways(replicas, arrangement.degrees, problem.costs.rows, given):
+                found = True
                 yield TimedArrangement(way.seconds + end, arrangement, way.micro_batches, given.zero)
 
 
@@ -131,7 +135,7 @@ def _all_degrees(problem: Problem) -> Iterator[Degrees]:
     units = costs.units if options.tensor_parallel else 1
     for group in (size for size in range(1, min(count, units) + 1) if units % size == 0):
         for stages in stage_counts(count // group, costs.num_blocks if options.pipelines else 1):
-            most = min(costs.rows, count // (group * stages))
+            most = 1 if "data_parallel" in options.off else min(costs.rows, count // (group * stages))
             for pipelines in replica_counts(most) if count <= FEW_DEVICES else (most,):
                 yield Degrees(pipelines, stages, group)
 
@@ -148,19 +152,22 @@ def finalists(num_devices: int) -> int:
     return max(2, min(64, 1024 // num_devices))
 
 
-def best_priced(found: Sequence[Plan], problem: Problem, most: int) -> dict[Plan, float]:
-    """Return the first so many plans that fit, with their seconds by the cost model."""
-    priced = (problem.fitted(plan) for plan in found[: 4 * most])
-    fitting = (pair for pair in priced if pair is not None)
-    return dict(itertools.islice(fitting, most))
+def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan, float]:
+    """Return the first so many plans that fit and may be, with their seconds by the cost model."""
+    fitting: dict[Plan, float] = {}
+    for plan in dict.fromkeys(itertools.islice(problem.options.allowed(found), 4 * most)):
+        if len(fitting) == most or problem.time_limit.ends(fitting):
+            break
+        priced = problem.fitted(plan)
+        fitting |= [] if priced is None else [priced]
+    return fitting
 
 
 def _find(problem: Problem) -> Candidates:
     problem.tell("homogeneous: pipelines x stages x devices of a stage x micro-batches")
     found = sorted(candidates(problem), key=lambda candidate: candidate.seconds)
-    most = finalists(len(problem.cluster.devices))
-    plans = dict.fromkeys(candidate.plan(problem) for candidate in found[: 4 * most])
-    return best_priced(list(plans), problem, most)
+    plans = (candidate.plan(problem) for candidate in found)
+    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
 
 
 HOMOGENEOUS = Search(

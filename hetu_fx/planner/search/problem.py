@@ -12,6 +12,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.tensor_program import TensorProgram
+from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
 from hetu_fx.transforms.layouts.work_shares import Split
@@ -51,6 +52,7 @@ class Problem:
         before: the plan that runs now, for searches that weigh what is moved.
         captured: answers what profiles do not tell; None where there is no graph.
         tell: told how far a long search has come; takes no part in the answer.
+        time_limit: when a search gives what it has.
     """
 
     profile: Profile
@@ -59,6 +61,7 @@ class Problem:
     before: Plan | None = None
     captured: Captured | None = field(default=None, compare=False)
     tell: Callable[[str], None] = field(default=nobody, compare=False)
+    time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
 
     @property
     def costs(self) -> ProgramCosts:
@@ -83,10 +86,13 @@ class Problem:
         return self.costs if self.captured is None or not plan.split else self.captured.costs_of(plan.split)
 
     def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
-        """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits."""
+        """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits.
+
+        None too for one with what plans must not have.
+        """
         costs = self.costs_of(plan)
         found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
-        return None if found is None else (found[0], found[1].seconds)
+        return None if found is None or self.options.refused(found[0]) else (found[0], found[1].seconds)
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

@@ -205,12 +205,15 @@ class Estimated:
 
 def estimated(problem: Problem) -> Iterator[Estimated]:
     """Yield what plans are estimated to take."""
-    templates = Templates(problem)
+    templates, found = Templates(problem), False
     for cut in dict.fromkeys(cuts(tuple(range(len(templates.classes))))):
+        if problem.time_limit.ends(found):
+            return
         kept = [templates.best(region)[: max(1, KEPT >> 2 * (len(cut) - 1))] for region in cut]
         for chosen in itertools.product(*kept) if cut else ():
             made = estimate(chosen, problem, templates.estimates)
             if made is not None:
+                found = True
                 yield made
 
 
@@ -238,8 +241,8 @@ def seconds_of(chosen: Sequence[Template], rows: Sequence[int], problem: Problem
 def _find(problem: Problem) -> Candidates:
     problem.tell(f"classes: {len(classes_of(problem))} classes of devices")
     found = sorted(estimated(problem), key=lambda one: one.seconds)
-    most = finalists(len(problem.cluster.devices))
-    return best_priced(list(dict.fromkeys(one.plan(problem) for one in found[: 4 * most])), problem, most)
+    plans = (one.plan(problem) for one in found)
+    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
 
 
 def _lacks(problem: Problem) -> str:

@@ -16,10 +16,12 @@ class Feature:
     """What plans may do.
 
     Attributes:
+        told: what it is, in a line.
         is_used: tells whether a plan does it.
         option: the field of `PlanOptions` that switches it; empty: there is none, plans may do it unless forbidden.
     """
 
+    told: str
     is_used: Callable[[Plan], bool]
     option: str = ""
 
@@ -33,16 +35,31 @@ def _is_uneven(plan: Plan) -> bool:
 
 
 FEATURES: Mapping[str, Feature] = {
-    "data_parallel": Feature(lambda plan: len(plan.pipelines) > 1),
+    "data_parallel": Feature("several pipelines, each with its rows", lambda plan: len(plan.pipelines) > 1),
     "tensor_parallel": Feature(
-        lambda plan: any(len(stage.devices) > stage.context for *_, stage in plan.stages), "tensor_parallel"
+        "groups that split weights",
+        lambda plan: any(len(stage.devices) > stage.context for *_, stage in plan.stages),
+        "tensor_parallel",
     ),
-    "pipeline": Feature(lambda plan: any(len(one.stages) > 1 for one in plan.pipelines), "pipelines"),
-    "context": Feature(lambda plan: any(stage.shares_sequence for *_, stage in plan.stages)),
-    "sequence_parallel": Feature(lambda plan: plan.sequence_parallel, "sequence_parallel"),
-    "recompute": Feature(lambda plan: any(stage.recompute for *_, stage in plan.stages), "recompute"),
-    "zero": Feature(lambda plan: plan.zero > 0, "zero"),
-    "uneven": Feature(_is_uneven),
+    "pipeline": Feature(
+        "stages one after another", lambda plan: any(len(one.stages) > 1 for one in plan.pipelines), "pipelines"
+    ),
+    "context": Feature(
+        "groups that share the sequence", lambda plan: any(stage.shares_sequence for *_, stage in plan.stages)
+    ),
+    "sequence_parallel": Feature(
+        "tensor parallel groups that share the sequence too", lambda plan: plan.sequence_parallel, "sequence_parallel"
+    ),
+    "recompute": Feature(
+        "blocks whose forward is done again in backward",
+        lambda plan: any(stage.recompute for *_, stage in plan.stages),
+        "recompute",
+    ),
+    "zero": Feature("optimizer states spread over replicas", lambda plan: plan.zero > 0, "zero"),
+    "whole_states": Feature(
+        "optimizer states whole on each replica", lambda plan: plan.zero == 0 and len(plan.pipelines) > 1
+    ),
+    "uneven": Feature("unlike rows, shards or stages", _is_uneven),
 }
 """What users may allow and forbid, by name."""
 
@@ -53,7 +70,7 @@ class Choice:
 
     Attributes:
         allow, forbid: names of `FEATURES` to switch on and off; the others stay as the options have them.
-        zero: 0 or 1, as in a plan; None: as the options have it.
+        zero: 0 or 1, as a plan must have it; None: as is faster.
         seconds: after which a search gives the best plan so far; None: it goes to its end.
     """
 
@@ -87,6 +104,10 @@ class Choice:
             raise PlanError("zero is 0, but zero is allowed; give one of them")
 
 
+ANY = Choice()
+"""Of whom nothing is asked."""
+
+
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
@@ -118,7 +139,7 @@ class PlanOptions:
     seconds: float | None = None
 
     @classmethod
-    def of_program(cls, *, mixes_rows: bool, name: str | None = None, choice: Choice = Choice()) -> PlanOptions:
+    def of_program(cls, *, mixes_rows: bool, name: str | None = None, choice: Choice = ANY) -> PlanOptions:
         """Return the options for a program; one in which rows meet is not cut into micro-batches or stages."""
         chosen = cls(name=name).chosen(choice)
         if not mixes_rows:
@@ -143,7 +164,8 @@ class PlanOptions:
         wanted = dict.fromkeys(choice.allow, True) | dict.fromkeys(choice.forbid, False)
         switched = {option: own for name, own in wanted.items() if (option := FEATURES[name].option)}
         values = {option: type(getattr(self, option))(own) for option, own in switched.items()}
-        unswitched = {name for name in (*self.forbidden, *choice.forbid) if not FEATURES[name].option}
+        spread = ("whole_states",) if choice.zero == 1 else ()
+        unswitched = {name for name in (*self.forbidden, *choice.forbid, *spread) if not FEATURES[name].option}
         zero = values.pop("zero", self.zero) if choice.zero is None else choice.zero
         return replace(
             self,

@@ -18,6 +18,7 @@ PLANS = {
     "sequence_parallel": replace(Plan.single(), sequence_parallel=True),
     "recompute": Plan((Pipeline((Stage((0,), blocks=2, recompute=1),)),)),
     "zero": Plan.single(),
+    "whole_states": replace(Plan.data_parallel([0, 1]), zero=0),
     "uneven": Plan.tensor_parallel([0, 1], [2, 1]),
 }
 
@@ -46,6 +47,14 @@ def test_a_plan_without_a_feature_is_not_refused_for_it(name: str) -> None:
 )
 def test_uneven_is_what_equal_devices_would_not_do(plan: Plan, uneven: bool) -> None:
     assert ("uneven" in PlanOptions().chosen(Choice.of(forbid="uneven")).refused(plan)) is uneven
+
+
+def test_zero_is_what_plans_must_have() -> None:
+    spread = Plan.data_parallel([0, 1])
+    whole = replace(spread, zero=0)
+    assert [*PlanOptions().allowed([spread, whole])] == [spread, whole]
+    assert [*PlanOptions().chosen(Choice.of(zero=1)).allowed([spread, whole])] == [spread]
+    assert [*PlanOptions().chosen(Choice.of(zero=0)).allowed([spread, whole])] == [whole]
 
 
 def test_what_is_allowed_is_forbidden_no_longer() -> None:

@@ -230,6 +230,8 @@ def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
     tried = shapes(problem)
     for number, shape in enumerate(sorted(tried, key=lambda shape: (-shape[1], shape[0])), 1):
+        if problem.time_limit.ends(found):
+            break
         problem.tell(f"heteroauto: {number} of {len(tried)}: {shape[0]} replicas, {shape[1]} micro-batches each")
         found |= _fitting(problem, *shape, below=_WORTH * min(found.values(), default=math.inf))
     return found

@@ -237,6 +237,8 @@ def _find(problem: Problem) -> Candidates:
     even = sorted(candidates(healthy), key=lambda candidate: candidate.seconds)
     tried = tuple(shapes(problem, even))
     for number, shape in enumerate(tried, 1):
+        if problem.time_limit.ends(found):
+            return found
         problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
         plan = _plan(problem, shape, _below(problem, shape, min(found.values(), default=math.inf)))
         priced = None if plan is None else problem.fitted(plan)

@@ -1,0 +1,30 @@
+"""Seconds that no plan of a step can be faster than.
+
+The devices have the work of all rows to do, at the speed of all of them together; each parameter is moved by one device
+at least, and updated by one. Memory, communication, waiting and whatever cannot be divided are left out. So, with R
+rows, the sums being over the parts of the program and the devices,
+
+    step >= (3 R (flops + traffic f) + 3 ops o + parameters (moves + update) f) / speed                   (1)
+
+f are the FLOPs in the time of a byte and o those in the time that running an op takes, of the device that has least.
+It holds for every plan, as a step takes no less than any device computes, and then what any device updates.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, OP_SECONDS, WEIGHT_MOVES
+from hetu_fx.planner.price.step_end import OPTIMIZER_MOVES
+from hetu_fx.planner.values.program import ProgramCosts
+
+
+def bound_seconds(costs: ProgramCosts, cluster: Cluster) -> float:
+    """Return (1)."""
+    whole, devices = costs.between(0, costs.num_blocks), cluster.devices
+    per_byte = min(device.flops_per_byte for device in devices)
+    per_op = OP_SECONDS * min(cluster.top_speed(device.kind) for device in devices)
+    work = costs.rows * (whole.flops + whole.traffic_bytes * per_byte) + whole.num_ops * per_op
+    moved = whole.parameter_bytes * (WEIGHT_MOVES + OPTIMIZER_MOVES) * per_byte
+    return (FORWARD_AND_BACKWARD * work + moved) / math.fsum(device.speed for device in devices)

@@ -176,16 +176,21 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `hetu-fx report`."""
     parser.add_argument("file", type=Path, help="what model.hetu.log wrote")
     parser.add_argument("--out", type=Path, metavar="HTML", help="the page to write (default: beside the log)")
+    parser.add_argument("--json", action="store_true", help="print what the page would say as JSON; write no page")
 
 
 def _call_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx report`."""
     from hetu_fx.base.documents import write_atomically
-    from hetu_fx.report.page import html_page
+    from hetu_fx.report.page.page import html_page, report_json
     from hetu_fx.report.read import read_log
 
+    log = read_log(options.file)
+    if options.json:
+        print(json.dumps(report_json(log), indent=2))
+        return 0
     page = options.out or options.file.with_suffix(".html")
-    write_atomically(page, html_page(read_log(options.file), f"hetu_fx: {options.file.name}"))
+    write_atomically(page, html_page(log, f"hetu_fx: {options.file.name}"))
     print(page)
     return 0
 

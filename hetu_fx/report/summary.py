@@ -15,6 +15,7 @@ from hetu_fx.report.run_log import Entry
 
 PALETTE = ("#4c9be8", "#e8b84c", "#2f6f4f", "#c77dba", "#8c6d46", "#7d7d7d")
 CHANGES = ("plan", "cluster", "health", "switch", "built", "evicted", "moved", "arrived")
+HEADER = ("variant", "steps", "first s", "median s", "after a switch s", "predicted s", "measured / predicted")
 
 
 def entry_text(entry: Entry) -> str:
@@ -105,13 +106,13 @@ def _summary(name: str, entries: Sequence[tuple[Entry, bool]]) -> VariantSummary
 
 def summary_text(log: Sequence[Entry]) -> str:
     """Return a table of the variants, and the changes, a line each."""
-    header = ["variant", "steps", "first s", "median s", "after a switch s", "predicted s", "measured / predicted"]
-    table = table_text(header, [_row(summary) for summary in summaries(log)])
+    table = table_text(HEADER, [variant_row(summary) for summary in summaries(log)])
     changes = [entry_text(entry) for entry in log if entry["event"] in CHANGES]
     return "\n".join([table, *changes])
 
 
-def _row(summary: VariantSummary) -> list[str]:
+def variant_row(summary: VariantSummary) -> list[str]:
+    """Return the cells of a variant's row under `HEADER`."""
     measured = summary.seconds or summary.switched_seconds
     ratio = measured / summary.predicted_seconds if measured and summary.predicted_seconds else None
     numbers = (summary.first_seconds, summary.seconds, summary.switched_seconds, summary.predicted_seconds, ratio)

@@ -1,8 +1,10 @@
-"""A log becomes one page that needs nothing from elsewhere."""
+"""A log becomes one page that needs nothing from elsewhere, and the same as JSON."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,60 +12,163 @@ from typing import Any
 import pytest
 
 from hetu_fx.cli.main import main
-from hetu_fx.plans.plan import Plan
-from hetu_fx.report.page import html_page
+from hetu_fx.planner.simulate.timeline import Event
+from hetu_fx.report.page.charts import PLACES, places
+from hetu_fx.report.page.page import SECTIONS, html_page, report_json
+from hetu_fx.report.page.timeline import drawn
+from hetu_fx.report.page.traffic import by_kind
+from hetu_fx.report.read import read_log
+from hetu_fx.report.run import Run
+from hetu_fx.report.run_log import Entry
+from tests.report.logs import NAMES, log
 
-NOT_KNOWN = {"plans": [], "cluster": None, "profile": None}
-START = {"event": "start", "format": "hetu_fx.log/2", "processes": 2, "variants": ["a<b"], **NOT_KNOWN}
-
-
-def step(number: int, variant: str = "a<b", predicted: float | None = 0.5) -> dict[str, Any]:
-    times = {"loss": 1 / number, "seconds": 1.0 * number, "predicted_seconds": predicted, "compute_seconds": [0.4, 0.2]}
-    return {"event": "step", "step": number, "variant": variant, "longest": 8, "rows": [3, 1], **times}
-
-
-PLAN = {"event": "plan", "step": 1, "name": "new", "plan": Plan.data_parallel([0, 1], [3, 1]).to_json()}
-SWITCH = {"event": "switch", "step": 2, "from": "a<b", "to": "new"}
-LOG = [START, step(1), PLAN, SWITCH, step(2, "new", None)]
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+OLD = (
+    {"event": "start", "format": "hetu_fx.log/1", "processes": 2, "variants": ["a<b"]},
+    {"event": "step", "step": 1, "variant": "a<b", "longest": 8, "rows": [3, 1], "seconds": 1.0}
+    | {"predicted_seconds": 0.5, "compute_seconds": [0.4, 0.2]},
+)
 
 
 class Seen(HTMLParser):
-    """Collects tags, and what they point to."""
+    """Collects tags, what they point to and what can be pointed at; what is not closed in order is an error."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.tags: list[str] = []
+        self.tags: Counter[str] = Counter()
         self.links: list[str] = []
+        self.anchors: list[str] = []
+        self.metas: dict[str, str] = {}
+        self._open: list[str] = []
         self.feed(page)
+        self.close()
+        assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.tags[tag] += 1
+        said = {name: value or "" for name, value in attrs}
+        self.links += [value for name, value in said.items() if name in ("src", "href")]
+        self.anchors += [said["id"]] if "id" in said else []
+        self.metas |= {said["name"]: said["content"]} if tag == "meta" and "name" in said else {}
+        assert not any(name.startswith("on") for name in said)
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
 
 
-def test_steps_processes_plans_and_changes_are_shown() -> None:
-    page = html_page(LOG, "run")
+def old_log(folder: Path) -> tuple[Entry, ...]:
+    file = folder / "old.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in OLD))
+    return read_log(file)
+
+
+@pytest.mark.parametrize(("devices", "steps"), [(2, 1), (2, 30), (64, 10_000)])
+def test_a_page_is_well_formed_small_and_points_at_nothing_but_its_own_sections(devices: int, steps: int) -> None:
+    page = html_page(log(devices, steps), "run")
     seen = Seen(page)
-    assert seen.tags.count("rect") == 2
-    assert seen.tags.count("line") == 1
-    assert "process 1" in page
-    assert "Plan &#x27;new&#x27;" in page
-    assert "&#x27;a&lt;b&#x27; -&gt; &#x27;new&#x27;" in page
+    assert seen.links
+    assert {link.removeprefix("#") for link in seen.links} == set(seen.anchors) <= SECTIONS.keys()
+    assert not any(word in page for word in ("<script", "url(", "@import", "http"))
+    assert seen.metas["viewport"].startswith("width=device-width")
+    assert len(page) < 1_000_000
 
 
-def test_a_page_has_no_links_and_no_script_and_names_are_escaped() -> None:
-    seen = Seen(html_page(LOG, "<script>"))
-    assert seen.links == []
-    assert "script" not in seen.tags
+def test_all_sections_are_shown_of_a_run_that_changes_its_plan() -> None:
+    assert Seen(html_page(log(4, 30), "run")).anchors == list(SECTIONS)
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    page = html_page(old_log(tmp_path), "<b>")
+    assert "<h1>&lt;b&gt;</h1>" in page
+    assert "a&lt;b" in page
+    assert "a<b" not in page
+
+
+def test_an_old_log_has_what_it_knows_and_says_what_it_does_not(tmp_path: Path) -> None:
+    page = html_page(old_log(tmp_path), "run")
+    assert Seen(page).anchors == ["variants", "losses", "steps", "timeline", "cluster"]
+    assert "The log has no loss" in page
+    assert "give auto_parallelize a cluster" in page
 
 
 def test_a_log_without_steps_is_a_page_too() -> None:
-    assert "<svg" not in html_page([START], "run")
+    start, *_ = log(2, 1)
+    assert Seen(html_page([start], "run")).anchors == ["timeline", "memory", "traffic", "cluster", "plans"]
 
 
-def test_the_command_writes_the_page_beside_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "run.jsonl"
-    log.write_text("".join(json.dumps(entry) + "\n" for entry in LOG))
-    assert main(["report", str(log)]) == 0
+def test_many_steps_share_places_and_none_is_lost() -> None:
+    groups = places(range(1000), most=7)
+    assert [number for group in groups for number in group] == list(range(1000))
+    assert {len(group) for group in groups} <= {142, 143}
+    assert places([1, 2]) == [[1], [2]]
+    assert places([]) == []
+    seen = Seen(html_page(log(2, 5 * PLACES), "run"))
+    assert PLACES < seen.tags["rect"] < 2 * PLACES
+
+
+def test_losses_that_are_no_finite_numbers_are_counted_not_drawn() -> None:
+    entries = [{**entry, "loss": math.nan} if entry.get("step") == 2 else entry for entry in log(2, 4)]
+    assert "1 losses are no finite numbers" in html_page(entries, "run")
+    told = report_json(entries)
+    assert [entry["loss"] for entry in told["losses"]][1] is None
+    json.dumps(told, allow_nan=False)
+
+
+def test_a_timeline_leaves_out_what_is_narrower_than_a_dot_beside_another() -> None:
+    wide = Event(0, "forward", 0.0, 0.5, "forward")
+    thin = [Event(0, "forward", 0.5 + number * 1e-5, 0.5 + (number + 1) * 1e-5, "forward") for number in range(1000)]
+    message = Event(0, "send", 0.5, 0.50001, "send")
+    shown = drawn([wide, *thin, message], 1.0)
+    assert shown[:2] == [wide, thin[0]]
+    assert message in shown
+    assert 10 <= len(shown) <= 14, "a hundredth of the picture has ten dots"
+
+
+def test_the_predicted_step_stands_beside_the_measured_one_by_device() -> None:
+    told = report_json(log(2, 9))["timeline"]
+    assert list(told) == list(NAMES)
+    first = told[NAMES[0]]
+    assert first["measured_seconds"] == pytest.approx(1.2 * first["predicted_seconds"], rel=0.1)
+    for device in first["devices"]:
+        assert device["measured_compute_seconds"] == pytest.approx(1.1 * device["predicted_compute_seconds"])
+
+
+def test_traffic_by_kind_and_by_link_add_up_to_the_same() -> None:
+    run = Run(log(4, 9))
+    for name, kinds in zip(NAMES, ({"gather", "gradients"}, {"gather", "gradients", "send"}), strict=True):
+        step = run.on_paper[name]
+        assert by_kind(step).keys() == kinds
+        assert sum(by_kind(step).values()) == pytest.approx(sum(step.link_bytes.values()))
+
+
+def test_memory_is_told_by_term_with_what_processes_have_had() -> None:
+    told = report_json(log(2, 9))["memory"]
+    assert told["peak_bytes"] == [10**8, 10**8 + 1]
+    for device in told["predicted"][NAMES[0]]:
+        assert device["bytes"] == sum(device["terms"].values()) > 0
+
+
+def test_devices_are_those_that_the_first_steps_have_corrected() -> None:
+    entries = log(2, 3)
+    assert Run(entries).cluster.device(1).flops_per_second == 3e9  # type: ignore[union-attr]
+    corrected: dict[str, Any] = json.loads(json.dumps(entries[0]["cluster"]).replace("3000000000.0", "9e9"))
+    entries.append({"event": "cluster", "step": 3, "cluster": corrected})
+    assert Run(entries).cluster.device(1).flops_per_second == 9e9  # type: ignore[union-attr]
+
+
+def test_the_command_writes_the_page_beside_the_log_or_prints_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in log()))
+    assert main(["report", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"processes", *SECTIONS}
+    assert not (tmp_path / "run.html").exists()
+    assert main(["report", str(file)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run.html'}\n"
     assert (tmp_path / "run.html").read_text().startswith("<!DOCTYPE html>")

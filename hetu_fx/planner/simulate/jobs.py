@@ -130,19 +130,27 @@ class Simulation:
         timeline: what each device does when, and its memory over time.
         bubbles: by device, the share of its pipeline's time (first forward to last backward) in which it computes
             nothing.
-        link_bytes: by (sender, receiver).
+        sent_bytes: by (kind of job, sender, receiver).
         peak_bytes: by device, the most that it holds.
     """
 
     timeline: Timeline
     bubbles: Mapping[int, float]
-    link_bytes: Mapping[tuple[int, int], float]
+    sent_bytes: Mapping[tuple[str, int, int], float]
     peak_bytes: Mapping[int, int]
 
     @property
     def seconds(self) -> float:
         """Return how long the step takes."""
         return self.timeline.seconds
+
+    @property
+    def link_bytes(self) -> dict[tuple[int, int], float]:
+        """Return the bytes by (sender, receiver), in their order."""
+        links = dict.fromkeys(sorted({(sender, receiver) for _, sender, receiver in self.sent_bytes}), 0.0)
+        for (_, sender, receiver), count in self.sent_bytes.items():
+            links[sender, receiver] += count
+        return links
 
     def __str__(self) -> str:
         lines = [
@@ -176,15 +184,13 @@ def simulation(
         for rank in job.devices
     )
     counters = tuple(Counter(rank, "memory", _memory(rank, pairs, count)) for rank, count in lasting.items())
-    links: dict[tuple[int, int], float] = {}
+    sent: dict[tuple[str, int, int], float] = {}
     for job in jobs:
         for sender, receiver, count in job.traffic:
-            links[sender, receiver] = links.get((sender, receiver), 0.0) + count
+            sent[job.kind, sender, receiver] = sent.get((job.kind, sender, receiver), 0.0) + count
     bubbles = {rank: share for group in groups for rank, share in _bubbles(group, pairs).items()}
     peaks = {counter.device: round(max(value for _, value in counter.values)) for counter in counters}
-    return Simulation(
-        Timeline(events, name, counters), dict(sorted(bubbles.items())), dict(sorted(links.items())), peaks
-    )
+    return Simulation(Timeline(events, name, counters), dict(sorted(bubbles.items())), sent, peaks)
 
 
 def _memory(rank: int, pairs: Sequence[tuple[Job, Times]], lasting: float) -> tuple[tuple[float, float], ...]:

@@ -1,0 +1,70 @@
+"""Memory of each device: what was predicted, by term, beside its limit, and the most that its process has had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from hetu_fx.planner.values.device_memory import TERMS
+from hetu_fx.plans.prediction import DeviceCost
+from hetu_fx.report.page.charts import COLOURS
+from hetu_fx.report.page.markup import bar, cells_table, keys, note, number
+from hetu_fx.report.run import Run
+
+_COLOURS = {term: COLOURS[index % len(COLOURS)] for index, term in enumerate(TERMS)}
+_MEASURED = (
+    "Measured: the most that torch has had of a GPU; of a CPU the whole process, with Python, libraries and data. "
+    "Predicted is what the model takes of it."
+)
+
+
+def data(run: Run) -> dict[str, Any]:
+    """Return the predicted bytes by variant, device and term, with the limit, and the measured peak by process."""
+    predicted = {name: [_device(cost) for cost in _costs(run, name)] for name in run.shown}
+    return {"predicted": predicted, "peak_bytes": run.peak_bytes}
+
+
+def _costs(run: Run, name: str) -> tuple[DeviceCost, ...]:
+    predicted = run.plans[name].predicted
+    return () if predicted is None else predicted.devices
+
+
+def _device(cost: DeviceCost) -> dict[str, Any]:
+    whole = {"bytes": cost.total_bytes, "limit_bytes": cost.limit_bytes}
+    return {"device": cost.rank, **whole, "terms": dict(cost.bytes)}
+
+
+def html(run: Run) -> str:
+    """Return a table for each variant, or of what was measured alone."""
+    tables = [f"<h3>{escape(name)}</h3>{_table(run, name)}" for name in run.shown if _costs(run, name)]
+    if not (tables or any(run.peak_bytes)):
+        return ""
+    if not tables:
+        rows = [[f"process {rank}", number(count, 1e6)] for rank, count in enumerate(run.peak_bytes)]
+        return cells_table(["", "measured peak MB"], rows) + note(_MEASURED)
+    return keys({term: _COLOURS[term] for term in _terms(run)}) + "".join(tables) + note(_MEASURED)
+
+
+def _terms(run: Run) -> list[str]:
+    """Return the terms that any device has anything of."""
+    found = {term for name in run.shown for cost in _costs(run, name) for term, count in cost.bytes if count}
+    return [term for term in TERMS if term in found]
+
+
+def _table(run: Run, name: str) -> str:
+    header = ["device", "predicted", "MB", "limit MB", "of it", "measured peak MB", *(f"{t} MB" for t in _terms(run))]
+    return cells_table(header, _rows(run, name))
+
+
+def _rows(run: Run, name: str) -> Iterator[list[str]]:
+    costs, terms = _costs(run, name), _terms(run)
+    most = max(cost.total_bytes for cost in costs)
+    peaks = dict(enumerate(run.peak_bytes))
+    for cost in costs:
+        held = dict(cost.bytes)
+        drawn = bar([(f"{t}: {number(held.get(t, 0), 1e6)} MB", held.get(t, 0), _COLOURS[t]) for t in terms], most)
+        share = f"{cost.total_bytes / cost.limit_bytes:.1%}" if cost.limit_bytes else ""
+        limit, peak = number(cost.limit_bytes, 1e6), number(peaks.get(cost.rank) or None, 1e6)
+        parts = (number(held.get(term, 0), 1e6) for term in terms)
+        yield [str(cost.rank), drawn, number(cost.total_bytes, 1e6), limit, share, peak, *parts]

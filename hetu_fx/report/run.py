@@ -1,0 +1,109 @@
+"""A run as its log tells it: what ran, on which devices, by which plans, and what a step of each is on paper.
+
+The log carries the devices and what a step costs, so that steps are simulated where the log is read, not where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import HetuFxError
+from hetu_fx.planner.simulate.jobs import Simulation
+from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.values.profile_file import Profile
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.report.run_log import Entry
+from hetu_fx.report.summary import steps_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a log, as `read_log` returns it, says of a run."""
+
+    log: Sequence[Entry]
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes there are."""
+        return int(self.log[0]["processes"])
+
+    @cached_property
+    def steps(self) -> list[Entry]:
+        """Return the training steps."""
+        return steps_of(self.log)
+
+    @cached_property
+    def evaluations(self) -> list[Entry]:
+        """Return the batches without training."""
+        return [entry for entry in self.log if entry["event"] == "evaluation"]
+
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """Return the devices, as corrected last; None where nobody knows."""
+        told = [entry["cluster"] for entry in self.log if entry["event"] in ("start", "cluster")]
+        return None if told[-1] is None else Cluster.from_json(told[-1])
+
+    @cached_property
+    def costs(self) -> ProgramCosts | None:
+        """Return what a step costs; None in logs that do not say it."""
+        told = self.log[0]["profile"]
+        return None if told is None else Profile.from_json(told).costs
+
+    @cached_property
+    def plans(self) -> dict[str, Plan]:
+        """Return the plans of all variants that the log has."""
+        return {name: Plan.from_json(entry["plan"]) for name, entry in self._told_plans.items()}
+
+    @cached_property
+    def _told_plans(self) -> dict[str, Entry]:
+        told = (*self.log[0]["plans"], *(entry for entry in self.log if entry["event"] == "plan"))
+        return {entry["name"]: entry for entry in told}
+
+    @cached_property
+    def shown(self) -> list[str]:
+        """Return the variants with a plan that have trained, in that order; where none has, all that have a plan."""
+        ran = dict.fromkeys(entry["variant"] for entry in self.steps)
+        return [name for name in ran if name in self.plans] or list(self.plans)
+
+    @cached_property
+    def peak_bytes(self) -> list[int]:
+        """Return the most memory that each process has had, as far as it has told it (0: not); [] where none has."""
+        told = [entry["peak_bytes"] for entry in self.log if entry["event"] == "memory"]
+        return list(told[-1]) if told else []
+
+    @cached_property
+    def on_paper(self) -> Mapping[str, Simulation]:
+        """Return a step of each variant that is shown, simulated for the rates that its plan was made for."""
+        if self.cluster is None or self.costs is None:
+            return {}
+        made = {name: self._simulated(name, self.cluster, self.costs) for name in self.shown}
+        return {name: step for name, step in made.items() if step is not None}
+
+    def _simulated(self, name: str, cluster: Cluster, costs: ProgramCosts) -> Simulation | None:
+        """Return a step on paper; None for a plan that is for other devices or another model than the log's."""
+        rates = {int(rank): rate for rank, rate in self._told_plans[name]["rates"].items()}
+        try:
+            return simulate(self.plans[name], costs, cluster.with_rates(rates))
+        except HetuFxError:
+            return None
+
+    def settled(self, name: str) -> list[Entry]:
+        """Return the steps of a variant after its first, which makes its graphs; where there is no other, that one."""
+        own = [entry for entry in self.steps if entry["variant"] == name]
+        return own[1:] or own
+
+    def seconds(self, name: str) -> float | None:
+        """Return the median seconds of a variant's steps; None where it has not trained."""
+        return median(entry["seconds"] for entry in self.settled(name)) if self.settled(name) else None
+
+    def compute_seconds(self, name: str) -> list[float]:
+        """Return the median compute seconds of a variant's steps by process; [] where nobody has told them."""
+        told = [entry["compute_seconds"] for entry in self.settled(name)]
+        count = max(map(len, told), default=0)  # the last step of a log has none
+        whole = [seconds for seconds in told if len(seconds) == count]
+        return [median(column) for column in zip(*whole, strict=True)]

@@ -14,19 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetu_fx.base.frameworks import launchers
+from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, together
 from hetu_fx.comm_ops.wire.groups import GroupTable, using, watched_group
 from hetu_fx.comm_ops.wire.rendezvous import launcher_store
 from hetu_fx.comm_ops.wire.shutdown import opening_connections, remember
-from hetu_fx.errors import EnvironmentProblem, PlanError, StateError
+from hetu_fx.errors import EnvironmentProblem, PlanError, ProfileError, StateError
 from hetu_fx.graph.bind import as_call
 from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.count.optimizer_state import state_of
 from hetu_fx.planner.module_program import ModuleProgram
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.switching.adapt.adaptation import Adaptation
@@ -202,7 +204,18 @@ def _costs_and_seed(
     wanted: Preparation, program: CapturedProgram | ModuleProgram, rows: int
 ) -> tuple[ProgramCosts, int]:
     costs = program.costs(rows, memory=wanted.plan == "auto" or wanted.cluster is not None)
+    costs = replace(costs, state=_state(wanted))
     return costs, torch.initial_seed() % 2**62 if wanted.settings.seed is None else wanted.settings.seed
+
+
+def _state(wanted: Preparation) -> ParameterState:
+    """Return what parameters cost with the optimizer; as with AdamW where it does not let itself be tried."""
+    parameters = list(wanted.model.parameters())
+    try:
+        return state_of(parameters, None if wanted.optimizer is None else torch_optimizer(wanted.optimizer))
+    except ProfileError as problem:
+        warnings.warn(f"memory is planned as for AdamW: {problem}", stacklevel=5)
+        return state_of(parameters)
 
 
 def _given_plans(given: Plans) -> Sequence[Plan]:

@@ -22,8 +22,22 @@ from hetu_fx.plans.plan import Plan
 
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem
+    from hetu_fx.planner.values.profile_file import Profile
 
-_NEED_BOTH = ("search", "rows", "allow", "forbid", "zero", "seconds", "without", "rate", "link")  # options that do
+_NEED_BOTH = (
+    "search",
+    "rows",
+    "allow",
+    "forbid",
+    "zero",
+    "seconds",
+    "dtype",
+    "optimizer",
+    "master",
+    "without",
+    "rate",
+    "link",
+)  # options that do
 _PATIENCE_SECONDS = 2.0  # a search says how far it has come when it lasts longer, and then as often
 
 
@@ -113,6 +127,7 @@ def _problem(options: argparse.Namespace) -> Problem:
     from hetu_fx.planner.values.profile_file import Profile
 
     profile = Profile.read(options.profile)
+    profile = _with_state(profile, options)
     if options.rows is not None:
         profile = profile.with_rows(options.rows)
     names = ("allow", "forbid", "zero", "seconds")
@@ -182,10 +197,26 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", nargs="+", action="extend", default=[], metavar="NAME", help=f"{what}, names below"
         )
+    _add_state(parser)
     parser.add_argument("--zero", type=int, choices=(0, 1), help="optimizer states whole on replicas, or spread")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="give the best plan so far after this time, and what it may lack"
     )
+
+
+def _add_state(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that say what stands beside parameters."""
+    parser.add_argument(
+        "--dtype", metavar="TYPE", help="element type of the parameters, like bf16 (default: profile's)"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="what keeps states, like adamw (default: the profile's)")
+    parser.add_argument("--master", action="store_const", const="fp32", help="the optimizer updates a copy in fp32")
+
+
+def _with_state(profile: Profile, options: argparse.Namespace) -> Profile:
+    """Return the profile with what the options say of parameters; the optimizer keeps as much as it usually does."""
+    asked = {name: getattr(options, name) for name in ("dtype", "optimizer", "master") if getattr(options, name)}
+    return profile.with_state(replace(profile.state, slots=None, **asked)) if asked else profile
 
 
 class _Progress:

@@ -18,6 +18,7 @@ from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, togeth
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.count.optimizer_state import Asked, state_of
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.jobs import Simulation
@@ -42,6 +43,7 @@ def plan(
     forbid: str | Sequence[str] = (),
     zero: int | None = None,
     seconds: float | None = None,
+    optimizer: Asked = None,
 ) -> Plan:
     """Return the fastest plan that fits for training `model` on a cluster; nothing is run or changed.
 
@@ -59,6 +61,8 @@ def plan(
             "uneven".
         zero: 0 keeps optimizer states whole on each replica, 1 spreads them over the replicas; None: as is faster.
         seconds: give the best plan so far when the search takes longer, with a bound that no plan is below.
+        optimizer: what keeps states beside the parameters: an optimizer, a name such as "sgd_momentum", or a
+            `ParameterState`; left out: AdamW, with states of the parameters' type.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -67,7 +71,7 @@ def plan(
     """
     choice = Choice.of(allow=allow, forbid=forbid, zero=zero, seconds=seconds)
     program = CapturedProgram.of(Programs(model, loss_fn), batch)
-    costs = program.costs()
+    costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
     if cluster is None:
         table = GroupTable()
         planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
@@ -82,6 +86,7 @@ def profile(
     *,
     more: Sequence[Batch] = (),
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: Asked = None,
     measured: Measuring | None = None,
 ) -> Profile:
     """Return what a training step of `model` costs, counted from its captured graph; nothing is changed.
@@ -93,6 +98,7 @@ def profile(
         batch: an example of the whole batch of a step, of all devices together; its values are not read.
         more: batches with rows of other lengths, for searches that plan by length; each is captured.
         loss_fn: as for `auto_parallelize`.
+        optimizer: as for `plan`.
         measured: also run the model's blocks on the devices of `measured.cluster`, which are those of this job's
             processes (collective): the model is where this process computes. Left out, nothing is run.
 
@@ -100,12 +106,13 @@ def profile(
         CaptureError: the model cannot be captured.
         ProfileError: two batches have rows of one length, or blocks cannot be measured.
     """
+    state = state_of(model.parameters(), optimizer)
     if measured is None:
-        return _counted(model, (batch, *more), loss_fn)[0]
+        return _counted(model, (batch, *more), loss_fn)[0].with_state(state)
     table, asked = GroupTable(), measured
     own = together(table, lambda: _measured(model, (batch, *more), loss_fn, asked, table.rank))
     found = of_all(table, own)
-    return joined([profile for profile in found if profile is not None])
+    return joined([profile for profile in found if profile is not None]).with_state(state)
 
 
 def _counted(

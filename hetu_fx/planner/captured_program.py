@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hetu_fx.cluster.cluster import Cluster
@@ -97,4 +97,5 @@ class PlannedProgram:
         if shares.classes == self.program.work_shares().classes:
             return self.costs
         has_memory = self.costs.memory is not None
-        return program_costs(self.program, rows=self.costs.rows, shares=shares, memory=has_memory)
+        counted = program_costs(self.program, rows=self.costs.rows, shares=shares, memory=has_memory)
+        return replace(counted, state=self.costs.state)

@@ -119,7 +119,8 @@ def _told(prediction: Prediction, problem: Problem, notes: Sequence[str] = ()) -
     """Return the prediction with what its reader should know: what each device has, and which figures are estimates."""
     limits = {device.rank: device.memory_bytes for device in problem.cluster.devices}
     devices = tuple(replace(device, limit_bytes=limits[device.rank]) for device in prediction.devices)
-    return replace(prediction, devices=devices, why="\n".join([prediction.why, *notes, *_estimates(problem)]))
+    lines = [prediction.why, *notes, f"state: {problem.costs.state}", *_estimates(problem)]
+    return replace(prediction, devices=devices, why="\n".join(lines))
 
 
 def _estimates(problem: Problem) -> Iterator[str]:
@@ -168,7 +169,8 @@ def _stage_shape(stage: Stage, cluster: Cluster) -> tuple[list[float], int]:
 
 def _nothing_fits(problem: Problem) -> str:
     costs, cluster, options = problem.costs, problem.cluster, problem.options
-    need, have = 4 * costs.whole.parameter_bytes, sum(device.memory_bytes for device in cluster.devices)
+    need = costs.state.whole_share * costs.whole.parameter_bytes
+    have = sum(device.memory_bytes for device in cluster.devices)
     return (
         f"no plan fits the memory of devices {ranks_text(cluster.ranks)}: parameters, gradients and optimizer "
         f"states are {bytes_text(need)}, one row keeps {bytes_text(costs.whole.activation_bytes)} of "

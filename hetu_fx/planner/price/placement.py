@@ -81,6 +81,7 @@ class BlockRange:
             synced=copied if homes.zero or homes.num_copies > 1 else tied,
             footprint=self.costs.footprint(self.start, self.stop, self.share),
             handed=self.costs.boundary(self.start) + self.costs.boundary(self.stop),
+            state=self.costs.state,
         )
 
     @once_beside(_place)

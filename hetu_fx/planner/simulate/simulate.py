@@ -21,7 +21,7 @@ from hetu_fx.planner.simulate.jobs import Jobs, Simulation, ring_traffic, simula
 from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane, buckets
 from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
 from hetu_fx.planner.simulate.schedules import PaperSchedule
-from hetu_fx.planner.values.device_memory import MOMENTS, HeldShard
+from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage, split_rows
@@ -64,7 +64,7 @@ class _StepJobs:
             pipelines.append(PipelineJobs(self.jobs, lane, number, own, self.buckets, gathered))
             pipelines[-1].run(self.schedule)
         self._end(pipelines, gathered)
-        lasting = {rank: (1 + MOMENTS) * shard.owned + shard.copied for rank, shard in self.shards.items()}
+        lasting = {rank: shard.lasting for rank, shard in self.shards.items()}
         times = play([job.activity for job in self.jobs.all])
         name = f"simulated step: {self.plan.name or self.plan.summary()}"
         groups = [pipeline.devices for pipeline in self.plan.pipelines]
@@ -144,8 +144,8 @@ class _StepJobs:
     def _update_memory(self, rank: int, has_gradients: bool) -> tuple[Held, Held]:
         """Return what a device holds more from the start of its update, and from its end, without gradients."""
         shard = self.shards[rank]
-        needed = shard.owned + shard.update_bytes
-        made = shard.parameters if has_gradients else 0.0
+        needed = shard.owned_gradients + shard.update_bytes
+        made = shard.gradients if has_gradients else 0.0
         travelled = shard.messages if rank in self._travellers else 0.0
         return {rank: needed - made - travelled}, {rank: -needed}
 

@@ -5,6 +5,8 @@ spread; else its share, by speed, of what the readers of each part own together)
 
     parameters H,  optimizer k H,  copies C: what it reads but does not own, gathered once per step        (1)
 
+k, which a master copy counts with, and the size of gradients beside P are those of `values.state`; P below is theirs.
+
 Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`values.footprint`):
 
     gather            C again, and the messages that bring it                                              (2)
@@ -28,13 +30,14 @@ from dataclasses import dataclass
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import ZERO, Line
+from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Schedule
 
 UNBOUNDED = 1 << 40
 """More rows than any batch has."""
 
 MOMENTS = 2
-"""Of Adam."""
+"""Of Adam, where nothing is said of an optimizer."""
 
 UPDATE_VALUES = 3
 """How many values Adam's arithmetic holds for an element that it updates."""
@@ -48,14 +51,15 @@ def in_flight(schedule: Schedule, stage: int, num_stages: int, micro_batches: in
     return micro_batches if schedule == "gpipe" else min(micro_batches, num_stages - stage)
 
 
-def fixed_bytes(parameters: float, *, zero: int, num_replicas: int) -> Terms:
+def fixed_bytes(parameters: float, *, zero: int, num_replicas: int, state: ParameterState = UNSAID) -> Terms:
     """Return what a device that reads so many bytes of parameters holds of them and their states, outside an update.
 
     In all it is what `instants` counts for states spread evenly over the replicas: P of parameters, P of gradients and
-    (1 + moments) P / n of home parameters and moments; without replicas, or zero 0, the parameters are those at home.
+    (1 + k) P / n of home parameters and states; without replicas, or zero 0, the parameters are those at home.
     """
-    optimizer = (1 + MOMENTS) * parameters / num_replicas if zero and num_replicas > 1 else MOMENTS * parameters
-    pairs = (("parameters", parameters), ("gradients", parameters), ("optimizer", optimizer))
+    kept = state.optimizer_share
+    optimizer = (1 + kept) * parameters / num_replicas if zero and num_replicas > 1 else kept * parameters
+    pairs = (("parameters", parameters), ("gradients", state.gradient_share * parameters), ("optimizer", optimizer))
     return tuple((term, math.ceil(count)) for term, count in pairs)
 
 
@@ -67,9 +71,10 @@ class HeldShard:
         parameters: bytes as its graph reads them, P.
         owned: bytes of its home parameters, H.
         copied: bytes of what it reads but is not its own memory at home, C.
-        synced: bytes of its gradients that travel to their homes.
+        synced: bytes of parameters whose gradients travel to their homes.
         footprint: of its stage's parts.
         handed: bytes per row that it sends to neighbours, activations and gradients of them.
+        state: what stands beside parameters.
     """
 
     parameters: float
@@ -78,17 +83,39 @@ class HeldShard:
     synced: float
     footprint: StageFootprint
     handed: float = 0.0
+    state: ParameterState = UNSAID
+
+    @property
+    def optimizer(self) -> float:
+        """Return the bytes of what its optimizer keeps."""
+        return self.state.optimizer_share * self.owned
+
+    @property
+    def lasting(self) -> float:
+        """Return the bytes that it holds all the time, (1)."""
+        return self.owned + self.optimizer + self.copied
+
+    @property
+    def gradients(self) -> float:
+        """Return the bytes of all gradients that it makes."""
+        return self.state.gradient_share * self.parameters
+
+    @property
+    def owned_gradients(self) -> float:
+        """Return the bytes of the gradients that it updates by."""
+        return self.state.gradient_share * self.owned
 
     @property
     def messages(self) -> float:
         """Return the bytes of messages that bring its gradients home, and of what arrives from others."""
-        return self.synced + (max(0.0, self.synced - self.owned) if self.copied else 0.0)
+        arriving = max(0.0, self.synced - self.owned) if self.copied else 0.0
+        return self.state.gradient_share * (self.synced + arriving)
 
     @property
     def update_bytes(self) -> float:
         """Return the bytes that the optimizer's arithmetic takes."""
         share = self.owned / self.parameters if self.parameters else 0.0
-        return UPDATE_VALUES * self.footprint.largest * share
+        return UPDATE_VALUES * self.state.update_share * self.footprint.largest * share
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +154,9 @@ class _Moment:
         return Line(lasting + sum(self.terms.values()) + fixed, per_row + self.messages)
 
 
-def instants(shard: HeldShard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> tuple[Instant, ...]:
+def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> tuple[Instant, ...]:
     """Return what a device holds at (2) to (7)."""
-    lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": moments * shard.owned}
+    lasting = {"parameters": shard.owned, "copies": shard.copied, "optimizer": shard.optimizer}
     found = []
     for moment in _moments(shard, num_in_flight, micro_batches):
         held = {term: Line(lasting.get(term, 0.0) + moment.terms.get(term, 0.0)) for term in TERMS}
@@ -141,10 +168,10 @@ def instants(shard: HeldShard, num_in_flight: int, micro_batches: int, moments: 
 def _moments(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
     """Yield (2) to (7); what is sent to other stages is held to the end."""
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
-    synced = {"gradients": shard.parameters, "messages": shard.messages}
+    synced = {"gradients": shard.gradients, "messages": shard.messages}
     yield _Moment("gather", {"copies": shard.copied, "messages": travelling})
     yield _Moment("synchronisation", synced, messages=micro_batches * shard.handed)
-    yield _Moment("update", {"gradients": shard.owned, "update": shard.update_bytes})
+    yield _Moment("update", {"gradients": shard.owned_gradients, "update": shard.update_bytes})
     yield from _passing(shard, num_in_flight, micro_batches)
 
 
@@ -154,7 +181,7 @@ def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
     has_gradients = micro_batches > num_in_flight
     sent = (micro_batches if has_gradients else num_in_flight) * shard.handed
     none: Mapping[str, float] = {}
-    gradients = {"gradients": shard.parameters}
+    gradients = {"gradients": shard.gradients}
     for line in print_.forward:
         yield _Moment("forward", gradients if has_gradients else none, _above(line, print_.kept, others), sent)
     for line in print_.backward:
@@ -174,10 +201,9 @@ def peak(found: Sequence[Instant], rows: int) -> Terms:
     return max(found, key=lambda instant: instant.bytes(rows)).at(rows)
 
 
-def most_rows(limit: float, shard: HeldShard, num_in_flight: int, micro_batches: int, moments: int = MOMENTS) -> int:
+def most_rows(limit: float, shard: HeldShard, num_in_flight: int, micro_batches: int) -> int:
     """Return the most rows of a micro-batch for which every instant stays within the limit; 0 when none do."""
-    lasting = (1 + moments) * shard.owned + shard.copied
-    found = (moment.line(lasting) for moment in _moments(shard, num_in_flight, micro_batches))
+    found = (moment.line(shard.lasting) for moment in _moments(shard, num_in_flight, micro_batches))
     return min(_most_rows(limit, line) for line in found)
 
 

@@ -20,6 +20,7 @@ from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import ROW_SUMS, Tied
+from hetu_fx.planner.values.state import STATE, UNSAID, ParameterState
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class Profile(Document):
         times: seconds of a block by kind of device and tensor parallel degree.
         alpha: slowdown of a block on smaller groups, by kind of device.
         sequences: how many sequences of each length a batch has on average.
+
+    What stands beside parameters (`costs.state`) is the same for all lengths.
     """
 
     costs: ProgramCosts
@@ -111,7 +114,9 @@ class Profile(Document):
     sequences: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "other_lengths", tuple(sorted(self.other_lengths, key=lambda pair: pair[0])))
+        others = sorted(self.other_lengths, key=lambda pair: pair[0])
+        told = tuple((length, replace(costs, state=self.costs.state)) for length, costs in others)
+        object.__setattr__(self, "other_lengths", told)
         check_source(ProfileError, "program", self.source)
         check_not_negative(ProfileError, "sequences", **{f"[{n}]": count for n, count in self.sequences.items()})
         lengths = [length for length, _ in self.other_lengths]
@@ -128,6 +133,15 @@ class Profile(Document):
         """Return the same model with another number of rows in a step."""
         others = tuple((length, replace(costs, rows=rows)) for length, costs in self.other_lengths)
         return replace(self, costs=replace(self.costs, rows=rows), other_lengths=others)
+
+    def with_state(self, state: ParameterState) -> Profile:
+        """Return the same model, of whose parameters and optimizer this is known."""
+        return replace(self, costs=replace(self.costs, state=state))
+
+    @property
+    def state(self) -> ParameterState:
+        """Return what stands beside parameters."""
+        return self.costs.state
 
     @property
     def by_length(self) -> Mapping[int, ProgramCosts]:
@@ -208,8 +222,8 @@ class _ProgramEntry:
     tokens_per_row: int = 0
 
 
-def _profile(program: _ProgramEntry, **others: Any) -> Profile:
-    return Profile(program.costs, program.tokens_per_row, program.source, **others)
+def _profile(program: _ProgramEntry, state: ParameterState, **others: Any) -> Profile:
+    return Profile(replace(program.costs, state=state), program.tokens_per_row, program.source, **others)
 
 
 _COSTS = Key(PROGRAM, inline=True)
@@ -227,9 +241,10 @@ Profile.form = record(
     _profile,
     ProfileError,
     like=Profile,
-    order="program mixes_rows other_lengths times alpha sequences",
+    order="program state mixes_rows other_lengths times alpha sequences",
     format=FORMAT,
     program=Key(_PROGRAM, default=REQUIRED),
+    state=Key(STATE, default=UNSAID),
     other_lengths=Key(many(_OTHER_LENGTH.values)),
     times=Key(many(BLOCK_TIME.values)),
     alpha=Key(many(SLOWDOWN.values)),

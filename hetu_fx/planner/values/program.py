@@ -20,6 +20,7 @@ from hetu_fx.planner.values.footprint import PartMemory, ProgramMemory, StageFoo
 from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
+from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Plan, Stage
 
 
@@ -31,7 +32,8 @@ class ProgramCosts:
     class that tensor parallelism cuts has (key-value heads, say): a group's ratios are whole numbers that
     add up to it; 1 means that nothing can be cut. `memory` is what each part holds; None: what its
     activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
-    before the blocks. `row_sums` are what replicas sum in the middle of a step.
+    before the blocks. `row_sums` are what replicas sum in the middle of a step. `state` is what stands beside
+    parameters.
     """
 
     rows: int
@@ -43,6 +45,7 @@ class ProgramCosts:
     memory: ProgramMemory | None = None
     tied: tuple[Tied, ...] = ()
     row_sums: RowSums = NO_ROW_SUMS
+    state: ParameterState = UNSAID
 
     def __post_init__(self) -> None:
         expected = max(0, len(self.blocks) - 1)
@@ -193,8 +196,9 @@ class ProgramCosts:
         memory = self.memory or _assumed(self.parts)
         before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
         counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
-        gradients = gradients_of(counted, self.tied, first, share)
-        waiting = pending_of(self.tied, first, last - first, share)
+        size = self.state.gradient_share
+        gradients = [size * count for count in gradients_of(counted, self.tied, first, share)]
+        waiting = [size * count for count in pending_of(self.tied, first, last - first, share)]
         return StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
 
     @cached_property

@@ -102,7 +102,8 @@ def held_bytes(problem: HeteroProblem, replicas: int, stage: HeteroStage, edge: 
 def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: int, edge: EndCosts) -> int:
     """Return the bytes of parameters, gradients and optimizer states that a chip holds."""
     parameters = groups.layer.parameter_bytes * (layers + edge.parameters)
-    return sum(count for _, count in fixed_bytes(parameters, zero=problem.zero, num_replicas=replicas))
+    held = fixed_bytes(parameters, zero=problem.zero, num_replicas=replicas, state=problem.state)
+    return sum(count for _, count in held)
 
 
 def activation_bytes(layer: Layer, layers: Amount, edge: EndCosts, flying: Amount, recompute: bool) -> Amount:

@@ -25,6 +25,7 @@ from hetu_fx.planner.search.device_orders import Alike, alike_in, ranks_by_node
 from hetu_fx.planner.search.malleus.adapter import degrees, layer_seconds
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import SCHEDULES, Schedule
 
 
@@ -150,6 +151,7 @@ class HeteroProblem:
         zero: 1 spreads optimizer states over the replicas, 0 keeps them whole.
         bubble: share of a pipeline's filling and draining that is idle: 1 for 1F1B, 0 for a zero-bubble schedule.
         freedom: what a plan may do.
+        state: what stands beside parameters.
     """
 
     kinds: tuple[ChipKind, ...]
@@ -164,6 +166,7 @@ class HeteroProblem:
     zero: int = 1
     bubble: float = 1.0
     freedom: Freedom = Freedom()
+    state: ParameterState = UNSAID
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", tuple(self.kinds))
@@ -205,6 +208,7 @@ def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: 
         schedule=problem.options.schedule,
         zero=problem.options.zero,
         freedom=Freedom(recompute=problem.options.recompute),
+        state=costs.state,
     )
 
 

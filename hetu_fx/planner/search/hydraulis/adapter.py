@@ -239,7 +239,8 @@ def _tokens(
 ) -> float:
     """Return how many tokens of a row fit a stage's devices: `given` bytes per token, else as rows of `length` keep."""
     parts, share, options = stages[index].parts, stages[index].share(0), problem.options
-    held = fixed_bytes(parts.parameter_bytes_at(share), zero=options.zero, num_replicas=replicas)
+    parameters, state = parts.parameter_bytes_at(share), problem.costs.state
+    held = fixed_bytes(parameters, zero=options.zero, num_replicas=replicas, state=state)
     least = min(device.memory_bytes for device in problem.cluster.devices)
     left = least * options.memory_fraction - sum(size for _, size in held)
     kept = given or parts.activation_bytes_at(share) / length

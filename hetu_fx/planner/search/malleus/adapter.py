@@ -219,7 +219,8 @@ def _layer_memory(problem: Problem, shape: Shape, rows: int, *, recompute: bool 
     entered = max(costs.boundary_bytes, default=0.0)
 
     def bytes_of(part: PartCosts) -> tuple[float, float]:
-        held = fixed_bytes(part.parameter_bytes_at(1 / size), zero=problem.options.zero, num_replicas=shape.pipelines)
+        parameters, zero = part.parameter_bytes_at(1 / size), problem.options.zero
+        held = fixed_bytes(parameters, zero=zero, num_replicas=shape.pipelines, state=costs.state)
         return size * sum(count for _, count in held), size * rows * part.activation_bytes_at(1 / size)
 
     def lighter(block: PartCosts) -> tuple[float, float]:

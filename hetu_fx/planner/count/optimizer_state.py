@@ -1,0 +1,90 @@
+"""What an optimizer keeps for an element of a parameter, found out from the optimizer itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hetu_fx.errors import ProfileError
+from hetu_fx.planner.values.state import OPTIMIZERS, ParameterState
+
+_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int8: "int8",
+    torch.uint8: "int8",
+}
+_SIDE = 64  # of the parameter that an optimizer is tried on: larger than what it keeps for a whole parameter
+
+_ELSEWHERE = {"params", "foreach", "fused", "capturable", "differentiable"}  # say how, not what is kept
+
+Asked = torch.optim.Optimizer | str | ParameterState | None
+"""An optimizer, the name of one of `OPTIMIZERS`, what is known of its state, or nothing."""
+
+
+def state_of(parameters: Iterable[Tensor], optimizer: Asked = None) -> ParameterState:
+    """Return what these parameters cost with an optimizer; left out: AdamW.
+
+    An optimizer that has made no step yet is tried on a small parameter: one of its class, with its settings. Raises
+    `ProfileError` where that cannot be done, or for an unknown name.
+    """
+    if isinstance(optimizer, ParameterState):
+        return optimizer
+    dtype = _dtype_of(parameters)
+    known = ParameterState(_NAMES.get(dtype))
+    if optimizer is None or known.dtype is None:
+        return known
+    if isinstance(optimizer, str):
+        return replace(known, optimizer=optimizer)
+    slots = _slots(optimizer.state) if optimizer.state else _slots(_tried(optimizer, dtype).state)
+    return replace(known, optimizer=_name(optimizer, len(slots)), slots=slots)
+
+
+def _dtype_of(parameters: Iterable[Tensor]) -> torch.dtype:
+    """Return the element type of most bytes."""
+    sizes: dict[torch.dtype, int] = {}
+    for one in parameters:
+        sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel() * one.element_size()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
+
+
+def _slots(state: Mapping[Tensor, Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the element types of the tensors as large as a parameter that are kept for the largest one."""
+    largest = max(state, key=lambda parameter: parameter.numel())
+    held = [value for value in state[largest].values() if isinstance(value, Tensor)]
+    return tuple(_NAMES.get(value.dtype, "fp32") for value in held if value.numel() == largest.numel())
+
+
+def _tried(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> torch.optim.Optimizer:
+    """Return an optimizer like another one that has made a step."""
+    group = optimizer.param_groups[0]
+    taken = set(inspect.signature(type(optimizer).__init__).parameters) - _ELSEWHERE
+    settings = {name: value for name, value in (optimizer.defaults | group).items() if name in taken}
+    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        made = type(optimizer)([parameter], **settings)
+        made.step()
+    except Exception as problem:  # whatever a class that nobody here knows raises
+        raise ProfileError(
+            f"cannot find out what {type(optimizer).__name__} keeps for a parameter: {problem}; name one like it, "
+            f"optimizer='adamw' (known: {', '.join(OPTIMIZERS)})"
+        ) from problem
+    return made if made.state else _without_state(made, parameter)
+
+
+def _without_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.optim.Optimizer:
+    optimizer.state[parameter] = {}
+    return optimizer
+
+
+def _name(optimizer: torch.optim.Optimizer, count: int) -> str:
+    """Return how the optimizer is called here: with momentum where that makes a difference."""
+    name = type(optimizer).__name__.lower()
+    return "sgd_momentum" if name == "sgd" and count else name

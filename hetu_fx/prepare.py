@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
 from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
@@ -68,6 +69,7 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     Ranks agree on what each has found out alone, on their examples, on what rank 0 finds out for all (graphs of
     examples of unequal sizes differ), and on what follows from that.
     """
+    settle_after_fork()
     join_world()
     table = GroupTable(watched_group(wanted.process_group, wanted.settings.wait_seconds))
     _warn_if_alone(table)

@@ -52,7 +52,8 @@ def check_processes(counted: int) -> None:
             f"accelerate takes each of the {world} processes for the only one (number 0 of 1), so all of them would "
             f"read the same rows and write the same files; on CPUs it joins them if it is told to: "
             f"Accelerator(cpu=True), TrainingArguments(use_cpu=True), or ACCELERATE_USE_CPU=1 in the environment of "
-            f"the launch: 'ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 SCRIPT' or '{TWO_PROCESSES}'"
+            f"the launch (in a notebook os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher): "
+            f"'ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 SCRIPT' or '{TWO_PROCESSES}'"
         )
 
 

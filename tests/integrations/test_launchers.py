@@ -88,6 +88,44 @@ def test_the_launcher_of_notebooks_trains_like_one_process(tmp_path: Path, alone
     assert_same_training(ranks, alone)
 
 
+NOTEBOOK = """
+import os, pathlib, sys
+import torch
+from accelerate import notebook_launcher
+sys.path.insert(0, sys.argv[1])
+import train_script
+torch.randn(500, 500) @ torch.randn(500, 500)  # threads that a fork has not
+with torch.no_grad():
+    train_script.Net()(torch.randn(9, 6), torch.zeros(9, dtype=torch.long))
+function, folder = getattr(train_script, sys.argv[3]), pathlib.Path(sys.argv[2])
+for _ in range(2):
+    notebook_launcher(function, args=(folder,), num_processes=2, use_port=sys.argv[4])
+"""
+
+
+def notebook(folder: Path, function: str, **environment: str) -> tuple[int, str]:
+    """Run a notebook's cells: compute, and launch a function in two processes, twice."""
+    arguments = (str(Path(SCRIPT).parent), str(folder), function, free_port())
+    return run(sys.executable, "-c", NOTEBOOK, *arguments, seconds=SECONDS, OMP_NUM_THREADS="2", **environment)
+
+
+@pytest.mark.parametrize("function", ["plain", "accelerated"])
+def test_a_notebook_that_has_computed_launches_two_processes_that_train_like_one(
+    tmp_path: Path, alone: dict[str, Any], function: str
+) -> None:
+    status, said = notebook(tmp_path, function, ACCELERATE_USE_CPU="1")
+    assert status == 0, said[-4000:]
+    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank_*.json"))]
+    assert [made["world"] for made in ranks] == [2, 2]
+    assert_same_training(ranks, alone)
+
+
+def test_a_notebook_whose_processes_accelerate_does_not_join_is_told_the_way_out(tmp_path: Path) -> None:
+    status, said = notebook(tmp_path, "accelerated")
+    assert status != 0
+    assert "os.environ['ACCELERATE_USE_CPU'] = '1' before notebook_launcher" in said
+
+
 def test_a_launch_of_one_process_where_two_were_asked_for_is_told(tmp_path: Path) -> None:
     module = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     status, said = run(*module, SCRIPT, str(tmp_path), "accelerate", seconds=SECONDS)

@@ -21,9 +21,9 @@ from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.optimizer_state import Asked, state_of
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.searches import DEFAULT
-from hetu_fx.planner.simulate.jobs import Simulation
 from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
+from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Plan

@@ -72,11 +72,12 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
     """
     ticks = _ticks(stages)
     called = [_called(order, started) for order, started in zip(stages, ticks, strict=True)]
+    places = [{action: place for place, action in enumerate(order)} for order in stages]
     found = {}
     for number, action in enumerate(stages[stage]):
         later = range(stage + 1, len(stages)) if action.phase is Phase.FORWARD else range(stage)
         for other in later:
-            wanted = called[other][stages[other].index(action)]
+            wanted = called[other][places[other][action]]
             found[action, other] = max(number + 1, bisect_right(called[stage], wanted) - 1)
     return found
 

@@ -8,12 +8,23 @@ Stage s of a pipeline takes l_s(x) = a_s + b_s x seconds for forward and backwar
                    a third of that once more for blocks that are recomputed
     tensor parallel  the forward's all-reduces and the backward's, and the time lost to meet for each    (2)
                    or, context parallel, gathers of keys and values, and as many reduce-scatters        (2')
-    hand-over      the activation to the next stage, the gradient to the one before, and a meeting each  (3)
+    hand-over      the activation to the next stage, the gradient to the one before, and a meeting for   (3)
+                   each round of messages (`price.links`)
 
 Every turn around a ring of devices that compute is a meeting: an all-reduce is two, a gather or a reduce-scatter one.
 A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 
-A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x)                                  (4)
+A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x) at most, x being the rows of the  (4)
+largest, which is what searches look ahead by. By its schedule, with l = f + b for forward and backward, and i running
+over the other micro-batches, it takes
+
+    GPipe  sum_s l_s(x) + max_s sum_i f_s(x_i) + max_s sum_i b_s(x_i)                                    (5)
+    1F1B   max_s sum_{r <= s} l_r(x) + sum_i l_s(x_i) + w_s                                              (6)
+
+where w_s is what stage s waits for those beyond it, D = sum_{r > s} l_r(x): for the first gradient while it does k
+forwards, and for the last while it does k backwards, k = min(S - s, m) - 1; no more than D together:
+
+    w_s = min(D, max(0, D - k f_s) + max(0, D - k b_s))
 """
 
 from __future__ import annotations
@@ -22,16 +33,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
-from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost, messages_cost
+from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
+from hetu_fx.planner.price.links import hand_over_line, loads_of, turn_traffic
 from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import turn_seconds
-from hetu_fx.plans.plan import Pipeline, Stage
+from hetu_fx.plans.plan import Pipeline, Schedule, Stage
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
 OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of a kind that nobody measured
@@ -76,22 +89,26 @@ def _round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line
         groups = [one for one in rounds if one.kind == kind]
         lines = [_round_line(one, one.num_forward, one.forward, cluster) for one in groups]
         returns = [_round_line(one, one.num_backward, one.backward, cluster) for one in groups]
-        forward, backward = forward + reduce(Line.upper, lines), backward + reduce(Line.upper, returns)
+        forward = forward + _side_by_side(lines, [(one.ranks, one.forward) for one in groups], kind, cluster)
+        backward = backward + _side_by_side(returns, [(one.ranks, one.backward) for one in groups], kind, cluster)
     return forward, backward
+
+
+def _side_by_side(
+    lines: Sequence[Line], sent: Sequence[tuple[tuple[int, ...], float]], turns: int, cluster: Cluster
+) -> Line:
+    """Return the seconds of groups that go round at the same time, by their lines alone and what each sends per row."""
+    fixed, slope = reduce(Line.upper, lines)
+    if len(lines) == 1:
+        return Line(fixed, slope)
+    messages = (turn_traffic(ranks, size, turns, cluster) for ranks, size in sent)
+    return Line(fixed, max(slope, *loads_of(tuple(chain.from_iterable(messages)), cluster).values(), 0.0))
 
 
 def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:
     """Return the seconds of one direction."""
     empty, full = (cheapest_ring_cost(size, one.ranks, cluster) for size in (0.0, num_bytes))
     return Line(count * one.kind * turn_seconds(0.0, one.ranks, cluster), one.kind * (full - empty))
-
-
-def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
-    """Return (3) for one message between two stages."""
-    ends = stage.devices[0], other.devices[0]
-    link = cluster.link(*ends)
-    empty = messages_cost([(*ends, 0)], cluster) + cluster.meeting_seconds(ends)
-    return Line(empty, bytes_per_row / link.bytes_per_second)
 
 
 SUM, GATHER = 2, 1
@@ -181,6 +198,24 @@ class StageCosts:
         return self.to_next + self.to_previous
 
     @property
+    def forward(self) -> Line:
+        """Return the seconds of the forward of one micro-batch."""
+        return reduce(Line.upper, self._forwards) + self.sums + self.to_next
+
+    @property
+    def backward(self) -> Line:
+        """Return the seconds of the backward of one micro-batch."""
+        pairs = zip(self.compute, self._forwards, strict=True)
+        slowest = reduce(Line.upper, (Line(a.fixed - b.fixed, a.slope - b.slope) for a, b in pairs))
+        return slowest + self.returns + self.to_previous
+
+    @property
+    def _forwards(self) -> tuple[Line, ...]:
+        """Return what each device computes in the forward."""
+        pairs = zip(self.compute, self.again, strict=True)
+        return forward_lines(Line(whole.fixed - again.fixed, whole.slope - again.slope) for whole, again in pairs)
+
+    @property
     def seconds(self) -> Line:
         """Return l_s, forward and backward of one micro-batch."""
         return self.slowest_compute + self.tensor_parallel + self.hand_over
@@ -201,6 +236,40 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
     count = min(micro_batches, rows)
     times = [line(math.ceil(rows / count)) for line in lines]
     return math.fsum(times) + (count - 1) * max(times)
+
+
+def scheduled_seconds(stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule) -> float:
+    """Return (5) or (6) for `rows` rows in up to `micro_batches` micro-batches, larger ones first."""
+    if rows == 0:
+        return 0.0
+    count = min(micro_batches, rows)
+    largest = math.ceil(rows / count)
+    forwards, backwards = ([line(largest) for line in lines] for lines in zip(*map(_directions, stages), strict=True))
+    if schedule == "gpipe":
+        more = [[_others(line, rows, count) for line in lines] for lines in zip(*map(_directions, stages), strict=True)]
+        return math.fsum((*forwards, *backwards, *map(max, more)))
+    whole = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
+    return max(
+        math.fsum(whole[: s + 1])
+        + _others(stages[s].seconds, rows, count)
+        + _waits(math.fsum(whole[s + 1 :]), min(len(whole) - s, count) - 1, forwards[s], backwards[s])
+        for s in range(len(whole))
+    )
+
+
+def _directions(stage: StageCosts) -> tuple[Line, Line]:
+    """Return the seconds of a stage's forward and of its backward, each with what it hands over."""
+    return stage.forward, stage.backward
+
+
+def _others(line: Line, rows: int, count: int) -> float:
+    """Return the seconds of all micro-batches but the largest."""
+    return (count - 1) * line.fixed + (rows - math.ceil(rows / count)) * line.slope
+
+
+def _waits(beyond: float, ahead: int, forward: float, backward: float) -> float:
+    """Return how long a stage waits for those beyond it, having so many forwards, and backwards, to do meanwhile."""
+    return min(beyond, max(0.0, beyond - ahead * forward) + max(0.0, beyond - ahead * backward))
 
 
 def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:

@@ -1,9 +1,10 @@
 """Seconds of a step under a plan.
 
-A step takes the slowest pipeline, (4) of `price.stage`, then its end (`price.step_end`);                (5)
+A step takes the slowest pipeline, (5) or (6) of `price.stage`, then its end (`price.step_end`);         (7)
 replicas in which rows meet sum them in between.
 
-Nothing is overlapped. Communication is priced by the same functions as the comm ops that run.
+Nothing is overlapped: what `planner.simulate` plays may hide some of it. Communication is priced by the same functions
+as the comm ops that run. Rings that leave a node share its link at the end of a step (`price.shared_links`).
 
 A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
 more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
@@ -14,16 +15,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, holders_of, places_in, stops_of, tied_holders
+from hetu_fx.planner.price.shared_links import turn_loads
 from hetu_fx.planner.price.stage import (
     StageCosts,
-    pipeline_seconds,
+    scheduled_seconds,
     stage_costs,
 )
 from hetu_fx.planner.price.step_end import end_seconds, sync_seconds, update_line
@@ -37,7 +40,8 @@ from hetu_fx.plans.prediction import DeviceCost, Prediction
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
 
 
-Sync = Callable[[float, tuple[int, ...]], tuple[float, float]]
+Pair = tuple[float, float]
+Sync = Callable[[float, tuple[int, ...]], Pair]
 """(gradient sync, gather) seconds of so many bytes over the ranks that hold them."""
 
 
@@ -61,11 +65,6 @@ class PricedDevice:
     def share(self) -> float:
         """Return the device's share of what its stage cuts."""
         return self.costs.share(self.position)
-
-    @property
-    def micro_rows(self) -> int:
-        """Return the rows of the largest micro-batch."""
-        return math.ceil(self.rows / self.micro_batches)
 
     @property
     def parameter_bytes(self) -> float:
@@ -93,7 +92,7 @@ class PricedDevice:
 
 
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
-    """Return the predicted step of a plan: (5), and every device's seconds and bytes by term.
+    """Return the predicted step of a plan: (7), and every device's seconds and bytes by term.
 
     `why` names the device with the least idle time, which bounds the step, and its largest term. Raises
     `PlanError` for a plan that does not fit the program.
@@ -102,9 +101,9 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     rows = pipeline_rows(costs.rows, plan)
     slowest = 0.0
     for pipeline, count in zip(plan.pipelines, rows, strict=True):
-        lines = [stage.seconds for stage in stage_costs(pipeline, costs.under(plan), cluster)]
-        slowest = max(slowest, pipeline_seconds(lines, count, pipeline.micro_batches))
-    ends = ends_of(plan, places, cluster)
+        stages = stage_costs(pipeline, costs.under(plan), cluster)
+        slowest = max(slowest, scheduled_seconds(stages, count, pipeline.micro_batches, plan.schedule))
+    ends = ends_of(plan, places, cluster, turn_loads(plan, costs, cluster))
     end = end_seconds(ends) + row_sum_seconds(plan, costs, cluster)
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
     pairs = zip(places, ends, strict=True)
@@ -112,10 +111,32 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
 
 
-def ends_of(plan: Plan, places: Iterable[PricedDevice], cluster: Cluster) -> list[tuple[float, float, float]]:
-    """Return (gradient sync, gather, optimizer) seconds of each device."""
-    sync = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
-    return [place.end_terms(plan, cluster, sync) for place in places]
+def ends_of(
+    plan: Plan, places: Iterable[PricedDevice], cluster: Cluster, loads: Mapping[Resource, float] | None = None
+) -> list[tuple[float, float, float]]:
+    """Return (gradient sync, gather, optimizer) seconds of each device.
+
+    Those that meet others across nodes wait for the links of their nodes too, which one turn of all parameters keeps
+    busy for `loads` seconds.
+    """
+    wanted = loads or {}
+
+    def sync(size: float, ranks: tuple[int, ...]) -> tuple[float, float]:
+        nodes = {cluster.node_of(rank) for rank in ranks}
+        ends = (("out of node", node) for node in nodes) if len(nodes) > 1 else ()
+        shared = max((wanted.get(end, 0.0) for end in ends), default=0.0)
+        empty, alone = (sync_seconds(count, ranks, cluster, plan.zero) for count in (0.0, size))
+        return alone if not shared else _shared(empty, alone, shared, plan.zero)
+
+    known = cache(sync)
+    return [place.end_terms(plan, cluster, known) for place in places]
+
+
+def _shared(empty: Pair, alone: Pair, turn: float, zero: int) -> Pair:
+    """Return (gradient sync, gather) seconds of those who have links of which all turns want so many seconds."""
+    turns = (1, 1) if zero else (2, 0)
+    first, second = (max(a, e + n * turn) for e, a, n in zip(empty, alone, turns, strict=True))
+    return first, second
 
 
 def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
@@ -142,10 +163,10 @@ def _others(pipeline: Pipeline, held: Sequence[int], index: int) -> tuple[int, .
 
 
 def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
-    rows, count = place.micro_rows, place.micro_batches if place.rows else 0
+    count = place.micro_batches if place.rows else 0
     costs = place.costs
     lines = (costs.compute[place.position], costs.tensor_parallel, costs.hand_over)
-    work = [count * line(rows) for line in lines]
+    work = [count * line.fixed + place.rows * line.slope for line in lines]
     idle = max(0.0, step - math.fsum((*work, *ends)))
     seconds = tuple(zip(TERMS, (*work, idle, *ends), strict=True))
     return DeviceCost(place.rank, seconds, held)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster, Device
-from hetu_fx.planner.price.stage import hand_over_line
+from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in
@@ -184,11 +184,11 @@ class Estimates:
         )
 
     def _hand_over(self, group: Sequence[int], other: Sequence[int], block: int) -> Line:
-        size, ends = self._costs.boundary(block), (group[0], other[0])
-        key = (self._node[ends[0]] == self._node[ends[1]], *(self._class[rank] for rank in ends), size)
+        size = self._costs.boundary(block)
+        key = (self._kind((*group, *other)), len(group), size)
         if key not in self._hand_overs:
-            one, next_one = (Stage((rank,)) for rank in ends)
-            self._hand_overs[key] = hand_over_line(one, next_one, size, self._cluster)
+            stages = Stage(tuple(group)), Stage(tuple(other))
+            self._hand_overs[key] = hand_over_line(*stages, size, self._cluster)
         return self._hand_overs[key]
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hetu_fx.errors import StateError
 
@@ -20,6 +20,9 @@ Resource = tuple[str, int]
 """What is shared, and of which device or node: ("compute", 3), ("out of node", 0)."""
 
 _FULL = 1e-9  # what is left of a resource when it counts as used up
+_MOST = 1.0 + _FULL  # what may be wanted of a resource without anybody being slowed
+
+T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,8 @@ class Activity:
 
     Attributes:
         seconds: how long it takes when nothing else wants its resources.
-        uses: the share of each resource that it takes then, above 0 up to 1.
+        uses: the share of each resource that it takes then, above 0; above 1 where it stands for several that are
+            alike, which then slow each other.
         after: numbers of the activities that it waits for.
         latency_seconds: what it takes before that, using nothing.
     """
@@ -42,9 +46,8 @@ class Activity:
         times = (self.seconds, self.latency_seconds)
         if not all(math.isfinite(value) and value >= 0 for value in times):
             raise StateError(f"an activity takes {times} seconds; give finite numbers from 0")
-        wrong = {resource: share for resource, share in self.uses.items() if not 0 < share <= 1}
-        if wrong:
-            raise StateError(f"an activity uses {wrong}; give shares above 0, up to 1")
+        if self.uses and not 0 < min(self.uses.values()) <= max(self.uses.values()) < math.inf:
+            raise StateError(f"an activity uses {dict(self.uses)}; give finite shares above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,13 @@ def play(activities: Sequence[Activity]) -> tuple[Times, ...]:
     return tuple(times for times in run.times if times is not None)
 
 
-def fair_rates(uses: Mapping[int, Mapping[Resource, float]]) -> dict[int, float]:
+def fair_rates(uses: Mapping[int, Mapping[T, float]]) -> dict[int, float]:
     """Return the part of its full speed that each activity gets, all raised alike until a resource is used up."""
-    left: dict[Resource, float] = dict.fromkeys((r for shares in uses.values() for r in shares), 1.0)
+    left: dict[T, float] = dict.fromkeys((r for shares in uses.values() for r in shares), 1.0)
     rates: dict[int, float] = {}
     level, rising = 0.0, dict(uses)
     while rising:
-        load: dict[Resource, float] = dict.fromkeys(left, 0.0)
+        load: dict[T, float] = dict.fromkeys(left, 0.0)
         for shares in rising.values():
             for resource, share in shares.items():
                 load[resource] += share
@@ -105,7 +108,11 @@ class _Running:
 
 
 class _Replay:
-    """The state of a play. Events are (seconds, activity, version): its latency is over (-1), or it is done."""
+    """The state of a play. Events are (seconds, activity, version): its latency is over (-1), or it is done.
+
+    Resources are numbered. `_wanted` is the share of each that its users would take at full speed: one of which no more
+    is wanted than there is slows nobody, so that only users of others are looked at when something starts or ends.
+    """
 
     def __init__(self, activities: Sequence[Activity]) -> None:
         self._activities = activities
@@ -114,9 +121,17 @@ class _Replay:
         for number, activity in enumerate(activities):
             for other in set(activity.after):
                 self._followers[other].append(number)
+        numbers: dict[Resource, int] = {}
+        known: dict[int, dict[int, float]] = {}  # activities that are alike have one mapping
+        for activity in activities:
+            if id(activity.uses) not in known:
+                uses = activity.uses.items()
+                known[id(activity.uses)] = {numbers.setdefault(name, len(numbers)): share for name, share in uses}
+        self._uses = [known[id(activity.uses)] for activity in activities]
         self._starts = [0.0] * len(activities)
         self._running: dict[int, _Running] = {}
-        self._users: dict[Resource, set[int]] = {}
+        self._users: list[set[int]] = [set() for _ in numbers]
+        self._wanted = [0.0] * len(numbers)
         self._events: list[tuple[float, int, int]] = []
         self.times: list[Times | None] = [None] * len(activities)
 
@@ -124,58 +139,68 @@ class _Replay:
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._begin(number, 0.0)
-        while self._events:
-            now = self._events[0][0]
-            touched: set[Resource] = set()
-            while self._events and self._events[0][0] == now:
-                _, number, version = heapq.heappop(self._events)
-                touched.update(self._handle(number, version, now))
-            self._share(touched, now)
+        events = self._events
+        while events:
+            now = events[0][0]
+            touched: set[int] = set()  # resources of which more is, or was, wanted than there is
+            fresh: list[int] = []
+            while events and events[0][0] == now:
+                _, number, version = heapq.heappop(events)
+                if version == -1:
+                    self._start(number, now, touched)
+                    fresh.append(number)
+                elif number in self._running and self._running[number].version == version:
+                    self._end(number, now, touched)
+            self._share(touched, fresh, now)
 
     def _begin(self, number: int, now: float) -> None:
         self._starts[number] = now
         heapq.heappush(self._events, (now + self._activities[number].latency_seconds, number, -1))
 
-    def _handle(self, number: int, version: int, now: float) -> Iterable[Resource]:
-        """Let an activity start on its resources, or end; return the resources whose users change."""
-        activity = self._activities[number]
-        if version == -1:
-            self._running[number] = _Running(activity.seconds, now)
-            for resource in activity.uses:
-                self._users.setdefault(resource, set()).add(number)
-            if not activity.uses or not activity.seconds:
-                self._set_rate(number, 1.0, now)
-            return activity.uses
-        if number not in self._running or self._running[number].version != version:
-            return ()  # it has been given another speed since
-        self._end(number, now)
-        return activity.uses
+    def _start(self, number: int, now: float, touched: set[int]) -> None:
+        """Let an activity use its resources."""
+        self._running[number] = _Running(self._activities[number].seconds, now)
+        for resource, share in self._uses[number].items():
+            self._users[resource].add(number)
+            self._wanted[resource] += share
+            if self._wanted[resource] > _MOST:
+                touched.add(resource)
 
-    def _end(self, number: int, now: float) -> None:
+    def _end(self, number: int, now: float, touched: set[int]) -> None:
         del self._running[number]
-        for resource in self._activities[number].uses:
+        for resource, share in self._uses[number].items():
             self._users[resource].discard(number)
+            if self._wanted[resource] > _MOST:
+                touched.add(resource)
+            self._wanted[resource] -= share
         self.times[number] = Times(self._starts[number], now)
         for follower in self._followers[number]:
             self._missing[follower] -= 1
             if not self._missing[follower]:
                 self._begin(follower, now)
 
-    def _share(self, touched: Iterable[Resource], now: float) -> None:
-        """Work out the rates of all activities that have to do with these resources, through others or not."""
+    def _share(self, touched: Iterable[int], fresh: Iterable[int], now: float) -> None:
+        """Work out the rates of what has just started, and of all that have to do with these resources."""
         group: set[int] = set()
-        queue = deque(touched)
+        queue = list(touched)
         seen = set(queue)
         while queue:
-            for number in self._users.get(queue.popleft(), ()):
+            for number in self._users[queue.pop()]:
                 if number not in group:
                     group.add(number)
-                    fresh = self._activities[number].uses.keys() - seen
-                    seen |= fresh
-                    queue.extend(fresh)
-        rates = fair_rates({number: self._activities[number].uses for number in sorted(group)})
-        for number, rate in rates.items():
-            self._set_rate(number, rate, now)
+                    others = [r for r in self._uses[number] if r not in seen and self._wanted[r] > _MOST]
+                    seen.update(others)
+                    queue.extend(others)
+        if group:
+            rates = fair_rates({number: self._scarce(number) for number in sorted(group)})
+            for number, rate in rates.items():
+                self._set_rate(number, rate, now)
+        for number in fresh:
+            if number not in group:
+                self._set_rate(number, 1.0, now)
+
+    def _scarce(self, number: int) -> dict[int, float]:
+        return {r: share for r, share in self._uses[number].items() if self._wanted[r] > _MOST}
 
     def _set_rate(self, number: int, rate: float, now: float) -> None:
         running = self._running[number]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.links import HandOver, Traffic, hand_over, turn_traffic
 from hetu_fx.planner.price.placement import stops_of
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD, StageCosts, compute_lines, stage_costs
-from hetu_fx.planner.simulate.jobs import Traffic, ring_traffic
 from hetu_fx.planner.simulate.schedules import PaperSchedule, num_chunks
 from hetu_fx.planner.values.footprint import StageFootprint
 from hetu_fx.planner.values.line import Line
@@ -127,12 +127,17 @@ class PipelineLane:
         """Return what goes around for them: twice for a sum, once where the sequence is shared."""
         is_forward, found = work is Phase.FORWARD, self.costs[part].rounds
         sizes = [(one, one.forward if is_forward else one.backward) for one in found]
-        traffic = (ring_traffic([one.ranks], size * rows, one.kind) for one, size in sizes)
+        traffic = (turn_traffic(one.ranks, size * rows, one.kind, self.cluster) for one, size in sizes)
         return tuple(itertools.chain.from_iterable(traffic))
 
     def handed_bytes(self, part: int, rows: int) -> float:
         """Return the bytes that a part gets from the one before it for `rows` rows; none at the ends."""
         return self.program.boundary(self.stops[part]) * rows
+
+    def hand_over(self, source: int, part: int, rows: int) -> HandOver:
+        """Return how a part gets what its neighbour has made of `rows` rows."""
+        stages = self.parts.stages[source], self.parts.stages[part]
+        return hand_over(*stages, self.handed_bytes(max(source, part), rows), self.cluster)
 
     def footprint(self, part: int, position: int) -> StageFootprint:
         """Return what a device of a part holds of micro-batches."""

@@ -1,7 +1,9 @@
 """The jobs of one pipeline: every device does its schedule's entries in order, each when its input has arrived.
 
-As in the runtime, a message starts when its sender has made it and its receiver waits for it, and travels beside
-whatever the sender does next. The backward that completes the gradients is cut where a bucket of them is ready.
+As in the runtime, what an entry has made leaves when its device begins a later one (`plans.schedule.departures`: as a
+rule the next), once its receiver waits for it, and travels beside whatever the sender does then; a slice that several
+devices of a node get from another is passed on inside. The backward that completes the gradients is cut where a bucket
+of them is ready.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hetu_fx.base.once import once
 from hetu_fx.errors import StateError
-from hetu_fx.planner.simulate.jobs import Jobs, Traffic
+from hetu_fx.planner.simulate.fold import Folding, unfolded
+from hetu_fx.planner.simulate.jobs import Jobs, Task
 from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane
 from hetu_fx.planner.simulate.schedules import PaperSchedule, table
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line
-from hetu_fx.plans.schedule import Action, Phase
+from hetu_fx.plans.schedule import Action, Phase, departures
 
 _COMPLETES = (Phase.BACKWARD, Phase.WEIGHT_GRADIENT)
 
@@ -33,10 +37,12 @@ class PipelineJobs:
     Attributes:
         jobs: to add to.
         lane: the pipeline.
-        number: its number in the plan.
+        number: its number among those that are simulated.
         rows: of each micro-batch.
         buckets: those of all gradients, in the order in which they become ready.
         ready: jobs that every device waits for at first.
+        folded: what its messages come to with those of pipelines that it stands for.
+        tells_memory: work out what devices hold.
         made: the job after which a part's gradients of a bucket are complete, by (part, number of the bucket).
         last: the last jobs of every stage.
         sent: bytes by device of what it has sent, which is held until its pipeline is through.
@@ -48,6 +54,8 @@ class PipelineJobs:
     rows: Sequence[int]
     buckets: Sequence[Bucket]
     ready: Mapping[int, Sequence[int]]
+    folded: Folding = unfolded
+    tells_memory: bool = True
     made: dict[tuple[int, int], int] = field(default_factory=dict)
     last: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sent: Held = field(default_factory=dict)
@@ -59,24 +67,49 @@ class PipelineJobs:
         for stage in stages:
             devices = self.lane.pipeline.stages[stage].devices
             self.last[stage] = tuple(sorted({job for rank in devices for job in self.ready.get(rank, ())}))
-        left = [list(row) for row in table(schedule, self.lane.num_stages, len(self.rows))]
-        while any(left):
-            before = sum(map(len, left))
+        self._rows = table(schedule, self.lane.num_stages, len(self.rows))
+        self._ended: list[list[int]] = [[] for _ in stages]  # the last job of every entry of a stage
+        self._leaves = [self._departures(schedule, stage) for stage in stages]
+        while any(len(ended) < len(row) for ended, row in zip(self._ended, self._rows, strict=True)):
+            before = sum(map(len, self._ended))
             for stage in stages:
-                while left[stage] and self._is_there(self._input(stage, left[stage][0])):
-                    self._do(stage, left[stage].pop(0))
-            if sum(map(len, left)) == before:
-                raise StateError(f"{schedule} on {len(left)} stages stops at {[row[0] for row in left if row]}")
-        for stage in stages:
+                while (entry := self._next(stage)) is not None and self._is_there(stage, entry):
+                    self._do(stage, entry)
+            if sum(map(len, self._ended)) == before:
+                stuck = [self._next(stage) for stage in stages]
+                raise StateError(f"{schedule} on {len(stuck)} stages stops at {[one for one in stuck if one]}")
+        for stage in stages if self.tells_memory else ():
             devices = self.lane.pipeline.stages[stage].devices
             freed = {rank: -self.sent.get(rank, 0.0) for rank in devices}
-            self.jobs.compute("finish", "finish", dict.fromkeys(devices, 0.0), self.last[stage], freed)
+            self.jobs.do(self.jobs.compute("finish", dict.fromkeys(devices, 0.0)), "finish", self.last[stage], freed)
+
+    def _next(self, stage: int) -> Action | None:
+        row, number = self._rows[stage], len(self._ended[stage])
+        return row[number] if number < len(row) else None
+
+    def _departures(self, schedule: PaperSchedule, stage: int) -> Mapping[tuple[Action, int], int]:
+        """Return when what a stage's entries make for each other one leaves; schedules on paper send it at once."""
+        is_run = isinstance(schedule, str)
+        return departures(self._rows, stage) if is_run else {}
 
     def _part(self, stage: int, entry: Action) -> int:
         return entry.chunk * self.lane.num_stages + stage
 
-    def _is_there(self, needed: _Done | None) -> bool:
-        return needed is None or needed in self._done
+    def _is_there(self, stage: int, entry: Action) -> bool:
+        """Tell whether what an entry waits for has been added: what makes its input, and what that leaves after."""
+        needed = self._input(stage, entry)
+        if needed is None:
+            return True
+        return needed in self._done and len(self._ended[self._stage(needed)]) >= self._calls(needed, stage)
+
+    def _stage(self, done: _Done) -> int:
+        return done[2] % self.lane.num_stages
+
+    def _calls(self, needed: _Done, stage: int) -> int:
+        """Return after how many entries of its stage something leaves for another stage."""
+        phase, micro_batch, part = needed
+        action = Action(phase, micro_batch, part // self.lane.num_stages)
+        return self._leaves[self._stage(needed)].get((action, stage), 0)
 
     def _input(self, stage: int, entry: Action) -> _Done | None:
         """Return what an entry's input comes from; None where it needs no other."""
@@ -96,59 +129,73 @@ class PipelineJobs:
     def _do(self, stage: int, entry: Action) -> None:
         part, rows = self._part(stage, entry), self.rows[entry.micro_batch]
         after = self._arrived(stage, entry, part, rows)
-        borders = self._borders(part, entry)
-        seconds = self.lane.compute(part, entry.phase, rows)
-        reductions = self.lane.reductions(part, entry.phase, rows)
-        start, end = self._memory(part, entry, rows)
+        work, sums = self._work(part, entry.phase, rows), self._sums(part, entry.phase, rows)
+        start, end = self._memory(part, entry, rows) if self.tells_memory else (None, None)
         name = f"{entry.phase} {entry.micro_batch}" + (f" of chunk {entry.chunk}" if self._has_chunks else "")
-        pieces = self._pieces(part, borders)
+        pieces = self._pieces(part, self._borders(part, entry))
         for index, (bucket, weight) in enumerate(pieces):
-            is_last = index + 1 == len(pieces)
-            own = {rank: weight * value for rank, value in seconds.items()}
-            given, freed = (start if index == 0 else {}), (end if is_last else {})
-            job = self.jobs.compute(entry.phase, name, own, after, given, freed)
-            job = self._reduced(part, entry, rows, Line(reductions.fixed * weight, reductions.slope * weight), job)
+            given, freed = (start if index == 0 else None), (end if index + 1 == len(pieces) else None)
+            job = self.jobs.do(work if weight == 1.0 else work.part(weight), name, after, given, freed)
+            if sums is not None:
+                job = self.jobs.do(sums if weight == 1.0 else sums.part(weight), f"sum {entry.micro_batch}", (job,))
             after = (job,)
             if bucket is not None:
                 self.made[part, bucket] = job
         self.last[stage] = after
+        self._ended[stage].append(after[0])
         self._done[entry.phase, entry.micro_batch, part] = after[0]
+
+    @once
+    def _work(self, part: int, phase: Phase, rows: int) -> Task:
+        return self.jobs.compute(phase, self.lane.compute(part, phase, rows))
+
+    @once
+    def _sums(self, part: int, phase: Phase, rows: int) -> Task | None:
+        line = self.lane.reductions(part, phase, rows)
+        if not (line.fixed or line.slope):
+            return None
+        traffic = self.lane.reduction_traffic(part, phase, rows)
+        return self.jobs.transfer("communication", line, traffic, self.lane.parts.stages[part].devices, self.folded)
+
+    @once
+    def _messages(self, source: int, part: int, rows: int) -> tuple[Task, ...]:
+        """Return the rounds of messages from one part to another."""
+        sent, size = self.lane.hand_over(source, part, rows), self.lane.handed_bytes(max(source, part), rows)
+        pairs = [(Line(line.fixed, line.slope * size), sent.traffic(i, size)) for i, line in enumerate(sent.lines)]
+        return tuple(
+            self.jobs.transfer("send", line, traffic, folded=self.folded)
+            for line, traffic in pairs
+            if line.fixed or line.slope
+        )
 
     @property
     def _has_chunks(self) -> bool:
         return len(self.lane.costs) > self.lane.num_stages
 
     def _arrived(self, stage: int, entry: Action, part: int, rows: int) -> tuple[int, ...]:
-        """Return what an entry waits for; adds the message that brings its input, if one does."""
+        """Return what an entry waits for; adds the messages that bring its input, if any do."""
         needed, own = self._input(stage, entry), self.last[stage]
         if needed is None:
             return own
         *_, source = needed
-        after = (*own, self._done[needed])
+        made, calls = self._done[needed], self._calls(needed, stage)
         if source == part:
-            return after
-        is_forward = source < part
-        costs = self.lane.costs[source]
-        line = costs.to_next if is_forward else costs.to_previous
-        if not (line.fixed or line.slope):
-            return after
-        size = self.lane.handed_bytes(max(part, source), rows)
-        ends = self.lane.parts.stages[source].devices, self.lane.parts.stages[part].devices
-        traffic = _messages(*ends, size)
-        held = {sender: count for sender, _, count in traffic}
+            return (*own, made)
+        leaves = self._ended[self._stage(needed)][calls - 1] if calls else made
+        after: tuple[int, ...] = (*own, leaves)
+        for task in self._messages(source, part, rows):
+            held = self._sent(task) if self.tells_memory else None
+            after = (self.jobs.do(task, f"send {entry.micro_batch}", after, held, part_of=made),)
+        return after
+
+    def _sent(self, task: Task) -> Held:
+        """Return the bytes of what is sent, which its senders hold until the end."""
+        held = Held()
+        for sender, _, count in task.traffic:
+            held[sender] = held.get(sender, 0.0) + count
         for sender, count in held.items():
             self.sent[sender] = self.sent.get(sender, 0.0) + count
-        whole = Line(line.fixed, line.slope * rows)
-        name = f"send {entry.micro_batch}"
-        return (self.jobs.transfer("send", name, whole, traffic, after, ends[0], held),)
-
-    def _reduced(self, part: int, entry: Action, rows: int, line: Line, job: int) -> int:
-        if not (line.fixed or line.slope):
-            return job
-        devices = self.lane.parts.stages[part].devices
-        traffic = self.lane.reduction_traffic(part, entry.phase, rows)
-        name = f"sum {entry.micro_batch}"
-        return self.jobs.transfer("communication", name, line, traffic, (job,), devices)
+        return held
 
     def _borders(self, part: int, entry: Action) -> list[int]:
         """Return the numbers of the buckets that an entry completes; none but in a part's last backward."""
@@ -183,8 +230,3 @@ class PipelineJobs:
                 case Phase.WEIGHT_GRADIENT:
                     end[rank] = made - kept
         return start, end
-
-
-def _messages(senders: Sequence[int], receivers: Sequence[int], num_bytes: float) -> Traffic:
-    """Return one message per receiver, from the sender at its place; each takes all, as one of a whole value does."""
-    return tuple((senders[i % len(senders)], rank, num_bytes) for i, rank in enumerate(receivers))

@@ -60,18 +60,21 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A number of a device (rank) over time: (seconds, value) in order, each value until the next."""
+    """A number over time: (seconds, value) in order, each value until the next; of a device (rank), or of none."""
 
-    device: int
+    device: int | None
     name: str
     values: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
         times = [seconds for seconds, _ in self.values]
         if times != sorted(times) or not all(math.isfinite(number) for pair in self.values for number in pair):
-            raise StateError(
-                f"counter {self.name!r} of device {self.device} has values that are not finite or in order"
-            )
+            raise StateError(f"counter {self.label!r} has values that are not finite or in order")
+
+    @property
+    def label(self) -> str:
+        """Return its name, with its device."""
+        return self.name if self.device is None else f"{self.name} of device {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +170,8 @@ def _chrome_event(event: Event, start: float) -> dict[str, Any]:
 
 
 def _chrome_values(counter: Counter, start: float) -> list[dict[str, Any]]:
-    name = f"{counter.name} of device {counter.device}"
     return [
-        {"ph": "C", "pid": 0, "name": name, "ts": (seconds - start) * 1e6, "args": {counter.name: value}}
+        {"ph": "C", "pid": 0, "name": counter.label, "ts": (seconds - start) * 1e6, "args": {counter.name: value}}
         for seconds, value in counter.values
     ]
 

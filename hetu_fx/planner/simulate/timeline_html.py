@@ -48,6 +48,10 @@ def _picture(timeline: Timeline) -> str:
             if counter.device == device:
                 parts += _curve(counter, timeline, scale, top)
                 top += _CURVE + _GAP
+    for counter in timeline.counters:
+        if counter.device is None:
+            parts += _curve(counter, timeline, scale, top)
+            top += _CURVE + _GAP
     return f'<svg width="{_WIDTH:.0f}" height="{top:.0f}">{"".join(parts)}</svg>'
 
 
@@ -68,7 +72,7 @@ def _curve(counter: Counter, timeline: Timeline, scale: float, top: float) -> It
     for (seconds, value), (until, _) in zip(counter.values, (*counter.values[1:], (end, 0.0)), strict=True):
         height = top + _CURVE * (1 - value / most if most else 1.0)
         points += [_point(at, timeline.start_seconds, scale, height) for at in (seconds, until)]
-    label = f"{counter.name} of device {counter.device}, at most {most:.4g}"
+    label = f"{counter.label}, at most {most:.4g}"
     yield f'<text x="0" y="{top + _CURVE * 0.5:.1f}">{escape(counter.name)}</text>'
     yield (
         f'<polyline fill="none" stroke="#555" points="{" ".join(points)}"><title>{escape(label)}</title></polyline>'

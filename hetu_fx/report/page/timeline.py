@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from hetu_fx.planner.simulate.jobs import Simulation
+from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline import COLORS, OTHER, Event
 from hetu_fx.plans.schedule import Phase
 from hetu_fx.report.page.cluster import UNKNOWN

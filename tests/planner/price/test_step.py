@@ -8,7 +8,8 @@ from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.planner.price import step
-from hetu_fx.planner.price.stage import GATHER, SUM, hand_over_line, pipeline_seconds, stage_costs
+from hetu_fx.planner.price.links import hand_over_line
+from hetu_fx.planner.price.stage import GATHER, SUM, pipeline_seconds, stage_costs
 from hetu_fx.planner.price.step import TERMS, Columns, fitted, least_blocks, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
 from hetu_fx.planner.search.estimates import Builder

@@ -42,7 +42,9 @@ def test_activities_that_wait_for_each_other_are_refused() -> None:
         play([Activity(1.0, {}, (1,)), Activity(1.0, {}, (0,))])
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": -1.0}, {"seconds": float("nan")}, {"uses": {LINK: 1.5}}])
+@pytest.mark.parametrize(
+    "wrong", [{"seconds": -1.0}, {"seconds": float("nan")}, {"uses": {LINK: 0.0}}, {"uses": {LINK: float("inf")}}]
+)
 def test_impossible_activities_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(StateError, match="an activity"):
         Activity(**{"seconds": 1.0, **wrong})  # type: ignore[arg-type]

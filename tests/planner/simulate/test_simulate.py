@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import predict
-from hetu_fx.planner.simulate.jobs import Simulation
 from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule, ZeroBubble
 from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline import Event
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts

@@ -82,5 +82,5 @@ def test_counters_stand_in_the_chrome_trace_and_are_merged() -> None:
 
 @pytest.mark.parametrize("values", [((2.0, 1.0), (1.0, 1.0)), ((0.0, float("nan")),)])
 def test_a_counter_has_finite_values_in_order(values: tuple[tuple[float, float], ...]) -> None:
-    with pytest.raises(StateError, match="counter 'memory' of device 2"):
+    with pytest.raises(StateError, match="counter 'memory of device 2' has values"):
         Counter(2, "memory", values)

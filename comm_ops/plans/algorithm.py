@@ -13,8 +13,10 @@ from functools import lru_cache
 
 from hetu_fx.errors import CommError
 
+_NUMBERS = r"\d+(?:,\d+)*"
 _TEXT = re.compile(
-    r"(?:nodes (?P<nodes>\d+(?:,\d+)*)(?: from (?P<least>\d+))?)?(?:(?:^|(?<=.); )padded below (?P<pads>\d+))?"
+    rf"(?:nodes (?P<nodes>{_NUMBERS})(?P<outer>(?: in {_NUMBERS})*)(?: from (?P<least>\d+))?)?"
+    r"(?:(?:^|(?<=.); )padded below (?P<pads>\d+))?"
 )
 
 
@@ -22,7 +24,8 @@ _TEXT = re.compile(
 class Algorithm:
     """Says when a collective goes in two levels, and when its uneven parts are padded.
 
-    `nodes` has the node of each of the op's ranks (empty: flat). `two_level_from` is the number of bytes of the
+    `nodes` has the node of each of the op's ranks (empty: flat), `outer` what else they stand in, from inside out, by
+    which lanes go in two levels again. `two_level_from` is the number of bytes of the
     whole tensor from which it goes in two levels (None: never), `padded_below` the number below which uneven
     parts are padded to the largest, in one collective, instead of sent one by one.
     """
@@ -30,12 +33,19 @@ class Algorithm:
     nodes: tuple[int, ...] = ()
     two_level_from: int | None = None
     padded_below: int = 0
+    outer: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         """Write it as `nodes 0,0,1,1 from 4096; padded below 512`, which `parse_algorithm` reads; flat is empty."""
         bound = "" if self.two_level_from is None else f" from {self.two_level_from}"
-        nodes = [f"nodes {','.join(map(str, self.nodes))}{bound}"] if self.nodes else []
+        tiers = " in ".join(",".join(map(str, tier)) for tier in self.tiers)
+        nodes = [f"nodes {tiers}{bound}"] if self.nodes else []
         return "; ".join([*nodes, *([f"padded below {self.padded_below}"] if self.padded_below else [])])
+
+    @property
+    def tiers(self) -> tuple[tuple[int, ...], ...]:
+        """Return the nodes, and what these stand in."""
+        return (self.nodes, *self.outer)
 
     def in_two_levels(self, num_bytes: int) -> bool:
         """Tell whether a tensor of so many bytes in all goes in two levels."""
@@ -53,8 +63,8 @@ class Algorithm:
         """Return the algorithm for a collective of some members of the op's ranks."""
         if not self.nodes:
             return self
-        node_of = self.node_of(ranks)
-        return Algorithm(tuple(node_of[rank] for rank in members), self.two_level_from, self.padded_below)
+        nodes, *outer = tiers_of(self.tiers, ranks, members)
+        return Algorithm(nodes, self.two_level_from, self.padded_below, tuple(outer))
 
 
 FLAT = Algorithm()
@@ -73,7 +83,16 @@ def parse_algorithm(text: str) -> Algorithm:
         raise CommError(f"cannot read the form {text!r}; write it like 'nodes 0,0,1,1 from 4096; padded below 512'")
     nodes = tuple(map(int, match["nodes"].split(","))) if match["nodes"] else ()
     least = int(match["least"]) if match["least"] else None
-    return Algorithm(nodes, least, int(match["pads"] or 0))
+    outer = tuple(tuple(map(int, tier.split(","))) for tier in (match["outer"] or "").split(" in ")[1:])
+    return Algorithm(nodes, least, int(match["pads"] or 0), outer)
+
+
+def tiers_of(
+    tiers: Sequence[Sequence[int]], ranks: Sequence[int], members: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return what some of `ranks` stand in."""
+    place = {rank: index for index, rank in enumerate(ranks)}
+    return tuple(tuple(tier[place[rank]] for rank in members) for tier in tiers)
 
 
 @lru_cache(maxsize=4096)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm, spans
+from hetu_fx.comm_ops.plans.algorithm import FLAT, Algorithm
 from hetu_fx.comm_ops.plans.cost import (
     Cost,
     Topology,
     all_reduce_cost,
+    cheapest_tiers,
     padded_cost,
     ring_cost,
     two_level_all_reduce_cost,
@@ -65,15 +67,15 @@ def algorithm_of_parts(args: Sequence[Any], topology: Topology, choice: str) -> 
     sizes = args[2] if len(args) > 2 else ()
     if len(set(sizes)) < 2 or choice not in ("auto", "padded"):
         return levels
-    return Algorithm(levels.nodes, levels.two_level_from, _padded_below(args[0], sizes, topology, choice))
+    return replace(levels, padded_below=_padded_below(args[0], sizes, topology, choice))
 
 
 def _two_level(ranks: Sequence[int], topology: Topology, choice: str, flat: Cost, levels: Cost) -> Algorithm:
-    nodes = nodes_of(ranks, topology)
-    if not spans(nodes):
+    tiers = cheapest_tiers(ranks, topology)
+    if not tiers:
         return FLAT
     least = bound(choice, lambda size: flat(size, ranks, topology), lambda size: levels(size, ranks, topology))
-    return FLAT if least is None else Algorithm(nodes, least)
+    return FLAT if least is None else Algorithm(tiers[0], least, outer=tiers[1:])
 
 
 def _padded_below(ranks: Sequence[int], sizes: Sequence[int], topology: Topology, choice: str) -> int:

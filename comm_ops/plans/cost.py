@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetu_fx.comm_ops.plans.algorithm import by_node, spans
+from hetu_fx.comm_ops.plans.algorithm import by_node, spans, tiers_of
+from hetu_fx.comm_ops.plans.algorithm import lanes as lanes_of
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What messages of several devices share, in one direction: a port, the link of a node or a rack.
+
+    `ranks` are all that send through it, or receive. None are told where a node's link is shared as far as is known.
+    """
+
+    key: Hashable
+    bytes_per_second: float
+    ranks: frozenset[int]
 
 
 class Topology(Protocol):
@@ -20,6 +34,15 @@ class Topology(Protocol):
 
     def node_of(self, rank: int) -> int:
         """Number of the node that `rank` stands on; the ranks of a node share its link to the others."""
+
+    def ends(self, a: int, b: int) -> tuple[End, ...]:
+        """What a message from `a` to `b` shares with those of other ranks."""
+
+    def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the switches, nodes, racks that `ranks` stand on, from inside out, as far as these differ."""
+
+    def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
+        """Seconds that a turn of `num_bytes` in all around the ring of `ranks` was seen to take; None: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,25 @@ class EqualLinks:
         """All ranks stand on one node."""
         return 0
 
+    def ends(self, a: int, b: int) -> tuple[End, ...]:
+        """Ranks of several nodes share these, if nobody says more; those of one node share nothing."""
+        here, there = self.node_of(a), self.node_of(b)
+        if here == there:
+            return ()
+        speed = self.bytes_per_second(a, b)
+        return tuple(End(key, speed, frozenset()) for key in (("out of node", here), ("into node", there)))
+
+    def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Nodes are the only tier."""
+        numbers: dict[int, int] = {}
+        return (tuple(numbers.setdefault(self.node_of(rank), len(numbers)) for rank in ranks),)
+
+    def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
+        """Nobody has timed anything."""
+        return None
+
+
+_MANY = 1 << 40  # bytes that make latency vanish
 
 EQUAL_LINKS: Topology = EqualLinks()
 
@@ -56,15 +98,32 @@ def no_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float
     return 0.0
 
 
-def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price one turn around a ring: an all-gather or reduce-scatter of `num_bytes` in all."""
+def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes: int = 1) -> float:
+    """Price one turn around a ring: an all-gather or reduce-scatter of `num_bytes` in all.
+
+    Where links are shared, all that share them go around rings of their own at the same time; `lanes` says so of nodes
+    whose links are shared as far as is known.
+    """
     hops = len(ranks) - 1
     if hops < 1:
         return 0.0
-    links = _links(ranks)
-    slowest = min(topology.bytes_per_second(a, b) for a, b in links)
-    latency = max(topology.latency_seconds(a, b) for a, b in links)
-    return hops * (latency + num_bytes / len(ranks) / slowest)
+    latency = max(topology.latency_seconds(a, b) for a, b in _links(ranks))
+    return hops * (latency + num_bytes / len(ranks) / _ring_speed(ranks, topology, lanes))
+
+
+def _ring_speed(ranks: Sequence[int], topology: Topology, lanes: int) -> float:
+    """Return the bytes per second of the slowest link of a ring, as it is shared."""
+    links, crossings, ends = _links(ranks), Counter[Hashable](), dict[Hashable, End]()
+    for a, b in links:
+        for end in topology.ends(a, b):
+            crossings[end.key] += 1
+            ends[end.key] = end
+    members = set(ranks)
+    shared = [
+        end.bytes_per_second / (crossings[key] * len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)
+        for key, end in ends.items()
+    ]
+    return min([*(topology.bytes_per_second(a, b) for a, b in links), *shared])
 
 
 def there_and_back_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -82,23 +141,52 @@ RING_TURNS: Mapping[Cost, int] = {no_cost: 0, ring_cost: 1, all_reduce_cost: 2}
 """How often the data of an op that costs so much goes around the ring of its ranks."""
 
 
+def levels_ring_cost(
+    num_bytes: float, ranks: Sequence[int], tiers: Sequence[Sequence[int]], topology: Topology, lanes: int = 1
+) -> float:
+    """Price an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
+
+    `tiers` has the unit of each rank, from inside out. Across, ranks meet in lanes, all at once, that share the links.
+    """
+    if not tiers:
+        return ring_cost(num_bytes, ranks, topology, lanes)
+    units = by_node(tuple(ranks), tuple(tiers[0]))
+    inside, across = max(ring_cost(num_bytes, unit, topology, lanes) for unit in units), lanes_of(units)
+    size, together = num_bytes / len(across), lanes * len(across)
+    outer = [tiers_of(tiers[1:], ranks, lane) for lane in across]
+    pairs = zip(across, outer, strict=True)
+    return inside + max(levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
+
+
+def useful_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """Return those tiers by which a collective of `ranks` can go in levels, from inside out."""
+    return tuple(tier for tier in topology.tiers(ranks) if spans(tier))
+
+
+def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """Return the tiers by which a large collective is cheapest in levels: one, all, or none that there are."""
+    tiers = useful_tiers(ranks, topology)
+    if len(tiers) < 2:
+        return tiers
+    return min([*((tier,) for tier in tiers), tiers], key=lambda one: levels_ring_cost(_MANY, ranks, one, topology))
+
+
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-gather or reduce-scatter that goes around a ring of nodes, and around one inside every node."""
-    levels = by_node(tuple(ranks), tuple(map(topology.node_of, ranks)))
-    inside = max(ring_cost(num_bytes, level, topology) for level in levels)
-    # A turn of all lanes at once: they share the nodes' links, so they take as long as one with all.
-    return inside + ring_cost(num_bytes, [level[0] for level in levels], topology)
+    """Price an all-gather or reduce-scatter in levels, by the tiers that are cheapest."""
+    return levels_ring_cost(num_bytes, ranks, cheapest_tiers(ranks, topology), topology)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-reduce in two levels: a turn in, two across, a turn back inside."""
+    """Price an all-reduce in levels: with two, a turn in, two across, a turn back inside."""
     return 2 * two_level_ring_cost(num_bytes, ranks, topology)
 
 
 def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
-    """Price an all-gather or reduce-scatter in the algorithm that it takes on the links."""
+    """Price an all-gather or reduce-scatter as it was timed among such ranks, else in its algorithm on the links."""
+    if (seen := topology.turn_seconds(num_bytes, ranks)) is not None:
+        return seen
     flat = ring_cost(num_bytes, ranks, topology)
-    if not spans([topology.node_of(rank) for rank in ranks]):
+    if not useful_tiers(ranks, topology):
         return flat
     return min(flat, two_level_ring_cost(num_bytes, ranks, topology))
 
@@ -121,22 +209,20 @@ def send_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> flo
 
 def messages_cost(messages: Iterable[tuple[int, int, float]], topology: Topology) -> float:
     """Price (sender, receiver, bytes) messages: the busiest end of a device, or of a node's link, sets the time."""
-    busy: dict[tuple[str, int], float] = {}
+    busy: dict[Hashable, float] = {}
     for sender, receiver, num_bytes in messages:
         seconds = _message(num_bytes, sender, receiver, topology)
-        for end in (("out", sender), ("in", receiver), *_node_ends(sender, receiver, topology)):
+        latency = topology.latency_seconds(sender, receiver)
+        for end in (("out", sender), ("in", receiver)):
             busy[end] = busy.get(end, 0.0) + seconds
+        for shared in topology.ends(sender, receiver):
+            busy[shared.key] = busy.get(shared.key, 0.0) + latency + num_bytes / shared.bytes_per_second
     return max(busy.values(), default=0.0)
 
 
 def rounds_cost(rounds: Iterable[Iterable[tuple[int, int, float]]], topology: Topology) -> float:
     """Price rounds of messages, one after the other."""
     return sum(messages_cost(messages, topology) for messages in rounds)
-
-
-def _node_ends(sender: int, receiver: int, topology: Topology) -> list[tuple[str, int]]:
-    source, target = topology.node_of(sender), topology.node_of(receiver)
-    return [] if source == target else [("out of node", source), ("into node", target)]
 
 
 def _links(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Collectives of groups that span nodes, in two levels: inside every node and across, each byte crossing once.
 
+So at each tier, where nodes stand in racks: what goes across goes in two levels again, inside every rack and across.
 An all-reduce is a reduce-scatter inside, an all-reduce across and an all-gather inside; an all-gather goes
 across first, a reduce-scatter inside first. Across, ranks meet in lanes of one rank per node. Where nodes have
 unequal numbers of ranks, those of a smaller node stand in several lanes; an all-reduce uses as many lanes as the
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hetu_fx.annotations.states import even_sizes
-from hetu_fx.comm_ops.plans.algorithm import Algorithm, by_node, lanes
+from hetu_fx.comm_ops.plans.algorithm import Algorithm, by_node, lanes, tiers_of
 from hetu_fx.comm_ops.wire.collectives import (
     Exchange,
     gather_padded,
@@ -35,32 +36,51 @@ from hetu_fx.comm_ops.wire.groups import GroupTable, active
 from hetu_fx.comm_ops.wire.serial_threads import InTurn
 
 Levels = tuple[tuple[int, ...], ...]
+Tiers = Sequence[Sequence[int]]
+"""The unit of each rank, from inside out: its node, and what that stands in."""
 
 
-def _sum_in_levels(x: Tensor, ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
+def _sum_across(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
+    return _sum_in_levels(x, ranks, tiers, table) if tiers else sum_over(x, ranks, table)
+
+
+def _gather_across(
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], tiers: Tiers, table: GroupTable
+) -> list[Tensor]:
+    gathered = _gather_in_levels(x, shapes, ranks, tiers, table) if tiers else gather_parts(x, shapes, ranks, table)
+    return list(gathered)
+
+
+def _reduce_across(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
+    return _reduce_in_levels(parts, ranks, tiers, table) if tiers else reduce_parts(parts, ranks, table)
+
+
+def _sum_in_levels(x: Tensor, ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
-    levels = by_node(tuple(ranks), tuple(nodes))
+    levels = by_node(tuple(ranks), tuple(tiers[0]))
     inside = _inside(levels, table.rank)
     place, count = inside.index(table.rank), min(map(len, levels))
     sizes = [*even_sizes(x.numel(), count), *([0] * (len(inside) - count))]
     mine = reduce_parts(x.detach().reshape(-1).split(sizes), inside, table)
     if place < count:
-        mine = sum_over(mine, lanes(levels)[place], table)
+        lane = lanes(levels)[place]
+        mine = _sum_across(mine, lane, tiers_of(tiers[1:], ranks, lane), table)
     return torch.cat(gather_parts(mine, [[size] for size in sizes], inside, table)).view(x.shape)
 
 
 def _gather_in_levels(
-    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+    x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> list[Tensor]:
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
-    levels = by_node(tuple(ranks), tuple(nodes))
+    levels = by_node(tuple(ranks), tuple(tiers[0]))
     inside = _inside(levels, table.rank)
     numels = {rank: torch.Size(shape).numel() for rank, shape in zip(ranks, shapes, strict=True)}
     arrived: list[Tensor] = []
     for lane, members in _own_lanes(levels, table.rank):
         owners = _owners(levels, lane)
         mine = x.detach().reshape(-1) if table.rank in owners else x.new_empty(0)
-        arrived += gather_parts(mine, [[numels.get(owner, 0)] for owner in owners], members, table)
+        outer, carried = tiers_of(tiers[1:], ranks, members), [[numels.get(owner, 0)] for owner in owners]
+        arrived += _gather_across(mine, carried, members, outer, table)
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
     sizes = [[sum(numels[owner] for owner in owners)] for owners in brought]
     flats = gather_parts(torch.cat(arrived), sizes, inside, table)
@@ -70,9 +90,9 @@ def _gather_in_levels(
     return [found[rank].view(list(shape)) for rank, shape in zip(ranks, shapes, strict=True)]
 
 
-def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable) -> Tensor:
+def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], tiers: Tiers, table: GroupTable) -> Tensor:
     """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
-    levels = by_node(tuple(ranks), tuple(nodes))
+    levels = by_node(tuple(ranks), tuple(tiers[0]))
     inside = _inside(levels, table.rank)
     flats = {rank: part.detach().reshape(-1) for rank, part in zip(ranks, parts, strict=True)}
     brought = [_brought(levels, place, len(inside)) for place in range(len(inside))]
@@ -82,16 +102,21 @@ def _reduce_in_levels(parts: Sequence[Tensor], ranks: Sequence[int], nodes: Sequ
     mine = summed.new_empty(0)
     for lane, members in _own_lanes(levels, table.rank):
         pieces = [sums.get(owner, summed.new_empty(0)) for owner in _owners(levels, lane)]
-        total = reduce_parts(pieces, members, table)
+        total = _reduce_across(pieces, members, tiers_of(tiers[1:], ranks, members), table)
         mine = total if table.rank in _owners(levels, lane) else mine
     return mine.view(parts[list(ranks).index(table.rank)].shape)
 
 
-def _groups_in_levels(ranks: Sequence[int], nodes: Sequence[int], rank: int) -> Iterator[tuple[int, ...]]:
+def _groups_in_levels(ranks: Sequence[int], tiers: Tiers, rank: int) -> Iterator[tuple[int, ...]]:
     """List the groups that `rank` may meet in, inside its node and in its lanes, in the one order of all ranks."""
-    levels = by_node(tuple(ranks), tuple(nodes))
-    members = (_inside(levels, rank), *(lane for _, lane in _own_lanes(levels, rank)))
-    return (group for group in members if len(group) > 1)
+    levels = by_node(tuple(ranks), tuple(tiers[0]))
+    if len(inside := _inside(levels, rank)) > 1:
+        yield inside
+    for _, lane in _own_lanes(levels, rank):
+        if len(tiers) > 1:
+            yield from _groups_in_levels(lane, tiers_of(tiers[1:], ranks, lane), rank)
+        elif len(lane) > 1:
+            yield lane
 
 
 def _inside(levels: Levels, rank: int) -> tuple[int, ...]:
@@ -117,7 +142,7 @@ def _brought(levels: Levels, place: int, count: int) -> list[int]:
 def all_reduce_by(x: Tensor, ranks: Sequence[int], algorithm: Algorithm, table: GroupTable) -> Tensor:
     """Return the sum of `x` over `ranks` as a new contiguous tensor, the same bits on all of them."""
     if algorithm.in_two_levels(x.nbytes):
-        return _sum_in_levels(x, ranks, algorithm.nodes, table)
+        return _sum_in_levels(x, ranks, algorithm.tiers, table)
     return sum_over(x, ranks, table)
 
 
@@ -127,7 +152,7 @@ def all_gather_by(
     """Return the tensors of all `ranks`, of shape `shapes[i]`, in their order."""
     num_bytes = sum(torch.Size(shape).numel() for shape in shapes) * x.element_size()
     if algorithm.in_two_levels(num_bytes):
-        return _gather_in_levels(x, shapes, ranks, algorithm.nodes, table)
+        return _gather_in_levels(x, shapes, ranks, algorithm.tiers, table)
     gather = gather_padded if algorithm.pads(num_bytes) else gather_parts
     return gather(x, shapes, ranks, table)
 
@@ -136,13 +161,13 @@ def reduce_scatter_by(parts: Sequence[Tensor], ranks: Sequence[int], algorithm: 
     """Return the sum over `ranks` of this rank's part as a new tensor; `parts[i]` goes to `ranks[i]`."""
     num_bytes = sum(part.nbytes for part in parts)
     if algorithm.in_two_levels(num_bytes):
-        return _reduce_in_levels(parts, ranks, algorithm.nodes, table)
+        return _reduce_in_levels(parts, ranks, algorithm.tiers, table)
     reduce = reduce_padded if algorithm.pads(num_bytes) else reduce_parts
     return reduce(parts, ranks, table)
 
 
-# Each takes the buffer, the sizes of its segments, the ranks, their nodes and a table, and works in place.
-OnBuffer = Callable[[Tensor, Sequence[int], Sequence[int], Sequence[int], GroupTable], None]
+# Each takes the buffer, the sizes of its segments, the ranks, their tiers and a table, and works in place.
+OnBuffer = Callable[[Tensor, Sequence[int], Sequence[int], Tiers, GroupTable], None]
 
 _turns: WeakKeyDictionary[GroupTable, InTurn] = WeakKeyDictionary()
 
@@ -153,38 +178,38 @@ def start_in_levels(
     """Start an exchange of host memory in two levels. Collective over `ranks`."""
     table = active()
     beside = table.beside("levels")
-    for group in _groups_in_levels(ranks, algorithm.nodes, table.rank):
+    for group in _groups_in_levels(ranks, algorithm.tiers, table.rank):
         beside.group(group)  # created here, as threads must not create groups side by side
 
     def work() -> None:
         with torch.no_grad():
-            run(buffer, sizes, ranks, algorithm.nodes, beside)
+            run(buffer, sizes, ranks, algorithm.tiers, beside)
 
     turn = _turns.setdefault(table, InTurn()).start(work)
     return Exchange(tuple(ranks), [turn])
 
 
 def sum_all_in_levels(
-    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> None:
     """Do what `sum_all` does; sums are made per node first."""
-    buffer.copy_(_sum_in_levels(buffer, ranks, nodes, table))
+    buffer.copy_(_sum_in_levels(buffer, ranks, tiers, table))
 
 
 def sum_segments_in_levels(
-    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> None:
     """Do what `sum_segments` does; sums are made per node first."""
     parts = segments(buffer, sizes)
-    parts[table.position(ranks)].copy_(_reduce_in_levels(parts, ranks, nodes, table))
+    parts[table.position(ranks)].copy_(_reduce_in_levels(parts, ranks, tiers, table))
 
 
 def gather_segments_in_levels(
-    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], nodes: Sequence[int], table: GroupTable
+    buffer: Tensor, sizes: Sequence[int], ranks: Sequence[int], tiers: Tiers, table: GroupTable
 ) -> None:
     """Do what `gather_segments` does."""
     parts = segments(buffer, sizes)
-    found = _gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, nodes, table)
+    found = _gather_in_levels(parts[table.position(ranks)], [[size] for size in sizes], ranks, tiers, table)
     for part, rank, value in zip(parts, ranks, found, strict=True):
         if rank != table.rank:
             part.copy_(value)

@@ -93,3 +93,15 @@ def numbered(counted: str, error: type[HetuFxError]) -> Values:
         return {int(name): number for name, number in numbers(error).read(values, where)}
 
     return Values("an object", is_object, read, lambda values: {str(key): values[key] for key in sorted(values)})
+
+
+def named_texts(error: type[HetuFxError]) -> Values:
+    """Return an object of strings by name."""
+
+    def read(values: Any, where: str) -> Any:
+        for name, text in values.items():
+            if not TEXT.fits(text):
+                raise error(f"{where}: {name!r} must be {TEXT.what}, not {kind_of(text)}")
+        return dict(values)
+
+    return Values("an object", is_object, read, dict)

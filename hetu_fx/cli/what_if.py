@@ -6,12 +6,10 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from hetu_fx.base.documents import table_text
 from hetu_fx.base.words import seconds_text
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.cluster.devices import Link
 from hetu_fx.emulate.spec import parse_rate
 from hetu_fx.errors import ClusterError
 from hetu_fx.plans.plan import Plan
@@ -101,4 +99,4 @@ def _rate(text: str) -> tuple[int, float]:
 def _with_link(cluster: Cluster, text: str) -> Cluster:
     if len({device.node for device in cluster.devices}) == 1:
         raise ClusterError(f"--link {text} is the link between nodes, but the cluster has one node only")
-    return replace(cluster, inter=Link(parse_rate(text) / 8, cluster.inter.latency_seconds))
+    return cluster.with_inter(parse_rate(text) / 8)

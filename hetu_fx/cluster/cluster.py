@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.documents import table_text
 from hetu_fx.base.json_values import many
-from hetu_fx.base.records import REQUIRED, Document, Key, record
-from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link
+from hetu_fx.base.records import Document, Key, record
+from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
+from hetu_fx.cluster.timed import seen_turn, timed_by_group
+from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, Level, Nics, Topology, ports_of
+from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ class Cluster(Document):
 
     `collectives` are those that were timed, if any; what else is communicated is priced by the links. `paces` are those
     of kinds on which a model's blocks were timed.
+
+    Where there is more to say than inside and between nodes, `levels` say it, from inside out; `intra` is then that of
+    the node and `inter` that of the level above. `nics` are the network ports of each node.
     """
 
     devices: tuple[Device, ...]
@@ -39,10 +45,14 @@ class Cluster(Document):
     inter: Link
     collectives: tuple[Collective, ...] = ()
     paces: tuple[Pace, ...] = ()
+    levels: tuple[Level, ...] = ()
+    nics: Nics | None = None
     _by_rank: Mapping[int, Device] = field(init=False, repr=False, compare=False)
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
     _paces: Mapping[str, tuple[Pace, ...]] = field(init=False, repr=False, compare=False)
+    _topology: Topology = field(init=False, repr=False, compare=False)
+    _timed: Mapping[tuple[str, int, int], list[Collective]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(sorted(self.devices, key=lambda device: device.rank)))
@@ -59,6 +69,19 @@ class Cluster(Document):
         by_speed = sorted(self.devices, key=lambda device: device.speed)
         object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
         object.__setattr__(self, "_paces", _paces_by_kind(self.paces))
+        self._set_topology()
+        object.__setattr__(self, "_timed", timed_by_group(self.collectives, self.groups, self.node_of))
+
+    def _set_topology(self) -> None:
+        if self.nics is not None:  # said of each, so that it stays where others are left out
+            ports = ports_of(self.devices, self.nics)
+            object.__setattr__(self, "devices", tuple(replace(d, nic=ports[d.rank]) for d in self.devices))
+        levels = self.levels or (_level(NODE, self.intra), _level(CLUSTER, self.inter))
+        object.__setattr__(self, "_topology", Topology(self.devices, levels, self.nics))
+        if self.levels:
+            node = next(index for index, level in enumerate(levels) if level.within == NODE)
+            object.__setattr__(self, "intra", levels[node].link)
+            object.__setattr__(self, "inter", levels[node + 1 if node + 1 < len(levels) else node].link)
 
     @classmethod
     def on_paper(
@@ -136,7 +159,25 @@ class Cluster(Document):
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks, as far as both use it."""
         one, other = self.device(a), self.device(b)
-        return (self.intra if one.node == other.node else self.inter).between(one, other)
+        return self._topology.link(a, b).between(one, other)
+
+    def ends(self, a: int, b: int) -> tuple[End, ...]:
+        """Return what a message between two ranks shares with those of others: ports, and links of nodes and racks."""
+        return self._topology.ends(a, b)
+
+    def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return for each level, from inside out, the unit that each of some ranks stands in, numbered from 0."""
+        return self._topology.tiers(ranks)
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        """Return what ranks are sorted by to stand beside those that they reach best."""
+        return self._topology.order(rank)
+
+    def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
+        """Return what a turn around a ring was seen to take such a group; None where nobody has timed one."""
+        if not self.collectives:
+            return None
+        return seen_turn(self._timed, num_bytes, ranks, self)
 
     def bytes_per_second(self, a: int, b: int) -> float:
         """Return the bandwidth between two ranks."""
@@ -151,9 +192,11 @@ class Cluster(Document):
         return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
 
     @property
-    def links(self) -> ClusterLinks:
-        """Return the links inside a node and between nodes."""
-        return ClusterLinks(self.intra, self.inter)
+    def links(self) -> ClusterLinks | None:
+        """Return what a file says of links inside a node and between nodes; None where it has levels."""
+        if self.levels:
+            return None
+        return ClusterLinks(self.intra, OutsideLink(self.inter.bytes_per_second, self.inter.latency_seconds))
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
@@ -173,6 +216,15 @@ class Cluster(Document):
         speeds = ((device, flops_per_second.get(device.rank)) for device in self.devices)
         return replace(self, devices=tuple(d if speed is None else d.at(speed) for d, speed in speeds))
 
+    def with_inter(self, bytes_per_second: float) -> Cluster:
+        """Return the cluster with other links between nodes; of levels, with that above the node other than it is."""
+        if not self.levels:
+            return replace(self, inter=Link(bytes_per_second, self.inter.latency_seconds))
+        above = [level.within for level in self.levels].index(NODE) + 1
+        levels = list(self.levels)
+        levels[above] = replace(levels[above], bytes_per_second=bytes_per_second)
+        return replace(self, levels=tuple(levels))
+
     def _check_known(self, what: str, by_rank: Mapping[int, float]) -> None:
         strangers = sorted(set(by_rank) - set(self.ranks))
         if strangers:
@@ -186,9 +238,14 @@ class Cluster(Document):
         columns = {name: list(map(text, self.devices)) for name, text in _COLUMNS.items()}
         told = {name: column for name, column in columns.items() if any(column)}
         rows = list(zip(*told.values(), strict=True))
-        pairs = (("intra", self.intra), ("inter", self.inter))
-        links = [f"{name} {_link_text(link)}" for name, link in pairs]
+        links = [f"{name} {_link_text(link)}" for name, link in self._named_links()]
         return "\n".join([table_text(list(told), rows), f"links: {'; '.join(links)}", *self._estimates()])
+
+    def _named_links(self) -> list[tuple[str, Link]]:
+        """Return what the table says of links: each level, and the ports of a node."""
+        if not self.levels:
+            return [("intra", self.intra), ("inter", self.inter)]
+        return [(f"{level.within}{f' (per {level.per})' if level.per else ''}", level.link) for level in self.levels]
 
     def _estimates(self) -> list[str]:
         """Say which devices' figures nobody measured or gave."""
@@ -223,18 +280,34 @@ def _paces_by_kind(paces: Sequence[Pace]) -> dict[str, tuple[Pace, ...]]:
     return {kind: tuple(one for one in ordered if one.kind == kind) for kind in {pace.kind for pace in paces}}
 
 
-def _cluster(devices: tuple[Device, ...], links: ClusterLinks, **others: Any) -> Cluster:
-    return Cluster(devices, links.intra, links.inter or links.intra, **others)
+def _level(within: str, link: Link, per: str = "") -> Level:
+    return Level(within, link.bytes_per_second, link.latency_seconds, per)
+
+
+def _cluster(
+    devices: tuple[Device, ...], links: ClusterLinks | None, levels: tuple[Level, ...], **others: Any
+) -> Cluster:
+    """Return the cluster that a file tells of."""
+    if (links is None) == (not levels):
+        raise ClusterError("a cluster has 'links', inside nodes and between them, or 'levels'; give one of the two")
+    if links is None:
+        return Cluster(devices, levels[0].link, levels[-1].link, levels=levels, **others)
+    inter = links.inter or OutsideLink(links.intra.bytes_per_second, links.intra.latency_seconds)
+    if inter.per:
+        levels = _level(NODE, links.intra), _level(CLUSTER, inter.link, inter.per)
+    return Cluster(devices, links.intra, inter.link, levels=levels, **others)
 
 
 Cluster.form = record(
     _cluster,
     ClusterError,
     like=Cluster,
-    order="devices links collectives paces",
+    order="devices links levels nics collectives paces",
     format=FORMAT,
     devices=Key(many(DEVICE.values)),
-    links=Key(LINKS, default=REQUIRED),
+    links=Key(LINKS, default=None),
+    levels=Key(many(LEVEL.values)),
+    nics=Key(NICS),
     collectives=Key(many(COLLECTIVE.values)),
     paces=Key(many(PACE.values)),
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from hetu_fx.base.checks import Source, check_not_negative, check_positive, check_source
-from hetu_fx.base.json_values import INTEGER, NUMBER, TEXT
+from hetu_fx.base.json_values import INTEGER, NUMBER, TEXT, named_texts, numbered
 from hetu_fx.base.records import Key, record
 from hetu_fx.cluster.chips import find_chip, unknown_chip
 from hetu_fx.errors import ClusterError
@@ -26,8 +28,9 @@ class Device:
     `source` says where its figures come from: measured, given, or an estimate from public figures of its kind.
     `meeting_seconds` is what the healthy device loses, besides the message, when it meets others between pieces of
     compute: it waits for a period of its quota, for a launch, for those that are late. `step_seconds` is what a step
-    takes on its host besides the work of the model. `op_seconds` is what running one op takes besides its work, forward
-    or backward; None: nobody has measured it.
+    takes on its host besides the work of the model. `op_seconds` is what running one op takes besides its work,
+    forward or backward; None: nobody has measured it. `place` names the units that it stands in, by level, `nic` the
+    port of its node that it hangs on; see `hetu_fx.cluster.topology`.
     """
 
     rank: int
@@ -42,6 +45,8 @@ class Device:
     bytes_per_second: float | None = None
     memory_bytes_per_second: float | None = None
     op_seconds: float | None = None
+    place: Mapping[str, str] = field(default_factory=dict, hash=False)
+    nic: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -127,11 +132,25 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class OutsideLink:
+    """What a cluster file says of links between nodes; `per` says whether each device has one, or a node's share it."""
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    per: str = ""
+
+    @property
+    def link(self) -> Link:
+        """Return the link itself."""
+        return Link(self.bytes_per_second, self.latency_seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterLinks:
     """What a cluster file says of links inside a node and between nodes; None: the same."""
 
     intra: Link
-    inter: Link | None = None
+    inter: OutsideLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +158,9 @@ class Collective:
     """What a collective was seen to take: `latency_seconds + bytes / bytes_per_second`, of the whole tensor's bytes.
 
     `name` is one of `hetu_fx.cluster.links.COLLECTIVES`, `where` says whether its `num_ranks` ranks stand on one
-    node ("intra") or on several ("inter").
+    node ("intra") or on several ("inter"), of which there are `num_nodes` (0: all). All are of one `kind` and speed;
+    without one they are those of the whole cluster, or of its largest node. `sizes` has the seconds of each number of
+    bytes that was timed.
     """
 
     name: str
@@ -147,13 +168,25 @@ class Collective:
     num_ranks: int
     bytes_per_second: float
     latency_seconds: float = 0.0
+    kind: str = ""
+    num_nodes: int = 0
+    sizes: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         what = f"collective {self.name!r}"
         if self.where not in WHERE:
             raise ClusterError(f"{what} is timed {self.where!r}; give one of {', '.join(WHERE)}")
         check_positive(ClusterError, what, bytes_per_second=self.bytes_per_second, num_ranks=self.num_ranks)
-        check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds)
+        check_not_negative(ClusterError, what, latency_seconds=self.latency_seconds, num_nodes=self.num_nodes)
+        check_not_negative(ClusterError, what, **{f"sizes[{size}]": seconds for size, seconds in self.sizes.items()})
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return what so many bytes take: between two sizes that were timed as on a line, else by the figures."""
+        for low, high in pairwise(sorted(self.sizes)):
+            if low <= num_bytes <= high:
+                way = (num_bytes - low) / (high - low)
+                return self.sizes[low] + way * (self.sizes[high] - self.sizes[low])
+        return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 def _known(device: Device, *names: str) -> dict[str, float]:
@@ -190,13 +223,17 @@ DEVICE = record(
     ClusterError,
     like=Device,
     order="rank kind node flops_per_second memory_bytes dtype rate meeting_seconds step_seconds bytes_per_second "
-    "memory_bytes_per_second op_seconds source",
+    "memory_bytes_per_second op_seconds place nic source",
     kind=Key(default=None),
     node=Key(default="0", written="always"),
     flops_per_second=Key(default=None),
     memory_bytes=Key(default=None),
     dtype=Key(TEXT, default=None, written="never"),
+    place=Key(named_texts(ClusterError)),
 )
 _LINK = record(Link, ClusterError, latency_seconds=Key(written="always"))
-LINKS = record(ClusterLinks, ClusterError, intra=Key(_LINK), inter=Key(_LINK))
-COLLECTIVE = record(Collective, ClusterError, latency_seconds=Key(written="always"))
+_OUTSIDE = record(OutsideLink, ClusterError, latency_seconds=Key(written="always"))
+LINKS = record(ClusterLinks, ClusterError, intra=Key(_LINK), inter=Key(_OUTSIDE))
+COLLECTIVE = record(
+    Collective, ClusterError, latency_seconds=Key(written="always"), sizes=Key(numbered("bytes", ClusterError))
+)

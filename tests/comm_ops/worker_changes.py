@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hetu_fx.annotations.annotation import DeviceGroup, cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
+from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.comm_ops.wire.bsr_run import run_moves
 from hetu_fx.comm_ops.wire.groups import active
@@ -68,7 +69,7 @@ GROUPS = [
 ]
 
 
-class TwoNodes:
+class TwoNodes(EqualLinks):
     """Two ranks in each node, ten times faster inside."""
 
     def bytes_per_second(self, a, b):

@@ -74,10 +74,18 @@ def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     stand there); node by node; and fast beside slow, which makes groups of like strength.
     """
     by_speed = sorted(cluster.devices, key=lambda device: (-device.speed, device.rank))
-    nodes = list(dict.fromkeys(device.node for device in by_speed))
-    by_node = sorted(by_speed, key=lambda device: nodes.index(device.node))
-    candidates = (by_speed, by_speed[::-1], by_node, _zigzag(by_speed))
+    candidates = (by_speed, by_speed[::-1], _beside(by_speed, cluster), _zigzag(by_speed))
     return tuple(dict.fromkeys(tuple(device.rank for device in order) for order in candidates))
+
+
+def _beside(devices: Sequence[Device], cluster: Cluster) -> list[Device]:
+    """Return the devices rack by rack, node by node, and so on, each in the order in which one of it comes first."""
+    ways = {device.rank: cluster.order(device.rank) for device in devices}
+    units = (way[: depth + 1] for way in ways.values() for depth in range(len(way)))
+    place = {unit: index for index, unit in enumerate(dict.fromkeys(units))}
+    return sorted(
+        devices, key=lambda device: [place[ways[device.rank][: n + 1]] for n in range(len(ways[device.rank]))]
+    )
 
 
 def alone(cluster: Cluster) -> tuple[Cluster, ...]:
@@ -126,6 +134,6 @@ def alike_in(cluster: Cluster) -> tuple[Alike, ...]:
     found: dict[object, list[Device]] = {}
     for device in cluster.devices:
         size = round(math.log(device.memory_bytes, _MEMORY_STEP))
-        key = replace(device, rank=0, node="0", source="given", memory_bytes=1)
+        key = replace(device, rank=0, node="0", source="given", memory_bytes=1, place={}, nic=None)
         found.setdefault((key, size), []).append(device)
     return tuple(Alike(f"{some[0].kind}#{some[0].rank}", tuple(some)) for some in found.values())

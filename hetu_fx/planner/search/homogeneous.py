@@ -124,7 +124,7 @@ def _arrangements(problem: Problem) -> Iterator[Arrangement]:
 
 def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Return the devices node by node, and from fast to slow if that is another order."""
-    by_node = sorted(cluster.devices, key=lambda device: (cluster.node_of(device.rank), device.rank))
+    by_node = sorted(cluster.devices, key=lambda device: (cluster.order(device.rank), device.rank))
     by_speed = sorted(by_node, key=lambda device: -device.speed)
     return tuple(dict.fromkeys(tuple(device.rank for device in order) for order in (by_node, by_speed)))
 

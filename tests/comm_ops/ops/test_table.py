@@ -8,6 +8,7 @@ from functorch.compile import aot_module, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetu_fx.comm_ops.ops.table import COMM_OPS
+from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
 from hetu_fx.errors import CommError
 
@@ -51,7 +52,7 @@ ADJOINTS = {
 }
 
 
-class Flat:
+class Flat(EqualLinks):
     """A topology where every link is alike."""
 
     def bytes_per_second(self, a, b):

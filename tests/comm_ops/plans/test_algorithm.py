@@ -42,3 +42,10 @@ def test_lanes_take_one_rank_of_every_node():
     assert lanes(levels) == ((5, 1), (6, 2), (7, 1))
     with pytest.raises(CommError, match="a form of 1 nodes does not fit ranks"):
         by_node((5, 6), (0,))
+
+
+def test_what_nodes_stand_in_is_told_too():
+    form = Algorithm((0, 0, 1, 1), 8, outer=((0, 0, 0, 0), (0, 0, 1, 1)))
+    assert str(form) == "nodes 0,0,1,1 in 0,0,0,0 in 0,0,1,1 from 8"
+    assert parse_algorithm(str(form)) == form
+    assert form.within([4, 5, 6, 7], [6, 4]) == Algorithm((1, 0), 8, outer=((0, 0), (1, 0)))

@@ -2,6 +2,7 @@
 
 from hetu_fx.annotations.annotation import parse_annotation
 from hetu_fx.comm_ops.plans.cost import (
+    EqualLinks,
     all_reduce_cost,
     cheapest_all_reduce_cost,
     cheapest_ring_cost,
@@ -13,7 +14,7 @@ from hetu_fx.comm_ops.plans.cost import (
 from hetu_fx.comm_ops.resolve.resolve import resolve
 
 
-class TwoNodes:
+class TwoNodes(EqualLinks):
     """Ranks 0 and 1 in one node, 2 and 3 in another."""
 
     def bytes_per_second(self, a, b):

@@ -1,11 +1,12 @@
 """Prices: bytes decide, or seconds where links are known; what cannot be beaten settles."""
 
 from hetu_fx.annotations.annotation import parse_annotation
+from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.resolve.edge import ReshardEdge, StepPrices
 from hetu_fx.comm_ops.resolve.resolve import resolve
 
 
-class Slow:
+class Slow(EqualLinks):
     """Links that take a second to start."""
 
     def bytes_per_second(self, a, b):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.annotations.annotation import Annotation, Sharding, Split, cotangent, parse_annotation
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
+from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
 from hetu_fx.comm_ops.resolve.resolution import AxisStep, MoveStep, TopStep
 from hetu_fx.comm_ops.resolve.resolve import resolve, resolve_edge
@@ -25,7 +26,7 @@ DEVICES = range(12)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-class Nodes:
+class Nodes(EqualLinks):
     """Three ranks in each node, ten times faster inside."""
 
     def bytes_per_second(self, a, b):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hetu_fx.annotations.annotation import cotangent, parse_annotation
+from hetu_fx.comm_ops.plans.cost import EqualLinks
 from hetu_fx.comm_ops.resolve.resolve import Refusal, RefusedError, resolve, resolve_edge
 from hetu_fx.errors import ResolveError
 from tests.comm_ops.worker_changes import EDGES
@@ -173,7 +174,7 @@ def test_a_resolution_explains_itself():
     assert text == "[0,1] P(2) -> [0,1] D(2) of 8x?\n  all_reduce: [0,1] P(2) -> [0,1] D(2)"
 
 
-class TwoNodes:
+class TwoNodes(EqualLinks):
     """Four ranks in each node; ten times faster inside."""
 
     def bytes_per_second(self, a, b):

@@ -1,0 +1,56 @@
+"""Which collectives were timed among groups like a given one, and what a turn around the ring took there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Protocol
+
+from hetu_fx.cluster.devices import Collective, Device
+
+Group = tuple[str, int, int]
+"""(kind, ranks, nodes) of a group of alike devices; without a kind, of one that is not."""
+
+_TURNS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+"""How often what is timed goes around the ring."""
+
+
+class _Cluster(Protocol):
+    def device(self, rank: int) -> Device: ...
+
+    def node_of(self, rank: int) -> int: ...
+
+
+def timed_by_group(
+    collectives: Sequence[Collective], groups: Mapping[str, Sequence[int]], node_of: Callable[[int], int]
+) -> dict[Group, list[Collective]]:
+    """Return those of collectives that are turns around a ring, by the group that they were timed among.
+
+    `groups` are those of the cluster that collectives without a kind stand for, by where.
+    """
+    found: dict[Group, list[Collective]] = {}
+    for timed in collectives:
+        nodes = 1 if timed.where == "intra" else timed.num_nodes
+        own = groups.get(timed.where, ())
+        if not timed.kind and len(own) == timed.num_ranks:
+            nodes = len(set(map(node_of, own)))
+        if nodes and timed.name in _TURNS:
+            found.setdefault((timed.kind, timed.num_ranks, nodes), []).append(timed)
+    return found
+
+
+def group_of(ranks: Sequence[int], cluster: _Cluster) -> Group:
+    """Return what a group is like; its kind is told where all its devices are alike."""
+    devices = [cluster.device(rank) for rank in ranks]
+    alike = {(device.kind, device.flops_per_second) for device in devices}
+    kind = devices[0].kind if len(alike) == 1 else ""
+    return kind, len(ranks), len({cluster.node_of(rank) for rank in ranks})
+
+
+def seen_turn(
+    timed: Mapping[Group, Sequence[Collective]], num_bytes: float, ranks: Sequence[int], cluster: _Cluster
+) -> float | None:
+    """Return the mean seconds of a turn, of gathers, reduce-scatters and half all-reduces; None without any."""
+    kind, size, nodes = group_of(ranks, cluster)
+    known = timed.get((kind, size, nodes)) or timed.get(("", size, nodes))
+    return fmean(one.seconds(num_bytes) / _TURNS[one.name] for one in known) if known else None

@@ -1,0 +1,202 @@
+"""Which devices share a switch, a node, a rack; what links them there, and what of it they share.
+
+Levels are told from inside out. Two devices meet at the first level whose unit both stand in, and send each other what
+that level's link carries. A level says `per` what unit it does so: `device`, each on its own, or a smaller unit, whose
+devices share it. A node's network ports (`Nics`) are shared by the devices that hang on each. A level called `rail`,
+right above the node, links devices on ports of one number, without what stands above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetu_fx.base.checks import check_not_negative, check_positive
+from hetu_fx.base.documents import nearest
+from hetu_fx.base.records import Key, record
+from hetu_fx.cluster.devices import Device, Link
+from hetu_fx.comm_ops.plans.cost import End
+from hetu_fx.errors import ClusterError
+
+NODE, RAIL, CLUSTER, DEVICE_UNIT, PORT = "node", "rail", "cluster", "device", "port"
+_NAMED = (NODE, RAIL, CLUSTER)
+"""Levels whose units no device's place names: they follow from its node and its port."""
+
+Unit = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A kind of unit that devices stand in, and the link between devices that meet there.
+
+    Attributes:
+        within: what the unit is called, such as "switch", "node", "rack"; the last level is "cluster".
+        bytes_per_second, latency_seconds: of the link.
+        per: whose link it is: "device", or the name of a smaller level; "": nobody has said. Then messages that leave a
+            node share it, as from a file without levels, and rings do not.
+    """
+
+    within: str
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+    per: str = ""
+
+    def __post_init__(self) -> None:
+        check_positive(ClusterError, f"level {self.within!r}", bytes_per_second=self.bytes_per_second)
+        check_not_negative(ClusterError, f"level {self.within!r}", latency_seconds=self.latency_seconds)
+
+    @property
+    def link(self) -> Link:
+        """Return what links two devices that meet here."""
+        return Link(self.bytes_per_second, self.latency_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Nics:
+    """Network ports of each node, and the bytes per second of one; devices hang on them evenly, in order of rank."""
+
+    per_node: int
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        check_positive(ClusterError, "nics", per_node=self.per_node, bytes_per_second=self.bytes_per_second)
+
+
+LEVEL = record(Level, ClusterError, latency_seconds=Key(written="always"))
+NICS = record(Nics, ClusterError)
+
+
+def check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
+    """Raise `ClusterError` for levels that are no way from devices to the whole cluster."""
+    names = [level.within for level in levels]
+    if len(set(names)) < len(names) or not all(names) or DEVICE_UNIT in names:
+        raise ClusterError(f"levels are {names}; give each a name of its own, other than {DEVICE_UNIT!r}")
+    if NODE not in names or names[-1] != CLUSTER:
+        raise ClusterError(f"levels are {names}, from inside out; one has to be {NODE!r} and the last {CLUSTER!r}")
+    if RAIL in names and (nics is None or names[names.index(RAIL) - 1] != NODE):
+        raise ClusterError(f"levels are {names}: {RAIL!r} stands right above {NODE!r}, and needs 'nics'")
+    for index, level in enumerate(levels):
+        known = (DEVICE_UNIT, *(name for name in names[:index] if name != RAIL))
+        if level.per and level.per not in known:
+            hint = nearest(level.per, known)
+            raise ClusterError(f"level {level.within!r} is per {level.per!r}{hint}; give one of {', '.join(known)}")
+
+
+class Topology:
+    """Levels, with the units that each device of a cluster stands in."""
+
+    def __init__(self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None) -> None:
+        """Raises `ClusterError` for a device whose place does not fit the levels."""
+        check_levels(levels, nics)
+        self._levels, self._nics = tuple(levels), nics
+        self._names = [level.within for level in levels]
+        self._node = self._names.index(NODE)
+        self._ports = {} if nics is None else ports_of(devices, nics)
+        self._devices = {device.rank: device for device in devices}
+        self._units = {device.rank: self._units_of(device) for device in devices}
+        self._check_nodes(devices)
+        self._numbers = {
+            unit: n for n, unit in enumerate(dict.fromkeys(unit for own in self._units.values() for unit in own))
+        }
+        self._members = _members(self._units, self._ports, devices)
+
+    def _units_of(self, device: Device) -> tuple[Unit, ...]:
+        wanted = [name for name in self._names if name not in _NAMED]
+        strange = [name for name in device.place if name not in wanted]
+        missing = [name for name in wanted if name not in device.place]
+        if strange or missing:
+            what = f"names {strange[0]!r}{nearest(strange[0], wanted)}" if strange else f"lacks {missing[0]!r}"
+            raise ClusterError(f"device {device.rank}: its place {what}; give one of each of the levels {wanted}")
+        return tuple(self._unit(device, index) for index in range(len(self._names)))
+
+    def _unit(self, device: Device, index: int) -> Unit:
+        """Return the unit of a level: told from those of other nodes inside a node, and of other units outside."""
+        name = self._names[index]
+        if name == RAIL:
+            return RAIL, self._ports[device.rank]
+        outer = tuple(device.place[other] for other in self._names[index:] if other not in _NAMED)
+        return (name, *outer, device.node) if index <= self._node else (name, *outer)
+
+    def _check_nodes(self, devices: Sequence[Device]) -> None:
+        """Raise `ClusterError` where a node stands in two units of a level that is above it."""
+        found: dict[str, Unit] = {}
+        for device in devices:
+            unit = self._units[device.rank][self._node]
+            if found.setdefault(device.node, unit) != unit:
+                others = [found[device.node][1:-1], unit[1:-1]]
+                raise ClusterError(f"node {device.node!r} stands in {others[0]} and in {others[1]}; give it one place")
+
+    def link(self, a: int, b: int) -> Link:
+        """Return what two devices that meet send each other, whatever these can do."""
+        index = self._meeting(a, b)
+        link = self._levels[index].link
+        if self._nics is None or index <= self._node or link.bytes_per_second <= self._nics.bytes_per_second:
+            return link
+        return Link(self._nics.bytes_per_second, link.latency_seconds)
+
+    def ends(self, a: int, b: int) -> tuple[End, ...]:
+        """Return what a message from `a` to `b` shares with those of other devices."""
+        index = self._meeting(a, b)
+        return tuple(end for way, rank in (("out", a), ("in", b)) for end in self._ends(way, rank, index, (a, b)))
+
+    def _ends(self, way: str, rank: int, index: int, pair: tuple[int, int]) -> Iterator[End]:
+        for crossed, level in enumerate(self._levels[: index + 1]):
+            if level.per not in ("", DEVICE_UNIT) and (crossed == index or level.within != RAIL):
+                unit = self._units[rank][self._names.index(level.per)]
+                yield End((way, crossed, unit), level.bytes_per_second, self._members[unit])
+        if index > self._node and self._nics is not None:
+            port = PORT, self._devices[rank].node, self._ports[rank]
+            yield End((way, port), self._nics.bytes_per_second, self._members[port])
+        elif index > self._node and not self._levels[index].per:
+            yield End((way, self._units[rank][self._node]), self._carried(*pair), frozenset())
+
+    def _carried(self, a: int, b: int) -> float:
+        return self.link(a, b).between(self._devices[a], self._devices[b]).bytes_per_second
+
+    def _meeting(self, a: int, b: int) -> int:
+        """Return the number of the level at which two devices meet."""
+        pairs = zip(self._units[a], self._units[b], strict=True)
+        return next(index for index, (one, other) in enumerate(pairs) if one == other)
+
+    def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the unit of each of some devices, numbered from 0, at every level that stands inside the next one."""
+        found = []
+        for index, name in enumerate(self._names[:-1]):
+            if name != RAIL:
+                numbers: dict[Unit, int] = {}
+                found.append(tuple(numbers.setdefault(self._units[rank][index], len(numbers)) for rank in ranks))
+        return tuple(dict.fromkeys(found))
+
+    def order(self, rank: int) -> tuple[int, ...]:
+        """Return what devices are sorted by to stand beside those that they meet first: units, from outside in."""
+        pairs = zip(self._names, self._units[rank], strict=True)
+        return tuple(self._numbers[unit] for name, unit in reversed(list(pairs)) if name != RAIL)
+
+
+def ports_of(devices: Sequence[Device], nics: Nics) -> dict[int, int]:
+    """Return the number of the port that each device hangs on; raises `ClusterError` for one that is not there."""
+    nodes: dict[str, list[Device]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device)
+    found: dict[int, int] = {}
+    for members in nodes.values():
+        for index, device in enumerate(members):
+            found[device.rank] = index * nics.per_node // len(members) if device.nic is None else device.nic
+    strange = [rank for rank, port in found.items() if not 0 <= port < nics.per_node]
+    if strange:
+        raise ClusterError(
+            f"device {strange[0]} has nic {found[strange[0]]}; a node has {nics.per_node}, counted from 0"
+        )
+    return found
+
+
+def _members(
+    units: Mapping[int, tuple[Unit, ...]], ports: Mapping[int, int], devices: Sequence[Device]
+) -> dict[Unit, frozenset[int]]:
+    """Return the ranks in each unit, and on each port."""
+    found: dict[Unit, set[int]] = {}
+    for device in devices:
+        own = (*units[device.rank], *([(PORT, device.node, ports[device.rank])] if ports else []))
+        for unit in own:
+            found.setdefault(unit, set()).add(device.rank)
+    return {unit: frozenset(ranks) for unit, ranks in found.items()}

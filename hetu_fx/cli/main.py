@@ -22,6 +22,7 @@ from hetu_fx.cli.environment import call_env
 from hetu_fx.cli.exported import add_exported, call_exported
 from hetu_fx.cli.measure import add_measure, call_measure
 from hetu_fx.cli.plan import add_plan, call_plan, more_of_plan
+from hetu_fx.cli.simulate import add_simulate, call_simulate
 from hetu_fx.cli.verify import add_verify, call_verify
 from hetu_fx.demo.demo import DEFAULT_FOLDER, run_demo
 from hetu_fx.emulate.emulate import EmulateSpec, Output, change_speed, plan_run, run
@@ -234,6 +235,7 @@ COMMANDS = {
     "emulate": Command("run a command on unequal emulated devices of this machine", _add_emulate, _call_emulate),
     "measure": Command("measure devices, links and a model's blocks, for plan", add_measure, call_measure),
     "plan": Command("make a plan for devices that need not be there, or show one", add_plan, call_plan, more_of_plan),
+    "simulate": Command("run a step of a plan on paper: timeline, memory, links", add_simulate, call_simulate),
     "verify": Command("train a model under plans and on one device, and compare", add_verify, call_verify),
     "doctor": Command("say what is wrong with the installation, the machine or the job", add_doctor, call_doctor),
     "demo": Command("train a model on four unequal emulated devices, and compare", _add_demo, _call_demo),

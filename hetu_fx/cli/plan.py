@@ -14,30 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.documents import json_text, table_text
+from hetu_fx.cli.files import NAMES, add_files, read_files
 from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.what_if import add_changes, change_lines, changed, changes_text, differences
-from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.plan import Plan
 
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem
-    from hetu_fx.planner.values.profile_file import Profile
 
-_NEED_BOTH = (
-    "search",
-    "rows",
-    "allow",
-    "forbid",
-    "zero",
-    "seconds",
-    "dtype",
-    "optimizer",
-    "master",
-    "without",
-    "rate",
-    "link",
-)  # options that do
+_NEED_BOTH = ("search", *NAMES, "allow", "forbid", "zero", "seconds", "without", "rate", "link")
 _PATIENCE_SECONDS = 2.0  # a search says how far it has come when it lasts longer, and then as often
 
 
@@ -49,10 +35,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("file", nargs="?", help="a plan file (hetu_fx.plan/1) to show, or to price on the cluster")
     parser.add_argument("--against", metavar="OTHER", help="show what changes from another plan file")
-    parser.add_argument("--cluster", metavar="FILE", help="devices and links to plan for (hetu_fx.cluster/1)")
-    parser.add_argument("--profile", metavar="FILE", help="what the model costs (hetu_fx.profile/1)")
+    add_files(parser)
     parser.add_argument("--search", metavar="NAME", help="how to search, one of those below (default: auto)")
-    parser.add_argument("--rows", type=int, metavar="N", help="rows of the global batch (default: the profile's)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the plan file; where the search finds several, one per length"
     )
@@ -117,26 +101,14 @@ def _answer(options: argparse.Namespace) -> tuple[tuple[Plan, ...], list[str]]:
 
 
 def _problem(options: argparse.Namespace) -> Problem:
-    if options.cluster is None or options.profile is None:
-        missing = "cluster" if options.cluster is None else "profile"
-        raise PlanError(f"a plan is made for a cluster and a profile; give --{missing} FILE too")
-    from hetu_fx.planner.measure.fit import calibrated
-    from hetu_fx.planner.question import check_kinds, check_rates
+    profile, cluster = read_files(options, "a plan is made")
     from hetu_fx.planner.search.problem import Problem
     from hetu_fx.planner.values.options import Choice, PlanOptions
-    from hetu_fx.planner.values.profile_file import Profile
 
-    profile = Profile.read(options.profile)
-    profile = _with_state(profile, options)
-    if options.rows is not None:
-        profile = profile.with_rows(options.rows)
     names = ("allow", "forbid", "zero", "seconds")
     choice = Choice.of(**{name: getattr(options, name) for name in names})
     plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows, choice=choice)
-    cluster = Cluster.read(options.cluster)
-    check_rates(cluster)
-    check_kinds(profile, cluster)
-    return Problem(profile, calibrated(cluster, profile), plan_options, tell=_Progress().tell)
+    return Problem(profile, cluster, plan_options, tell=_Progress().tell)
 
 
 def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
@@ -197,26 +169,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", nargs="+", action="extend", default=[], metavar="NAME", help=f"{what}, names below"
         )
-    _add_state(parser)
     parser.add_argument("--zero", type=int, choices=(0, 1), help="optimizer states whole on replicas, or spread")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="give the best plan so far after this time, and what it may lack"
     )
-
-
-def _add_state(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that say what stands beside parameters."""
-    parser.add_argument(
-        "--dtype", metavar="TYPE", help="element type of the parameters, like bf16 (default: profile's)"
-    )
-    parser.add_argument("--optimizer", metavar="NAME", help="what keeps states, like adamw (default: the profile's)")
-    parser.add_argument("--master", action="store_const", const="fp32", help="the optimizer updates a copy in fp32")
-
-
-def _with_state(profile: Profile, options: argparse.Namespace) -> Profile:
-    """Return the profile with what the options say of parameters; the optimizer keeps as much as it usually does."""
-    asked = {name: getattr(options, name) for name in ("dtype", "optimizer", "master") if getattr(options, name)}
-    return profile.with_state(replace(profile.state, slots=None, **asked)) if asked else profile
 
 
 class _Progress:

@@ -74,7 +74,7 @@ def test_a_plan_file_is_shown_and_compared(capsys: pytest.CaptureFixture[str], t
     assert main(["plan", str(two)]) == 0
     assert "1f1b" in capsys.readouterr().out
     assert main(["plan", str(two), "--against", str(one)]) == 0
-    assert "+ pipelines[1]: 1 row: [1]" in capsys.readouterr().out
+    assert "pipelines[1]  -           1 row: [1]" in capsys.readouterr().out.splitlines()
 
 
 def test_passes_are_listed_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.tables import alike, short_text
 
 if TYPE_CHECKING:
-    from hetu_fx.planner.simulate.jobs import Simulation
+    from hetu_fx.planner.simulate.simulation import Simulation
     from hetu_fx.planner.simulate.timeline import Timeline
 
 FORMAT = "hetu_fx.simulation/1"
@@ -81,6 +81,7 @@ def _nearest(path: Path) -> str:
 def text_of(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Yield the lines of a simulation: its seconds, what devices hold, and the links that carry most."""
     yield f"simulated step: {seconds_text(made.seconds)}"
+    yield made.why
     yield table_text(_HEADER, list(_device_rows(made, plan, cluster)))
     carried = sorted(made.link_bytes.items(), key=lambda pair: (-pair[1], pair[0]))
     if carried:
@@ -93,7 +94,7 @@ def text_of(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 def _device_rows(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[list[str]]:
     """Yield a row for the like stages of a plan: of several devices that which holds most of what it has."""
-    curves = {counter.device: counter.values for counter in made.timeline.counters}
+    curves = made.timeline.memory
     for found in alike(plan):
         ranks = [rank for group in found.groups for rank in group]
         limits = {rank: cluster.device(rank).memory_bytes for rank in ranks}
@@ -107,7 +108,7 @@ def _device_rows(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[lis
 
 def to_json(made: Simulation, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return a simulation: seconds, and by device its bubble and memory over time as (seconds, bytes)."""
-    curves = {counter.device: counter.values for counter in made.timeline.counters}
+    curves = made.timeline.memory
     devices = [
         {
             "rank": rank,
@@ -150,6 +151,6 @@ def _picture_of(made: Simulation, plan: Plan) -> Timeline:
     kept, whole = set(shown(plan)), made.timeline
     events = tuple(event for event in whole.events if event.device in kept)
     counters = tuple(counter for counter in whole.counters if counter.device in kept)
-    left = len(whole.counters) - len(counters)
+    left = len(plan.devices) - len(kept)
     name = f"simulated step: {short_text(plan)}{f' (and {left} devices more)' if left else ''}"
     return Timeline(events, name, counters)

@@ -63,18 +63,19 @@ def _draw_events(axes: Any, timeline: Timeline) -> None:
 
 def _draw_memory(axes: Any, timeline: Timeline, limits: Mapping[int, int]) -> None:
     end = timeline.start_seconds + timeline.seconds
-    for counter in timeline.counters:
-        times = [seconds - timeline.start_seconds for seconds, _ in counter.values]
-        held = [count / _GIGABYTE for _, count in counter.values]
-        label = f"device {counter.device}, at most {bytes_text(max(held) * _GIGABYTE)}"
+    curves = timeline.memory
+    for device, values in curves.items():
+        times = [seconds - timeline.start_seconds for seconds, _ in values]
+        held = [count / _GIGABYTE for _, count in values]
+        label = f"device {device}, at most {bytes_text(max(held) * _GIGABYTE)}"
         axes.step([*times, end - timeline.start_seconds], [*held, held[-1]], where="post", label=label, linewidth=1.0)
-    top = _ROOM * max((count for counter in timeline.counters for _, count in counter.values), default=1.0)
-    for limit in sorted({limits[counter.device] for counter in timeline.counters}):
+    top = _ROOM * max((count for values in curves.values() for _, count in values), default=1.0)
+    for limit in sorted({limits[device] for device in curves}):
         if limit <= top:
             axes.axhline(limit / _GIGABYTE, color="#b0b0b0", linestyle="--", linewidth=0.8)
             axes.annotate(f"limit {bytes_text(limit)}", (0.0, limit / _GIGABYTE), fontsize=8, color="#707070")
     axes.set_ylim(0.0, top / _GIGABYTE)
     axes.set_ylabel("memory, GB")
     axes.set_xlabel("seconds")
-    if len(timeline.counters) <= _FEW_CURVES:
+    if len(curves) <= _FEW_CURVES:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)

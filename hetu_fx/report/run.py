@@ -12,8 +12,8 @@ from statistics import median
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import HetuFxError
-from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.simulate import simulate
+from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan

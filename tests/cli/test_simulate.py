@@ -44,10 +44,11 @@ def test_the_table_tells_seconds_the_most_memory_and_the_links_that_carry_most(r
     lines = out.splitlines()
     assert status == 0
     assert lines[0].startswith("simulated step: ")
-    assert lines[1].split() == ["device", "peak", "memory", "at", "bubble"]
-    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "2"]
-    assert all("of 100 MB" in line for line in lines[2:5])
-    assert lines[5].split() == ["link", "carries"]
+    assert "hidden by overlap" in lines[1]
+    assert lines[2].split() == ["device", "peak", "memory", "at", "bubble"]
+    assert [line.split()[0] for line in lines[3:6]] == ["0", "1", "2"]
+    assert all("of 100 MB" in line for line in lines[3:6])
+    assert lines[6].split() == ["link", "carries"]
 
 
 def test_json_has_the_memory_of_every_device_over_time(run: Run) -> None:

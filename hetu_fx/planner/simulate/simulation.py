@@ -19,7 +19,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource, link_ends
 from hetu_fx.planner.simulate.events import Times
 from hetu_fx.planner.simulate.jobs import Job
-from hetu_fx.planner.simulate.timeline import Counter, Event, Timeline
+from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
 from hetu_fx.plans.schedule import Phase
 
 _WORK = frozenset(Phase)
@@ -105,9 +105,11 @@ class Simulation:
         return links
 
     def __str__(self) -> str:
-        return "\n".join((f"{self.timeline.name}: {_ms(self.seconds)}", self._why(), *self._devices(), *self._links()))
+        return "\n".join((f"{self.timeline.name}: {_ms(self.seconds)}", self.why, *self._devices(), *self._links()))
 
-    def _why(self) -> str:
+    @property
+    def why(self) -> str:
+        """Return what the seconds come from, in a line."""
         return (
             f"one thing after the other: {_ms(self.one_by_one_seconds)}; hidden by overlap: "
             f"{_ms(self.hidden_seconds)}; lost by sharing links: {_ms(self.lost_seconds)}"
@@ -171,7 +173,7 @@ def simulation(
         for rank in job.task.devices
     )
     by_rank = _by_rank(pairs)
-    memory = tuple(Counter(rank, "memory", _memory(rank, by_rank[rank], count)) for rank, count in lasting.items())
+    memory = tuple(Counter(rank, MEMORY, _memory(rank, by_rank[rank], count)) for rank, count in lasting.items())
     sent: dict[tuple[str, int, int], float] = {}
     for job in jobs:
         for sender, receiver, count in job.task.traffic:

@@ -58,6 +58,10 @@ class Event:
         return self.end_seconds - self.start_seconds
 
 
+MEMORY = "memory"
+"""The name of the counter that tells the bytes which a device holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Counter:
     """A number over time: (seconds, value) in order, each value until the next; of a device (rank), or of none."""
@@ -112,6 +116,11 @@ class Timeline:
     def start_seconds(self) -> float:
         """Return when the first event starts."""
         return min((event.start_seconds for event in self.events), default=0.0)
+
+    @property
+    def memory(self) -> dict[int, tuple[tuple[float, float], ...]]:
+        """Return what each device holds over time, as (seconds, bytes)."""
+        return {one.device: one.values for one in self.counters if one.device is not None and one.name == MEMORY}
 
     def of(self, device: int) -> tuple[Event, ...]:
         """Return the events of one device, by start."""

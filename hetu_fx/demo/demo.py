@@ -98,6 +98,6 @@ def _conclude(folder: Path, settings: DemoSettings) -> int:
     write_files(folder, record, settings)
     draw_run(folder / "demo.png", record, reference, found, settings)
     screen.head("Side by side")
-    screen.say(comparison_text(record, reference, loaded, found))
+    screen.say(comparison_text(record, reference, loaded, found, settings))
     screen.end()
     return 0 if found.is_exact and loaded.same_weights else 1

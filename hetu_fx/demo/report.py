@@ -13,6 +13,7 @@ from typing import Any
 from hetu_fx.base.documents import table_text
 from hetu_fx.demo.record import RunRecord, StepRecord, steady, throughput
 from hetu_fx.demo.settings import DemoSettings
+from hetu_fx.demo.terms import terms_text
 from hetu_fx.planner.simulate.timeline import Event, Timeline
 
 PALETTE = ("#4c9be8", "#e8b84c", "#c77dba", "#2f6f4f", "#7d7d7d", "#8c6d4f", "#4cb8b0")
@@ -73,13 +74,15 @@ def phases(run: RunRecord, settings: DemoSettings) -> tuple[list[StepRecord], li
     return before, after
 
 
-def comparison_text(run: RunRecord, reference: Reference, loaded: Loaded, found: Comparison) -> str:
+def comparison_text(
+    run: RunRecord, reference: Reference, loaded: Loaded, found: Comparison, settings: DemoSettings
+) -> str:
     """Return the final screen."""
     return "\n\n".join(
         (
             _losses(run, reference, found),
             _speeds(run, found),
-            _variants(run),
+            *_predictions(run, settings),
             f"checkpoint, read by from_pretrained: weights {_same(loaded.same_weights)}; loss of a batch that was "
             f"not trained on: {loaded.held_out_loss:.6f}, of the parallel model {run.held_out_loss:.6f}",
         )
@@ -126,6 +129,12 @@ def _variant_row(name: str, plan: dict[str, Any], records: Sequence[StepRecord])
     predicted = plan.get("predicted", {}).get("seconds")
     cells = [f"{predicted:.2f}" if predicted else "", f"{median(seconds[1:]):.2f}" if seconds[1:] else ""]
     return [name, str(len(seconds)), *cells, f"{seconds[0]:.2f}" if seconds else ""]
+
+
+def _predictions(run: RunRecord, settings: DemoSettings) -> list[str]:
+    """Return predicted beside measured: of every variant, and by term of those for the devices before and after."""
+    tables = (_variants(run), *(terms_text(run, steps) for steps in phases(run, settings)))
+    return [table for table in tables if table]
 
 
 def _same(same: bool) -> str:

@@ -171,7 +171,7 @@ def test_the_comparison_is_of_medians_and_the_largest_difference() -> None:
 
 def test_the_last_screen_shouts_what_is_wrong() -> None:
     run, reference = a_run(), a_reference(1.0)
-    text = comparison_text(run, reference, Loaded(False, 2.4), compare(run, reference, QUICK))
+    text = comparison_text(run, reference, Loaded(False, 2.4), compare(run, reference, QUICK), QUICK)
     assert "MORE THAN 0.0001" in text
     assert "weights DIFFER from the parallel model's" in text
 
@@ -180,7 +180,7 @@ def test_without_a_new_plan_nothing_is_claimed_for_it() -> None:
     run = replace(a_run(), records=tuple(record(i, USUAL) for i in range(QUICK.steps)))
     found = compare(run, a_reference(), QUICK)
     assert found.slowed is None
-    text = comparison_text(run, a_reference(), Loaded(True, 2.5), found)
+    text = comparison_text(run, a_reference(), Loaded(True, 2.5), found, QUICK)
     assert "no step ran on a plan made for the slowed device" in text
 
 

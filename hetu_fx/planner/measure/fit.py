@@ -198,8 +198,8 @@ class _KindOnBlocks:
         fixed = min(max(0.0, (measured.fixed - sums.fixed) * costs.num_blocks), (1 - LEAST) * whole)
         if not counted.fixed or not counted.slope:
             ratio = whole / counted(1) if counted(1) else 1.0
-            return Pace(known.kind, degree, ratio, ratio)
-        return Pace(known.kind, degree, (whole - fixed) / counted.slope, fixed / counted.fixed)
+            return Pace(known.kind, degree, float(ratio), float(ratio))
+        return Pace(known.kind, degree, float((whole - fixed) / counted.slope), float(fixed / counted.fixed))
 
     def _counted(self, degree: int) -> Line:
         """Return the compute of all blocks on a group, as the figures of the kind have it."""

@@ -34,12 +34,10 @@ Blocks = tuple[int, ...]
 
 def rules_of(problem: Problem, zero: int) -> ReplicaRules:
     """Return what holds for the replicas of a problem's plans."""
-    options = problem.options
-    memory = {
-        device.rank: int(alike.memory_bytes * options.memory_fraction)
-        for alike in alike_in(problem.cluster)
-        for device in alike.devices
-    }
+    options, memory = problem.options, {}
+    for alike in alike_in(problem.cluster):
+        usable = int(alike.memory_bytes * options.memory_fraction)
+        memory.update({device.rank: usable for device in alike.devices})
     return ReplicaRules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
 

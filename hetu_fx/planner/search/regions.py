@@ -203,9 +203,9 @@ class Estimated:
         return problem.plan(sorted(made, key=lambda pipeline: min(pipeline.devices)))
 
 
-def estimated(problem: Problem) -> Iterator[Estimated]:
-    """Yield what plans are estimated to take."""
-    templates, found = Templates(problem), False
+def estimated(problem: Problem, templates: Templates | None = None) -> Iterator[Estimated]:
+    """Yield what plans of templates are estimated to take, those of this module unless others are given."""
+    templates, found = Templates(problem) if templates is None else templates, False
     for cut in dict.fromkeys(cuts(tuple(range(len(templates.classes))))):
         if problem.time_limit.ends(found):
             return

@@ -4,27 +4,16 @@ No kind need be better than another in everything: one has more memory, another 
 ("hyper-heterogeneous": H2, arXiv 2505.17548). A stage stands on chips of one kind, in tensor parallel groups that
 stay inside a node; every stage has the same number of groups, one for each data parallel replica. H2's planner is
 not public: what its paper leaves open is decided here, and each module says how.
-
-Of a profile and a cluster, seconds of a layer come from measured times if there are some of every kind, else from the
-cost model, so that kinds are compared by figures of one source.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from statistics import fmean
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from hetu_fx.base.checks import check_not_negative, check_positive
-from hetu_fx.cluster.cluster import Cluster, Device, Link
+from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
-from hetu_fx.planner.price.step_end import optimizer_seconds
-from hetu_fx.planner.search.device_orders import Alike, alike_in, ranks_by_node
-from hetu_fx.planner.search.malleus.adapter import degrees, layer_seconds
-from hetu_fx.planner.search.problem import Problem
-from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import SCHEDULES, Schedule
 
@@ -189,81 +178,3 @@ class HeteroProblem:
         if wrong:
             raise PlanError(f"{total} micro-batches for {wrong} replicas; give numbers of replicas that divide them")
         object.__setattr__(self, "replicas", tuple(sorted(set(counts))))
-
-
-def hetero_problem(problem: Problem, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
-    """Return what HeteroAuto plans for, each replica having so many micro-batches, within a part of the memory."""
-    costs, rows = problem.costs, math.ceil(problem.costs.rows / (replicas * micro_batches))
-    block = _largest_block(problem)
-    known = _of_one_source(problem)
-    return HeteroProblem(
-        kinds=tuple(_kind(known, alike, rows, margin) for alike in alike_in(problem.cluster)),
-        num_layers=costs.num_blocks,
-        num_micro_batches=replicas * micro_batches,
-        between=_link(problem.cluster, problem.cluster.devices),
-        boundary_bytes=rows * max(costs.boundary_bytes, default=0.0),
-        before=_edge(costs.before, block, problem.cluster),
-        after=_edge(costs.after, block, problem.cluster),
-        replicas=(replicas,),
-        schedule=problem.options.schedule,
-        zero=problem.options.zero,
-        freedom=Freedom(recompute=problem.options.recompute),
-        state=costs.state,
-    )
-
-
-def _of_one_source(problem: Problem) -> Problem:
-    """Return the problem without figures that not all kinds have: alpha says nothing of one kind over another."""
-    profile = replace(problem.profile, alpha=())
-    if not all(profile.block_times(device.kind) for device in problem.cluster.devices):
-        profile = replace(profile, times=())
-    return replace(problem, profile=profile)
-
-
-def _kind(problem: Problem, alike: Alike, rows: int, margin: float) -> ChipKind:
-    cluster = replace(problem.cluster, devices=alike.devices)
-    own = replace(problem, cluster=cluster)
-    seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
-    return ChipKind(
-        name=alike.name,
-        nodes=tuple(map(len, ranks_by_node(alike.devices).values())),
-        memory_bytes=margin * alike.memory_bytes * problem.options.memory_fraction,
-        layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
-        inside=problem.cluster.intra.between(*alike.devices),
-        across=_link(problem.cluster, alike.devices),
-        update_seconds_per_byte=optimizer_seconds(1.0, alike.one),
-    )
-
-
-def _layer(problem: Problem, size: int, rows: int, seconds: float) -> Layer:
-    block, forward = _largest_block(problem), seconds / FORWARD_AND_BACKWARD
-    return Layer(
-        forward_seconds=forward,
-        backward_seconds=seconds - forward,
-        parameter_bytes=block.parameter_bytes_at(1 / size),
-        kept_bytes=rows * block.activation_bytes_at(1 / size),
-        input_bytes=rows * max(problem.costs.boundary_bytes, default=0.0),
-    )
-
-
-def _largest_block(problem: Problem) -> PartCosts:
-    return max(problem.costs.blocks, key=lambda block: block.parameter_bytes + block.activation_bytes)
-
-
-def _edge(part: PartCosts, block: PartCosts, cluster: Cluster) -> EndCosts:
-    """Return what stands before or after the blocks, in blocks' worth, on the mean device."""
-    flops_per_byte = fmean(device.flops_per_byte for device in cluster.devices)
-    return EndCosts(
-        work=_share(*(one.flops + one.traffic_bytes * flops_per_byte for one in (part, block))),
-        parameters=_share(part.parameter_bytes, block.parameter_bytes),
-        kept=_share(part.activation_bytes, block.activation_bytes),
-    )
-
-
-def _share(amount: float, whole: float) -> float:
-    return amount / whole if whole else 0.0
-
-
-def _link(cluster: Cluster, devices: Sequence[Device]) -> Link:
-    """Return the slowest link that these devices have to use between them."""
-    return (cluster.inter if len({device.node for device in devices}) > 1 else cluster.intra).between(*devices)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +131,25 @@ def most_below(filled: Filled, seconds: float) -> int:
     return most if most >= len(filled.kinds) else 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is left to choose: so many pipelines of row `rest`, from a position in the order of loss, within a slack."""
+
+    start: int
+    rest: int
+    number: int
+    slack: float
+
+
+@dataclass(slots=True)
+class _Choice:
+    """A pipeline to be chosen: what is left, the (positions, rows) that were not tried yet, and the row that it has."""
+
+    left: _Left
+    rows: Iterator[tuple[int, int]]
+    row: int = 0
+
+
 class Listing:
     """All pipelines that can be made of groups, as rows of counts per kind, for the exact search.
 
@@ -176,7 +195,7 @@ class Listing:
         self._sorted = self._loss[self._order].copy()
         whole = len(self._counts) - 1
         slack = below * self._capacity[whole] / self._situation.num_layers - self._situation.num_micro_batches
-        rows = self._choose(0, whole, self._situation.num_pipelines, float(slack) + _EPSILON)
+        rows = self._choose(whole, self._situation.num_pipelines, float(slack) + _EPSILON)
         return None if rows is None else [self._filled(row) for row in rows]
 
     def _losses(self) -> NDArray[np.float64]:
@@ -192,25 +211,42 @@ class Listing:
         share = self._below * float(self._capacity[row]) / self._situation.num_layers
         return share - most if most else math.inf
 
-    def _choose(self, start: int, rest: int, number: int, slack: float) -> list[int] | None:
-        """Return the rows of `number` pipelines made of row `rest`, from position `start` in the order of loss."""
-        if number == 1:
-            return [rest] if self._is_within([rest], slack) else None
-        stop = int(np.searchsorted(self._sorted, slack / number, side="right"))
-        if not self._steps.take(_CHOICE + stop - start):
+    def _choose(self, whole: int, number: int, slack: float) -> list[int] | None:
+        """Return the rows of `number` pipelines made of row `whole`, in the order of loss; there may be thousands."""
+        chosen: list[_Choice] = []
+        found = self._ends_with(_Left(0, whole, number, slack), chosen)
+        while found is None and chosen:
+            after = self._next(chosen[-1])
+            if after is None:
+                chosen.pop()
+            else:
+                found = self._ends_with(after, chosen)
+        return None if found is None else [*(choice.row for choice in chosen), *found]
+
+    def _ends_with(self, left: _Left, chosen: list[_Choice]) -> list[int] | None:
+        """Return the last rows where only one or two pipelines are left; else note that one is to be chosen."""
+        if left.number == 1:
+            return [left.rest] if self._is_within([left.rest], left.slack) else None
+        stop = int(np.searchsorted(self._sorted, left.slack / left.number, side="right"))
+        if not self._steps.take(_CHOICE + stop - left.start):
             self.is_complete = False
             return None
-        window = self._order[start:stop]
-        fits = (self._counts[window] <= self._counts[rest]).all(axis=1) & (window > 0) & (window < rest)
+        window = self._order[left.start : stop]
+        fits = (self._counts[window] <= self._counts[left.rest]).all(axis=1) & (window > 0) & (window < left.rest)
         positions = np.flatnonzero(fits)
-        if number == 2:
-            return self._last_two(window[positions], rest, slack)
-        for position in positions.tolist():
-            row = int(window[position])
-            if self._is_within([row], slack / number):
-                found = self._choose(start + position, rest - row, number - 1, slack - float(self._loss[row]))
-                if found is not None:
-                    return [row, *found]
+        if left.number == 2:
+            return self._last_two(window[positions], left.rest, left.slack)
+        chosen.append(_Choice(left, iter(zip(positions.tolist(), window[positions].tolist(), strict=True))))
+        return None
+
+    def _next(self, choice: _Choice) -> _Left | None:
+        """Take the next row that fits for a pipeline, and return what it leaves; None when there is no other."""
+        left = choice.left
+        for position, row in choice.rows:
+            if self._is_within([row], left.slack / left.number):
+                choice.row = row
+                slack = left.slack - float(self._loss[row])
+                return _Left(left.start + position, left.rest - row, left.number - 1, slack)
         return None
 
     def _last_two(self, rows: NDArray[np.int64], rest: int, slack: float) -> list[int] | None:

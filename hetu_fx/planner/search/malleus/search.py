@@ -25,6 +25,7 @@ the mean only, and gives every placement to a solver.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -257,11 +258,12 @@ def _merit(placement: Placement | None) -> tuple[float, float]:
 def _deal(kinds: Kinds, num_pipelines: int) -> list[Kinds]:
     """Deal groups out, fastest first, each to the pipeline of least capacity."""
     hands: list[list[GroupKind]] = [[] for _ in range(num_pipelines)]
-    capacities = [0.0] * num_pipelines
+    heap = [(0.0, i, 0.0) for i in range(num_pipelines)]  # capacity to rounding, pipeline, capacity
     for kind in sorted(kinds):
-        least = min(range(num_pipelines), key=lambda i: (round(capacities[i], 9), i))
+        _, least, capacity = heap[0]
         hands[least].append(kind)
-        capacities[least] += 1 / kind.seconds
+        capacity += 1 / kind.seconds
+        heapq.heapreplace(heap, (round(capacity, 9), least, capacity))
     return [tuple(sorted(hand, reverse=True)) for hand in hands]
 
 

@@ -7,7 +7,9 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import memory_problems, predict
 from hetu_fx.planner.search.device_orders import alike_in
-from hetu_fx.planner.search.heteroauto.adapter import hetero_problem, plans_of, search, shapes
+from hetu_fx.planner.search.heteroauto.adapter import placed_groups, shapes
+from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems
+from hetu_fx.planner.search.heteroauto.search import search
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.regions import MOST_CLASSES
 from hetu_fx.planner.values.options import PlanOptions
@@ -44,24 +46,33 @@ def test_the_plan_is_one_of_ours_priced_by_the_cost_of_all_searches() -> None:
 
 
 def test_a_stage_stands_on_one_kind_and_slower_kinds_hold_fewer_blocks() -> None:
-    made = hetero_problem(BOTH, replicas=2, micro_batches=8)
-    result = search(made)
-    for plan in plans_of(BOTH, result, 8):
-        assert [pipeline.micro_batches for pipeline in plan.pipelines] == [8, 8]
-        of_kind = {"fast": 0, "slow": 0}
-        for *_, stage in plan.stages:
-            kinds = {BOTH.cluster.device(rank).kind for rank in stage.devices}
-            assert len(kinds) == 1
-            of_kind[kinds.pop()] += stage.blocks or 0
-        assert 2 * of_kind["slow"] < of_kind["fast"]
-        assert sum(of_kind.values()) == 2 * 12
+    result = search(HeteroProblems(BOTH).of(replicas=2, micro_batches=8))
+    layers = {"fast#0": 0, "slow#4": 0}
+    for stage in result.stages:
+        layers[stage.groups.kind.name] += stage.layers
+    assert 2 * layers["slow#4"] < layers["fast#0"]
+    assert sum(layers.values()) == 12
 
 
 def test_replicas_stand_side_by_side_or_one_after_the_other() -> None:
-    result = search(hetero_problem(BOTH, replicas=2, micro_batches=8))
-    beside, apart = plans_of(BOTH, result, 8)
-    assert set(beside.devices) == set(apart.devices)
-    assert beside.pipelines[0].stages[0].devices == apart.pipelines[0].stages[0].devices
+    result = search(HeteroProblems(BOTH).of(replicas=2, micro_batches=8))
+    beside, apart = (placed_groups(BOTH.cluster, result, by_replica) for by_replica in (False, True))
+    assert beside.keys() == apart.keys()
+    assert set().union(*beside.values()) == set().union(*apart.values())
+    assert beside[0, 0] == apart[0, 0]
+    for (stage, _), ranks in beside.items():
+        assert {f"{BOTH.cluster.device(rank).kind}" for rank in ranks} == {
+            result.stages[stage].groups.kind.name.split("#")[0]
+        }
+
+
+def test_kinds_in_unlike_numbers_each_have_replicas_of_their_own() -> None:
+    narrow = transformer(layers=2, rows=64, length=512, width=512, units=1)
+    cluster = Cluster.on_paper([3e12] * 6 + [1e12] * 3, nodes="aaaaaabbb", kinds=["fast"] * 6 + ["slow"] * 3)
+    plan = make_plan(narrow, cluster, search="heteroauto")
+    assert len(plan.pipelines) == len(plan.devices) == 9  # more replicas than any kind of chips has
+    shares = [pipeline.share for pipeline in plan.pipelines]
+    assert min(shares[:6]) > 2 * max(shares[6:])
 
 
 def test_plans_keep_within_memory_and_use_both_kinds_where_one_is_too_small() -> None:
@@ -80,7 +91,7 @@ def test_what_fits_nowhere_is_said() -> None:
 def test_devices_are_of_one_kind_if_they_differ_in_nothing_but_their_nodes() -> None:
     cluster = two_kinds().with_rates({1: 2.0, 6: 1.5})
     assert [[d.rank for d in alike.devices] for alike in alike_in(cluster)] == [[0, 2, 3], [1], [4, 5, 7], [6]]
-    made = hetero_problem(replace(BOTH, cluster=cluster), 1, 8)
+    made = HeteroProblems(replace(BOTH, cluster=cluster)).of(1, 8)
     fast, slowed = made.kinds[0].layers[1], made.kinds[1].layers[1]
     assert slowed.forward_seconds == pytest.approx(2 * fast.forward_seconds)
     assert [kind.nodes for kind in made.kinds] == [(3,), (1,), (3,), (1,)]
@@ -95,15 +106,15 @@ def test_devices_of_like_memory_are_of_one_kind_with_the_least_of_it() -> None:
 
 
 def test_links_inside_a_node_are_used_by_what_stands_on_one() -> None:
-    made = hetero_problem(BOTH, 1, 8)
+    made = HeteroProblems(BOTH).of(1, 8)
     assert made.between == SLOW_LINK
     assert {kind.across for kind in made.kinds} == {FAST_LINK}
-    assert hetero_problem(Problem(MODEL, paper(2, 1)), 1, 8).between == FAST_LINK
+    assert HeteroProblems(Problem(MODEL, paper(2, 1))).of(1, 8).between == FAST_LINK
 
 
 def test_times_count_only_where_every_kind_has_some_and_alpha_never() -> None:
     def seconds(profile: Profile) -> list[float]:
-        made = hetero_problem(replace(BOTH, profile=profile), 1, 16)
+        made = HeteroProblems(replace(BOTH, profile=profile)).of(1, 16)
         return [kind.layers[1].forward_seconds + kind.layers[1].backward_seconds for kind in made.kinds]
 
     counted = seconds(MODEL)
@@ -115,18 +126,19 @@ def test_times_count_only_where_every_kind_has_some_and_alpha_never() -> None:
 
 
 def test_what_stands_before_and_after_the_blocks_counts_in_blocks() -> None:
-    made = hetero_problem(BOTH, 1, 8)
+    made = HeteroProblems(BOTH).of(1, 8)
     block, after = MODEL.costs.blocks[0], MODEL.costs.after
     assert made.after.parameters == pytest.approx(after.parameter_bytes / block.parameter_bytes)
     assert made.after.kept == pytest.approx(after.activation_bytes / block.activation_bytes)
     assert 0 < made.before.work < made.after.work
 
 
-def test_few_numbers_of_micro_batches_are_tried_where_devices_are_many() -> None:
-    few = replace(BOTH, options=PlanOptions(micro_batches=(1, 2, 4, 8)))
-    many = replace(few, cluster=paper(*[2.0] * 8, *[1.0] * 8))
-    assert {count for _, count in shapes(few)} == {1, 2, 4, 8}
-    assert {count for replicas, count in shapes(many) if replicas <= 8} == {4, 8}
+def test_replicas_are_as_many_as_groups_of_a_kind_make_pipelines() -> None:
+    few = replace(BOTH, options=PlanOptions(micro_batches=(1, 4)))
+    assert {count for _, count in shapes(few)} == {1, 4}
+    assert {replicas for replicas, _ in shapes(few)} == {1, 2, 4}
+    many = replace(few, cluster=Cluster.on_paper([2e12] * 24 + [1e12] * 15, kinds=["fast"] * 24 + ["slow"] * 15))
+    assert {3, 5, 6, 12, 15, 24} <= {replicas for replicas, _ in shapes(many)}
     assert all(replicas * count <= 64 for replicas, count in shapes(many))
 
 

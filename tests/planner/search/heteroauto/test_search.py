@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.cases.heteroauto import LAYER_PARAMETERS, LAYERS, TABLE_PARAMETERS, four_kinds
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.heteroauto.adapter import search, search_below
+from hetu_fx.planner.search.heteroauto.search import NEAR, Upper, search
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
 from tests.planner.search.heteroauto.examples import kind, layers_of, problem, simulated_seconds
@@ -205,8 +205,17 @@ def test_1024_chips_of_4_kinds_get_a_plan_with_all_of_them() -> None:
 def test_only_what_is_faster_than_a_limit_is_returned() -> None:
     two = problem(kind("fast", (2,), layers_of(1.0)), kind("slow", (2,), layers_of(2.0)))
     best = search(two)
-    assert search_below(two, best.coarse_seconds) is None
-    assert search_below(two, 1.001 * best.coarse_seconds) == best
+    assert Upper(two).search_below(best.coarse_seconds) is None
+    assert Upper(two).search_below(1.001 * best.coarse_seconds) == best
+
+
+def test_plans_of_other_groups_that_are_nearly_as_fast_are_returned_too() -> None:
+    two = problem(kind("alike", (4,), layers_of(1.0, {1: 1.0, 2: 1.99})), layers=8, micro_batches=32)
+    best, *others = Upper(two).near_below(math.inf)
+    assert best == search(two)
+    assert others
+    assert all(best.seconds <= other.seconds < NEAR * best.seconds for other in others)
+    assert Upper(two).near_below(best.coarse_seconds) == []
 
 
 def test_what_fits_nowhere_is_refused_with_the_way_out() -> None:

@@ -1,10 +1,12 @@
 """What the papers' systems are compared with in the benchmarks' ladders."""
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.cases.published_malleus import LLAMA_32B
+from benchmarks.cases.published_malleus import LLAMA_32B, LLAMA_70B
 from benchmarks.ladder_hydraulis import LONGEST, SCHEMES, batch, homogeneous_seconds, packed_rows
-from benchmarks.ladder_malleus import measure, situations
+from benchmarks.ladder_malleus import measure, restarted, situations
 from hetu_fx.planner.dispatch.strategy import SequenceBatch
 
 
@@ -29,3 +31,10 @@ def test_gains_are_over_what_the_slowest_device_makes_of_equal_stages() -> None:
         ours, equal, gain = (float(str(row[key])) for key in ("ours / healthy", "equal stages / healthy", "gain"))
         assert 1 <= ours < equal
         assert gain == pytest.approx(equal / ours)
+
+
+def test_a_restart_runs_the_best_equal_pipelines_that_fit() -> None:
+    assert restarted(LLAMA_70B.situation({})) == 1.9 * 64 / 4 * 80 / 4  # 4 pipelines of 4 groups of 4
+    assert restarted(replace(LLAMA_70B, devices=56).situation({})) > 640 * 8 / 7  # 7 groups do not divide 80 layers
+    ample = replace(replace(LLAMA_70B, devices=8).situation({}), memory=None)
+    assert restarted(ample) == 64 * 80 * 7.22 / 8  # groups of 1 lose the least

@@ -65,7 +65,8 @@ class HeteroTemplates(Templates):
             count = len(self.classes)
             self._whole.tell(f"heteroauto: {len(self._best) + 1} of {count * (count + 1) // 2} regions")
             part = self._part(region)
-            rows, unlike = part.costs.rows, {}
+            rows = part.costs.rows
+            unlike: dict[Hashable, Template] = {}
             for one in sorted(self._searched(part), key=lambda one: one.seconds(rows) + one.end_seconds):
                 unlike.setdefault((self.estimates.key(one.pipelines[0]), len(one.pipelines)), one)
             self._best[region] = list(unlike.values())[:KEPT]

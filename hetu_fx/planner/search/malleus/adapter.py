@@ -131,7 +131,8 @@ class Shape:
 def shapes(problem: Problem, healthy: Sequence[TimedArrangement]) -> Iterator[Shape]:
     """Yield the shapes to try: those of the best plans without stragglers, which are given and which Malleus keeps.
 
-    In clusters up to `EXHAUSTIVE_DEVICES` devices all shapes are tried.
+    And the best of these with a pipeline less and more: where as much as a pipeline is slow, fewer are faster. In
+    clusters up to `EXHAUSTIVE_DEVICES` devices all shapes are tried.
     """
     count, known = len(problem.cluster.devices), set(degrees(problem))
     if count <= EXHAUSTIVE_DEVICES:
@@ -140,7 +141,15 @@ def shapes(problem: Problem, healthy: Sequence[TimedArrangement]) -> Iterator[Sh
     found = (Shape(c.degrees.pipelines, c.degrees.group, c.degrees.pipelines * c.micro_batches) for c in healthy)
     in_node = (shape for shape in found if shape.largest_group in known)
     within = (replace(shape, micro_batches=min(shape.micro_batches, problem.costs.rows)) for shape in in_node)
-    yield from itertools.islice(dict.fromkeys(within), max(1, 128 // count))
+    few = tuple(itertools.islice(dict.fromkeys(within), max(1, 128 // count)))
+    yield from dict.fromkeys((*few, *(other for shape in few[:1] for other in _beside(shape))))
+
+
+def _beside(shape: Shape) -> Iterator[Shape]:
+    """Yield the shape with a pipeline less and more."""
+    for pipelines in (shape.pipelines - 1, shape.pipelines + 1):
+        if 1 <= pipelines <= shape.micro_batches:
+            yield replace(shape, pipelines=pipelines)
 
 
 def _all_shapes(problem: Problem) -> Iterator[Shape]:

@@ -9,8 +9,8 @@ Groupings of all nodes are tried in order of their capacity sum 1 / y. A groupin
 
     M L / C                                                                                      (1)
 
-so the search ends when that is no less than the best T. The number of pipelines and the largest degree stay
-as they are given, as in the released planner. The result is a function of the arguments alone.
+so the search ends when that is no less than the best T. The largest degree stays as it is given, as in the released
+planner, and so does the number of pipelines unless others to choose from are given too. The result is a function of the arguments alone.
 
 Which groups form which pipeline (Malleus' pipeline orchestration) is found for groups of given kinds. For pipelines
 with bottlenecks o_i the step's steady seconds are T = min over sum_i m_i = M, m_i >= stages, of
@@ -66,16 +66,32 @@ PART = 4
 _PART_STEPS = 50_000
 
 
-def search(situation: MalleusSituation, before: Plan | None = None, below: float = math.inf) -> MalleusResult:
+def search(
+    situation: MalleusSituation, before: Plan | None = None, below: float = math.inf, pipelines: Sequence[int] = ()
+) -> MalleusResult:
     """Return the best assignment found for the situation.
 
     Args:
         situation: devices, rates, model and batch.
         before: the plan that runs now: of equally fast assignments, one that moves less is taken.
         below: seconds; assignments that take as long or longer are not looked for.
+        pipelines: numbers of pipelines to choose from besides the situation's own, which is kept where no other
+            is faster; its memory is taken to hold for all of them.
 
     Raises `PlanError` when nothing fits, with the way out, or nothing takes less than `below`.
     """
+    best: MalleusResult | None = None
+    for count in dict.fromkeys((situation.num_pipelines, *pipelines)):
+        if count <= situation.num_micro_batches:
+            limit = below if best is None else best.objective
+            best = _search(replace(situation, num_pipelines=count), before, limit) or best
+    if best is None:
+        raise PlanError(_nothing_fits(situation) if below == math.inf else f"no assignment takes less than {below} s")
+    return best
+
+
+def _search(situation: MalleusSituation, before: Plan | None, below: float) -> MalleusResult | None:
+    """Return the best assignment to the situation's own number of pipelines; None when none is fast enough."""
     held = holdings(before, situation.num_layers)
     nodes = [regrouped(ranks, situation.rates, held) for ranks in situation.nodes]
     placer = Placer(situation)
@@ -87,9 +103,7 @@ def search(situation: MalleusSituation, before: Plan | None = None, below: float
         limit = best[0].seconds if best else below
         if bound < limit and (placement := placer.place(grouping.kinds, limit)) is not None:
             best = placement, grouping
-    if best is None:
-        raise PlanError(_nothing_fits(situation) if below == math.inf else f"no assignment takes less than {below} s")
-    return _result(situation, *best, held, least, placer)
+    return None if best is None else _result(situation, *best, held, least, placer)
 
 
 def _result(

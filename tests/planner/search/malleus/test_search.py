@@ -266,3 +266,13 @@ def test_large_clusters_end_without_a_proof() -> None:
     assert not result.is_exact
     assert math.isfinite(result.objective)
     assert "% above" in result.why
+
+
+def test_fewer_pipelines_are_taken_where_a_whole_slow_node_makes_them_faster() -> None:
+    given = LLAMA_32B.situation(dict.fromkeys(range(8), 12.53))
+    healthy = 64 * 60 / 16
+    assert search(given).objective / healthy == pytest.approx(1.6707, abs=1e-4)
+    found = search(given, pipelines=range(1, 9))
+    assert (len(found.pipelines), found.objective / healthy) == (3, 1.3125)
+    assert len(search(LLAMA_32B.situation({}), pipelines=range(1, 9)).pipelines) == 4  # no other number is faster
+    assert search(given, pipelines=(100,)) == search(given)  # more pipelines than micro-batches are none

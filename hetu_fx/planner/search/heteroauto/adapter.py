@@ -88,7 +88,7 @@ class HeteroTemplates(Templates):
         except PlanError:
             return  # nothing is known of groups that some kind could form
         for least, shape in tried:
-            if least >= below:
+            if least >= below or part.time_limit.ends(below < math.inf):
                 return
             seconds, found = self._fitting(part, problems, shape, below)
             below = min(below, worth * seconds)

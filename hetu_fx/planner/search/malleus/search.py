@@ -10,7 +10,8 @@ Groupings of all nodes are tried in order of their capacity sum 1 / y. A groupin
     M L / C                                                                                      (1)
 
 so the search ends when that is no less than the best T. The largest degree stays as it is given, as in the released
-planner, and so does the number of pipelines unless others to choose from are given too. The result is a function of the arguments alone.
+planner, and so does the number of pipelines unless others to choose from are given too. The result is a function of
+the arguments alone.
 
 Which groups form which pipeline (Malleus' pipeline orchestration) is found for groups of given kinds. For pipelines
 with bottlenecks o_i the step's steady seconds are T = min over sum_i m_i = M, m_i >= stages, of

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.scripts import differences
 from tests.scripts.record import read, write
 from tests.scripts.report import Found, bars, page, summary
 from tests.scripts.run import run_all
-from tests.scripts.script import Script, scripts, usual
+from tests.scripts.script import Script, has_own_table, scripts, usual
 from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import is_expected
 
@@ -37,16 +38,21 @@ def main(given: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     print(summary(found))
     if options.page:
-        options.page.write_text(page(found))
+        options.page.write_text(_page_of(chosen)(found))
     print(json.dumps({"benchmark": "scripts", "bars": bars(found)}))
     return 0 if all(is_expected(*one) for one in found.each()) else 1
+
+
+def _page_of(chosen: list[Script]) -> Callable[[Found], str]:
+    """Return what makes the page of some scripts."""
+    return differences.page if all(map(has_own_table, chosen)) else page
 
 
 def _options(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.scripts", description=__doc__)
     parser.add_argument("--area", action="append", help="only entries of this file; may be repeated")
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="only this way; may be repeated")
-    parser.add_argument("-k", metavar="TEXT", help="only entries whose name contains this")
+    parser.add_argument("-k", metavar="TEXT", action="append", help="only entries with this in their name; as --area")
     parser.add_argument("--page", type=Path, help="write the table as a page of the docs")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write verdicts there; go on from what it holds")
     parser.add_argument("--list", action="store_true", help="only list the entries")
@@ -58,7 +64,8 @@ def _chosen(options: argparse.Namespace) -> list[Script]:
     return [
         one
         for one in (scripts().values() if options.area else usual())
-        if (not options.area or one.area in options.area) and (not options.k or options.k in one.name)
+        if (not options.area or one.area in options.area)
+        and (not options.k or any(text in one.name for text in options.k))
     ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tests.scripts.script import Script
 from tests.scripts.verdict import Kind, Verdict
@@ -18,13 +20,18 @@ def read(path: Path | None) -> Mapping[Key, Verdict]:
     if path is None or not path.exists():
         return {}
     lines = map(json.loads, path.read_text().splitlines())
-    return {(x["script"], x["setting"]): Verdict(Kind(x["verdict"]), x["why"], x["seconds"]) for x in lines}
+    return {(x["script"], x["setting"]): _verdict(x) for x in lines}
+
+
+def _verdict(line: Mapping[str, Any]) -> Verdict:
+    return Verdict(Kind(line["verdict"]), line["why"], line["seconds"], line["differences"])
 
 
 def write(path: Path | None, script: Script, setting: str, verdict: Verdict) -> None:
     """Add a verdict to a file."""
     if path is None:
         return
-    line = {"script": script.name, "setting": setting, "verdict": verdict.kind.value}
+    line = {"script": script.name, "setting": setting, **asdict(verdict), "verdict": verdict.kind.value}
+    del line["kind"]
     with path.open("a") as file:
-        file.write(json.dumps({**line, "why": verdict.why, "seconds": verdict.seconds}) + "\n")
+        file.write(json.dumps(line) + "\n")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ class Script:
 
     Attributes:
         name: a phrase that says what, such as "freezes a BatchNorm after the call".
-        area: the module of `tests.scripts.entries` that it stands in.
+        area: the module of `tests.scripts.entries` or `tests.scripts.tables` that it stands in.
         run: does it, and returns what must be the same as on one device: tensors, numbers, texts; alike on all ranks.
         refused: a part of the message, where it is refused by name; "" where it must come out right.
         settings: the names of those in which it makes sense.
@@ -38,8 +39,7 @@ class Script:
     seconds: float = 60.0
 
 
-TABLES_OF_THEIR_OWN = ("trainer_settings",)
-"""Areas that are run only where they are named: their scripts are long."""
+_FOLDER = Path(__file__).parent
 
 _ALL: dict[str, Script] = {}
 
@@ -65,17 +65,22 @@ def script(
 
 def usual() -> list[Script]:
     """Return the entries of all areas that have no table of their own."""
-    return [one for one in scripts().values() if one.area not in TABLES_OF_THEIR_OWN]
+    return [one for one in scripts().values() if not has_own_table(one)]
+
+
+def has_own_table(one: Script) -> bool:
+    """Tell whether an entry is run only where its area is named: such are long."""
+    return one.area in _modules("tables")
 
 
 def scripts() -> dict[str, Script]:
     """Return all entries by name, in the order of their files."""
-    for module in _entry_modules():
-        import_module(module)
+    for folder in ("entries", "tables"):
+        for name in _modules(folder):
+            import_module(f"tests.scripts.{folder}.{name}")
     return dict(_ALL)
 
 
-def _entry_modules() -> Iterator[str]:
-    folder = Path(__file__).parent / "entries"
-    for module in sorted(iter_modules([str(folder)]), key=lambda found: found.name):
-        yield f"tests.scripts.entries.{module.name}"
+@functools.cache
+def _modules(folder: str) -> tuple[str, ...]:
+    return tuple(sorted(found.name for found in iter_modules([str(_FOLDER / folder)])))

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scripts import differences
 from tests.scripts.crew import Crew, crew
 from tests.scripts.job import Job
 from tests.scripts.record import read, write
+from tests.scripts.report import Found
 from tests.scripts.run import plain_outcome, run_all, verdict_of
-from tests.scripts.script import Results, Script, usual
+from tests.scripts.script import Results, Script, scripts, usual
 from tests.scripts.settings import SETTINGS
 from tests.scripts.verdict import Kind, Raised, Returned, Verdict, is_expected, judge
 
@@ -23,9 +25,14 @@ EVERY = 4  # of how many scripts one is selected; python -m tests.scripts runs a
 Crews = Callable[[str], Crew]
 
 
+OF_TABLES = {"Trainer: settings of batches": "tp2", "Lightning: a module that returns its loss": "pp2"}
+"""Those of areas with a table of their own, and the setting of each."""
+
+
 def _selected() -> list[tuple[Script, str]]:
     picked = usual()[::EVERY]
-    return [(one, [s for s in TURNS if s in one.settings][i % 2]) for i, one in enumerate(picked) if _in_turns(one)]
+    turns = [(one, [s for s in TURNS if s in one.settings][i % 2]) for i, one in enumerate(picked) if _in_turns(one)]
+    return [*turns, *((scripts()[name], setting) for name, setting in OF_TABLES.items())]
 
 
 def _in_turns(script: Script) -> bool:
@@ -97,3 +104,22 @@ def test_what_a_record_holds_is_not_run_again(tmp_path: Path) -> None:
     for verdict in (Verdict(Kind.RIGHT, "", 1.0), hung):
         write(path, _script(), "one", verdict)
     assert list(run_all([_script()], [SETTINGS["one"]], read(path))) == [(_script(), SETTINGS["one"], hung)]
+
+
+def test_a_page_has_a_line_for_each_setting_with_the_largest_difference_under_each_plan() -> None:
+    found, other = Found(), Script("Trainer: bf16", "other", _nothing)
+    found.add(_script(), "dp2", Verdict(Kind.RIGHT, differences={"a: loss": 0.25, "a: file w": 0.5, "b: loss": 0.0}))
+    found.add(_script(), "tp2", Verdict(Kind.REFUSED, "why"))
+    found.add(other, "dp2", Verdict(Kind.RIGHT, differences={"loss": 1e-9}))
+    rows = [line for line in differences.page(found).splitlines() if line.startswith("| ") and "compared" not in line]
+    assert rows == [
+        "| a | loss, weights of files | 5.0e-01 | refused |",
+        "| b | loss | 0 | refused |",
+        "| bf16 | loss | 1.0e-09 | - |",
+    ]
+
+
+def test_what_is_compared_is_told_with_its_largest_difference() -> None:
+    one, other = Returned({"loss": [1.0, 2.0], "text": "a"}), Returned({"loss": [1.0, 2.0 + 2e-10], "text": "a"})
+    found = judge(_script(), one, {0: one, 1: other}, 2)
+    assert found.differences == {"loss": pytest.approx(1e-10, rel=1e-3), "text": 0.0}

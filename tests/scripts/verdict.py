@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -25,11 +25,19 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a script in one setting, and why."""
+    """What came of a script in one setting.
+
+    Attributes:
+        kind: of what came of it.
+        why: it is not right; "" where it is.
+        seconds: that the ranks took.
+        differences: of what is right: the largest of each result, relative to its largest value.
+    """
 
     kind: Kind
     why: str = ""
     seconds: float = 0.0
+    differences: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,15 @@ def judge(script: Script, expected: Outcome, outcomes: Mapping[int, Outcome], wo
         return _refused(script, raised, world)
     if isinstance(expected, Raised):
         return Verdict(Kind.DIFFERENT, f"one device {_told(expected)}")
+    differences = dict.fromkeys(expected.results, 0.0)
     for rank, outcome in outcomes.items():
         assert isinstance(outcome, Returned)
         why = difference(expected.results, outcome.results, script.tolerance)
         if why:
             return Verdict(Kind.DIFFERENT, f"rank {rank}: {why}")
-    return Verdict(Kind.RIGHT)
+        for name, value in expected.results.items():
+            differences[name] = max(differences[name], _off(value, outcome.results[name]))
+    return Verdict(Kind.RIGHT, differences=differences)
 
 
 def _refused(script: Script, raised: Mapping[int, Raised], world: int) -> Verdict:
@@ -106,24 +117,33 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any], tolerance:
 
 
 def _differs(expected: Any, found: Any, tolerance: float) -> str:
-    if isinstance(expected, Sequence) and not isinstance(expected, str):
-        if any(isinstance(value, str) for value in expected):
-            return "" if list(expected) == list(found) else f"{found!r}, on one device {expected!r}"
-        expected, found = (torch.tensor(list(values), dtype=torch.float64) for values in (expected, found))
-        return _far(expected, found, tolerance)
-    if isinstance(expected, float | Tensor) and isinstance(found, float | Tensor):
-        return _far(torch.as_tensor(expected), torch.as_tensor(found), tolerance)
-    return "" if expected == found else f"{found!r}, on one device {expected!r}"
-
-
-def _far(expected: Tensor, found: Tensor, tolerance: float) -> str:
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return f"{found.dtype}{list(found.shape)}, on one device {expected.dtype}{list(expected.shape)}"
-    expected, found = expected.double(), found.double()
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    one, other = _numbers(expected), _numbers(found)
+    if one is None or other is None:
+        return "" if expected == found else f"{found!r}, on one device {expected!r}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{other.dtype}{list(other.shape)}, on one device {one.dtype}{list(one.shape)}"
     # NaN where the plain script has NaN is right.
-    far = ~torch.isclose(found, expected, rtol=0, atol=tolerance * max(scale, 1e-30), equal_nan=True)
+    one, other, scale = one.double(), other.double(), _scale(one)
+    far = ~torch.isclose(other, one, rtol=0, atol=tolerance * scale, equal_nan=True)
     if not far.any():
         return ""
-    worst = float((found - expected).abs().max())
-    return f"off by {worst:.3g} where the largest value is {scale:.3g}"
+    return f"off by {float((other - one).abs().max()):.3g} where the largest value is {scale:.3g}"
+
+
+def _off(expected: Any, found: Any) -> float:
+    """Return the largest difference of numbers, relative to the largest of them; 0 for what is none."""
+    one, other = _numbers(expected), _numbers(found)
+    if one is None or other is None or not one.numel():
+        return 0.0
+    return float((other.double() - one.double()).abs().nan_to_num(0.0).max()) / _scale(one)
+
+
+def _numbers(value: Any) -> Tensor | None:
+    """Return numbers as a tensor; None for what is none."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return None if any(isinstance(item, str) for item in value) else torch.tensor(list(value), dtype=torch.float64)
+    return torch.as_tensor(value) if isinstance(value, float | Tensor) else None
+
+
+def _scale(numbers: Tensor) -> float:
+    return max(float(numbers.double().abs().max()) if numbers.numel() else 0.0, 1e-30)

@@ -149,7 +149,8 @@ class Pairs(Dataset[dict[str, torch.Tensor]]):
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def _seq2seq(job: Job, model: Any, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+def seq2seq(job: Job, model: Any, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return a Seq2SeqTrainer of a model that is parallel already."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     usual = {"num_train_epochs": 1, "max_grad_norm": 0.5}
@@ -164,7 +165,7 @@ def _seq2seq(job: Job, model: Any, changes: dict[str, Any] | None = None, **opti
 def _translated(job: Job, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Results]:
     model, batch = job.zoo("t5")
     job.parallel(model, batch)
-    made = _seq2seq(job, model, changes, **options)
+    made = seq2seq(job, model, changes, **options)
     made.train()
     return made, {**logged(made, "loss", "grad_norm", "eval_loss"), **job.parameters(model)}
 
@@ -198,6 +199,6 @@ def _(job: Job) -> Results:
     _translated(job, changes)
     model, batch = job.zoo("t5")
     job.parallel(model, batch)
-    made = _seq2seq(job, model, {**changes, "max_steps": 3})
+    made = seq2seq(job, model, {**changes, "max_steps": 3})
     made.train(resume_from_checkpoint=str(job.folder / "checkpoint-1"))
     return {**logged(made, "loss"), **job.parameters(model)}

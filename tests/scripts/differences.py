@@ -1,0 +1,69 @@
+"""The page of areas that have a table of their own: each line with the largest difference under each plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.scripts.report import Found
+from tests.scripts.script import Script
+from tests.scripts.settings import SETTINGS
+from tests.scripts.verdict import Kind, Verdict
+
+_HEAD = """# Trainers against one device
+
+Each line is a setting of a trainer, in a script as its user would write it: run by one process without hetu_fx, and
+by two with the model made parallel. A number is the largest difference of all that was compared, on both processes,
+relative to the largest value of what it is in: all that was logged (losses, gradient norms, rates, evaluations), the
+names of files, the weights in the last checkpoint, and the same of a run that was resumed from the first. "0" is equal
+to the last bit; *refused* is an error of hetu_fx that says what to do instead; "-" was not run. Small models in single
+precision, but for lines of bf16 and fp16; Lightning's in double precision.
+"""
+_NOT_RUN = "-"
+
+
+def page(found: Found) -> str:
+    """Return the tables, one for each area."""
+    names = [name for name in SETTINGS if any(name in verdicts for _, verdicts in found.scripts())]
+    head = " | ".join(["setting", "compared", *(SETTINGS[name].title for name in names)])
+    lines = [_HEAD, f"{_remade(found)}\n"]
+    for area in dict.fromkeys(script.area for script, _ in found.scripts()):
+        rows = [row for one in found.scripts() if one[0].area == area for row in _rows(*one, names)]
+        title = f"## {area.replace('_', ' ').capitalize()}: {len(rows)}"
+        lines += [title, "", f"| {head} |", "|" + "---|" * (len(names) + 2), *rows, ""]
+    return "\n".join(lines)
+
+
+def _remade(found: Found) -> str:
+    areas = " ".join(f"--area {area}" for area in dict.fromkeys(script.area for script, _ in found.scripts()))
+    return f"`python -m tests.scripts {areas} --page docs/trainer.md` makes this page."
+
+
+def _rows(script: Script, verdicts: Mapping[str, Verdict], names: list[str]) -> list[str]:
+    """Return a script's lines: one for each setting that the names of its results begin with, else one for all."""
+    results = list(dict.fromkeys(name for verdict in verdicts.values() for name in verdict.differences))
+    lines = list(dict.fromkeys(_line_of(script, result) for result in results)) or [script.name]
+    return [_row(script, line, [r for r in results if _line_of(script, r) == line], verdicts, names) for line in lines]
+
+
+def _line_of(script: Script, result: str) -> str:
+    setting, colon, _ = result.rpartition(": ")
+    return setting if colon else script.name.partition(": ")[2]
+
+
+def _row(script: Script, line: str, results: list[str], verdicts: Mapping[str, Verdict], names: list[str]) -> str:
+    cells = [_cell(verdicts[name], results) if name in verdicts else _NOT_RUN for name in names]
+    return f"| {line} | {_compared(results)} | {' | '.join(cells)} |"
+
+
+def _cell(verdict: Verdict, results: list[str]) -> str:
+    if verdict.kind is not Kind.RIGHT:
+        return verdict.kind.value
+    largest = max((verdict.differences[result] for result in results), default=0.0)
+    return f"{largest:.1e}" if largest else "0"
+
+
+def _compared(results: list[str]) -> str:
+    """Return what was compared, in short: what is of one kind once."""
+    kinds = {"file": "weights of files", "model": "parameters", "resumed": "resumed"}
+    names = (result.rpartition(": ")[2] for result in results)
+    return ", ".join(dict.fromkeys(kinds.get(name.replace(".", " ").split(" ")[0], name) for name in names))

@@ -210,7 +210,11 @@ class Handle:
         self._runtime.warm(args, kwargs)
 
     def switch(self, name: str) -> None:
-        """Run a variant from the next step on, until told otherwise; collective."""
+        """Run the variant of this `name` from the next step on, until told otherwise (`release`); collective.
+
+        Raises:
+            StateError: there is none, or it uses a device that is drained.
+        """
         self._runtime.variants.pin(name)
 
     def release(self) -> None:
@@ -279,22 +283,26 @@ class Handle:
         there, or be added, that does not use them. A variant that does is not run until they are admitted again. Their
         processes go on calling the model, and may bring rows as before; they compute nothing.
 
-        Args and errors are as `switch_home`'s; all is moved when this returns, so that the process may end.
+        Args:
+            ranks: of the devices.
+            optimizer: as `switch_home`'s.
+
+        Errors are as `switch_home`'s; all is moved when this returns, so that the process may end.
         """
         return self._rehoming.drain(ranks, optimizer)
 
     def admit(self, *ranks: int, optimizer: Optimizers | None = None, overlap: bool | None = None) -> SwitchPlan:
-        """Give drained devices work and a part of the state again; collective, between steps.
+        """Give drained devices (`ranks`) work and a part of the state again; collective, between steps.
 
-        See `drain`, and `switch_home` for `overlap`.
+        See `drain`, and `switch_home` for `optimizer` and `overlap`.
         """
         return self._rehoming.admit(ranks, optimizer, overlap=overlap)
 
     def drain_on_sigterm(self, *, optimizer: Optimizers | None = None) -> None:
         """Drain a device before the first step after its process gets SIGTERM; collective, once.
 
-        A second SIGTERM does what it did before this call. If all devices are asked to leave, all stay: save a
-        checkpoint then.
+        `optimizer` is as `switch_home`'s. A second SIGTERM does what it did before this call. If all devices are asked
+        to leave, all stay: save a checkpoint then.
         """
         self._rehoming.drain_on_sigterm(optimizer)
 
@@ -354,16 +362,31 @@ class Handle:
         return self._runtime.whole.opened()
 
     def save(self, folder: str | Path, **options: Any) -> None:
-        """Save whole tensors as safetensors, as `from_pretrained` reads them; options as `save_model`'s.
+        """Save whole tensors as safetensors, as `from_pretrained` reads them; all of it or nothing.
 
         Collective: every process calls it.
+
+        Args:
+            folder: replaced as a whole once the new checkpoint is complete.
+            options: `optimizer`, whose state is saved too, by parameter name; `extra`, any JSON object to keep with it
+                (step, schedule, data position); `max_shard_size`, the bytes of a weight file, or text such as "5GB".
+
+        Raises:
+            CheckpointError: on every process, if it cannot be written.
         """
         save_model(self._runtime, Path(folder), **options)
 
     def load(self, folder: str | Path, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint under any plan and number of processes; options as `load_model`'s.
+        """Load a checkpoint under any plan and number of processes; collective.
 
-        Collective. Returns what was saved as `extra`.
+        Args:
+            folder: what `save` has written, or weights that `save_pretrained` wrote.
+            options: `optimizer`, which gets its state back, if it was saved; `verify`, to compare SHA-256 sums too.
+
+        Returns what was saved as `extra`; nothing without an optimizer.
+
+        Raises:
+            CheckpointError: on every process; nothing has been changed then.
         """
         return load_model(self._runtime, Path(folder), **options)
 

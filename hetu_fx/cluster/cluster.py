@@ -31,7 +31,7 @@ FORMAT = "hetu_fx.cluster/1"
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Document):
-    """Devices in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
+    """The `devices` in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
 
     `collectives` are those that were timed, if any; what else is communicated is priced by the links. `paces` are those
     of kinds on which a model's blocks were timed.

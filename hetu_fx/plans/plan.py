@@ -45,17 +45,17 @@ ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
 @dataclass(frozen=True, slots=True)
 class Plan(Document):
-    """Pipelines side by side, and how they run.
+    """Pipelines side by side (`pipelines`), and how they run.
 
-    `schedule` orders forwards and backwards of the micro-batches; `zero` 1 spreads optimizer states over the
-    replicas, 0 keeps them whole on each. A plan with `max_length` is a variant for batches whose longest
-    sequence is at most that. `predicted` is what the planner expected; it takes no part in equality. Shares are
-    kept without common factor. `split` names what tensor parallel groups split before what they would choose:
-    pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert parallelism. With
-    `sequence_parallel` they also share the sequence between them, in whatever cannot split what they split otherwise
-    (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2). `attention` says
-    how context parallel stages attend: to keys and values that are gathered, or that go round in a ring (Liu et al.,
-    Ring Attention with Blockwise Transformers) wherever they can; "auto" is by cost.
+    `name` is that of its variant; None: it gets one. `schedule` orders forwards and backwards of the micro-batches;
+    `zero` 1 spreads optimizer states over the replicas, 0 keeps them whole on each. A plan with `max_length` is a
+    variant for batches whose longest sequence is at most that. `predicted` is what the planner expected; it takes no
+    part in equality. Shares are kept without common factor. `split` names what tensor parallel groups split before what
+    they would choose: pairs of a pattern of parameter names and a dim, such as ("*.experts.*", 0) for expert
+    parallelism. With `sequence_parallel` they also share the sequence between them, in whatever cannot split what they
+    split otherwise (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section 4.2.2).
+    `attention` says how context parallel stages attend: to keys and values that are gathered, or that go round in a
+    ring (Liu et al., Ring Attention with Blockwise Transformers) wherever they can; "auto" is by cost.
     """
 
     pipelines: tuple[Pipeline, ...]

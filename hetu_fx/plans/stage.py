@@ -197,7 +197,7 @@ STAGE = record(
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages one after another. `share` is its share of the batch relative to others', cut into `micro_batches`.
+    """`stages` one after another. `share` is its share of the batch relative to others', cut into `micro_batches`.
 
     `max_length` is the longest sequence that it takes, None: any that the plan does.
     """

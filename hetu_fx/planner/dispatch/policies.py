@@ -217,7 +217,8 @@ class HotSPa:
     As HotSPa does inside a step (SOSP 2024): a sequence belongs to the group of the least bound that it does not
     exceed; inside a group rows are packed greedily. Gradients of the groups add up. Left is HotSPa where it drops rows
     that do not fill all replicas. Groups that choose the same variant run as one part. `variants` says which variant
-    each group runs on, one more than there are bounds; left out, the one that is expected to do it first.
+    each group runs on, one more than there are `bounds` (in tokens); left out, the one that is expected to do it first.
+    `batching` says how a group becomes micro-batches.
     """
 
     bounds: tuple[int, ...]
@@ -254,7 +255,7 @@ class HotSPa:
 
 @dataclass(frozen=True, slots=True)
 class Soonest:
-    """What the policy says that is expected to be done first, the first one of equals.
+    """What that of several `policies` says that is expected to be done first, the first one of equals.
 
     `Hydraulis` needs a variant that takes the longest sequence for the whole batch; where that is all devices together,
     `HotSPa` leaves the short ones to others, but gathers parameters and reduces gradients once more.

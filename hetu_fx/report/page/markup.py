@@ -25,13 +25,13 @@ pre{overflow:auto;max-height:32rem;background:var(--soft);padding:.7rem;border-r
 overflow-wrap:normal}
 svg{display:block;width:100%;background:var(--soft)}svg *{vector-effect:non-scaling-stroke}
 .note{color:var(--quiet);font-size:.9rem;margin:.3rem 0}
-.key{white-space:nowrap;margin-right:1rem}.key i,.bar i{display:inline-block;height:.8em;border-radius:2px}
+.key{display:inline-block;margin-right:1rem}.key i,.bar i{display:inline-block;height:.8em;border-radius:2px}
 .key i{width:.8em;margin-right:.35em}
 .plot svg{height:200px}.axis{display:flex;justify-content:space-between;font-size:.85rem;color:var(--quiet)}
 .lanes{overflow-y:auto;max-height:38rem;margin:.5rem 0}
 .lane{display:grid;grid-template-columns:6.5rem 1fr;align-items:center;font-size:.85rem}
 .lane svg{height:1.5rem}.lane.more svg{height:.8rem}.lane.more{color:var(--quiet);margin-bottom:.3rem}
-.bar{display:flex;width:14rem;height:.8rem;border-left:1px solid var(--line);position:relative}.bar i{border-radius:0}
+.bar{display:flex;width:11rem;height:.8rem;border-left:1px solid var(--line);margin-left:auto}.bar i{border-radius:0}
 """
 
 
@@ -73,5 +73,8 @@ def note(text: str) -> str:
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
-    """Return a number over `scale` with three digits; "" for none."""
-    return "" if value is None else f"{value / scale:.3g}"
+    """Return a number over `scale` with three digits, and none that stands before the point cut off; "" for none."""
+    if value is None:
+        return ""
+    shown = value / scale
+    return f"{shown:.3g}" if abs(shown) < 1000 else f"{shown:,.0f}"

@@ -53,7 +53,7 @@ def _terms(run: Run) -> list[str]:
 
 
 def _table(run: Run, name: str) -> str:
-    header = ["device", "predicted", "MB", "limit MB", "of it", "measured peak MB", *(f"{t} MB" for t in _terms(run))]
+    header = ["device", "MB", "limit MB", "of it", "measured peak MB", "predicted", *(f"{t} MB" for t in _terms(run))]
     return cells_table(header, _rows(run, name))
 
 
@@ -67,4 +67,4 @@ def _rows(run: Run, name: str) -> Iterator[list[str]]:
         share = f"{cost.total_bytes / cost.limit_bytes:.1%}" if cost.limit_bytes else ""
         limit, peak = number(cost.limit_bytes, 1e6), number(peaks.get(cost.rank) or None, 1e6)
         parts = (number(held.get(term, 0), 1e6) for term in terms)
-        yield [str(cost.rank), drawn, number(cost.total_bytes, 1e6), limit, share, peak, *parts]
+        yield [str(cost.rank), number(cost.total_bytes, 1e6), limit, share, peak, drawn, *parts]

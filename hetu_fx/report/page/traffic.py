@@ -62,7 +62,9 @@ def _table(step: Simulation) -> str:
     total = ", ".join(f"{KINDS.get(kind, kind)} {number(count, 1e6)} MB" for kind, count in kinds.items())
     more = note(f"{left} more links carry less each.") * (left > 0)
     return (
-        note(f"In all {number(sum(kinds.values()), 1e6)} MB: {total}.") + cells_table(["link", "", "MB"], rows) + more
+        note(f"In all {number(sum(kinds.values()), 1e6)} MB: {total}.")
+        + cells_table(["link", "MB", "by kind"], rows)
+        + more
     )
 
 
@@ -72,4 +74,4 @@ def _row(step: Simulation, link: tuple[int, int], count: float, most: float) -> 
         (f"{KINDS.get(kind, kind)}: {number(size, 1e6)} MB", size, COLORS.get(kind, OTHER))
         for kind, size in own.items()
     ]
-    return [f"{link[0]} → {link[1]}", bar(parts, most), number(count, 1e6)]
+    return [f"{link[0]} → {link[1]}", number(count, 1e6), bar(parts, most)]

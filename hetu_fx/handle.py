@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
+from hetu_fx.checkpoint.on_signal import SaveOnSignal
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
 from hetu_fx.errors import StateError
 from hetu_fx.export.write import export_runtime
@@ -302,7 +304,7 @@ class Handle:
         """Drain a device before the first step after its process gets SIGTERM; collective, once.
 
         `optimizer` is as `switch_home`'s. A second SIGTERM does what it did before this call. If all devices are asked
-        to leave, all stay: save a checkpoint then.
+        to leave, all stay: that is what `save_on_signal` is for.
         """
         self._rehoming.drain_on_sigterm(optimizer)
 
@@ -389,6 +391,39 @@ class Handle:
             CheckpointError: on every process; nothing has been changed then.
         """
         return load_model(self._runtime, Path(folder), **options)
+
+    def save_on_signal(
+        self,
+        folder: str | Path,
+        *,
+        optimizer: torch.optim.Optimizer,
+        extra: Callable[[], Mapping[str, Any]] = dict,
+        signals: Iterable[int] = (signal.SIGTERM,),
+        status: int = 0,
+    ) -> SaveOnSignal:
+        """Save a checkpoint and end the script on all processes once one of them gets a signal; collective.
+
+            model.hetu.save_on_signal("stopped", optimizer=optimizer, extra=lambda: {"batch": done})
+
+        All save in the first training forward after the optimizer's step, before anything of it is done, and leave by
+        a `SystemExit`. No message more is sent for it. Call it in the main thread, before the loop. Returned is what
+        stops listening by `close()`.
+
+        Args:
+            folder: as `save`'s: replaced as a whole once the new one is complete.
+            optimizer: its state is saved too; its steps tell where a step of training ends.
+            extra: called on all processes when it is saved; gives any JSON object, which `load` returns.
+            signals: to listen to, e.g. SIGUSR1 of Slurm's --signal too. A handler that was there before is called
+                once the checkpoint is written, and is in place again after `close()`. A second signal more than 5
+                seconds later (launchers pass on what a process group has had) does at once what it did before.
+            status: of the exit: 0, or 143 for a job that is to count as ended by SIGTERM.
+
+        Raises:
+            StateError: on every process, where one does not call it in its main thread.
+        """
+        saves = SaveOnSignal(self._runtime, Path(folder), optimizer, extra=extra, signals=signals, status=status)
+        self._runtime.watch(saves)
+        return saves
 
     def snapshots(
         self,

@@ -51,6 +51,7 @@ class StepFacts:
         counts: sums over ranks, in the order of the program's count leaves.
         compute_seconds: of each rank's last step, communication left out; 0 if unknown.
         leaving: the ranks that ask to be drained before the step.
+        ending: the ranks that were told to end, and ask for a checkpoint before the step.
         has_plan: a rank has made the plan that it was to make in the background, or has failed to.
         probe_seconds: of a small piece of compute that tells a device's speed without work; 0 if it ran none.
         is_joined: a rank knows of a process that is ready to join.
@@ -66,6 +67,7 @@ class StepFacts:
     counts: tuple[float, ...] = ()
     compute_seconds: tuple[float, ...] = _fact(tuple)
     leaving: tuple[int, ...] = _fact(_ranks_that_do)
+    ending: tuple[int, ...] = _fact(_ranks_that_do)
     has_plan: bool = _fact(any)
     probe_seconds: tuple[float, ...] = _fact(tuple)
     is_joined: bool = _fact(any)

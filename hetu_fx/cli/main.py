@@ -214,7 +214,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     for name, default, what in (
         ("stopped", 10.0, "end a process that sends no heartbeat for so long (default: %(default)g)"),
         ("stuck", 600.0, "end a process that others wait for in a collective for so long (default: %(default)g)"),
-        ("grace", 30.0, "time for the other processes to leave their groups (default: %(default)g)"),
+        ("grace", 30.0, "time to leave their groups when one fails, or to end after SIGTERM (default: %(default)g)"),
         ("rejoin", None, rejoin),
     ):
         option = "--grace" if name == "grace" else f"--{name}-after"

@@ -38,7 +38,8 @@ class LaunchSpec:
         max_losses: workers that may be lost before the launcher gives up.
         stopped_seconds: after so long without a sign of life a worker is taken for stopped, and ended.
         stuck_seconds: after so long in one communication those that are not in it are ended (all, if all are).
-        grace_seconds: for the others to leave their groups when one is lost, then they are ended too.
+        grace_seconds: for the others to leave their groups when one is lost, then they are ended too; and for all
+            to end by themselves after SIGTERM.
         rejoin_seconds: after so long a lost one is started again and joins those that went on; None: never.
         events: a file for what happens, a line of JSON each.
     """

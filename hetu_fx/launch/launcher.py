@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from hetu_fx.base.torch_private import TCPStore
-from hetu_fx.emulate.processes import TERMINATE_SECONDS, how_ended
+from hetu_fx.emulate.processes import how_ended
 from hetu_fx.launch.job import LaunchSpec, Message, MessageChannel, WorkerProcess, forked, start_worker, verdicts
 from hetu_fx.report.sinks import JsonLines
 
@@ -217,11 +217,11 @@ class JobLauncher:
         return [*own, *([self._selector.fileno()] if isinstance(self._selector, selectors.EpollSelector) else [])]
 
     def _end_all(self) -> None:
-        """End what is left: those that are done by themselves, the others by a signal."""
+        """End what is left: those that are done by themselves, the others by a signal, on which they may save."""
         for worker in self.workers:
             if not worker.channel.send("end") or worker.state != "done":
                 worker.signal(signal.SIGTERM)
-        deadline = time.monotonic() + TERMINATE_SECONDS
+        deadline = time.monotonic() + self.spec.grace_seconds
         while self.workers and self._selector.select(max(0.0, deadline - time.monotonic())):
             self._forget_ended()
         for worker in self.workers:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hetu_fx.cluster.cluster import Cluster
     from hetu_fx.planner.values.profile_file import Profile
 
-_COLLECTIVES_HEADER = ("collective", "where", "ranks", "MB/s", "latency us")
+_COLLECTIVES_HEADER = ("collective", "where", "kind", "ranks", "MB/s", "latency us")
 _HEADER = ("kind", "degree", "a s^2", "b s", "c s", "R^2", "kept KB/token", "alpha")
 
 
@@ -65,7 +65,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     import torch.distributed as dist
 
     from hetu_fx.cluster.cluster import Cluster
-    from hetu_fx.cluster.links import time_collectives
+    from hetu_fx.cluster.links import groups_to_time, time_collectives
     from hetu_fx.comm_ops.wire.groups import GroupTable
     from hetu_fx.prepare import join_world
 
@@ -73,7 +73,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     join_world()
     table, device = GroupTable(), local_device(options.device)
     cluster, rank = Cluster.measure(table, device=device), table.rank
-    cluster = replace(cluster, collectives=time_collectives(table, cluster.groups, device))
+    cluster = replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
     if rank == 0:
         cluster.write(options.cluster)
         if not options.json:
@@ -116,7 +116,7 @@ def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, d
 
 def _show_collectives(cluster: Cluster) -> None:
     rows = [
-        [c.name, c.where, str(c.num_ranks), f"{c.bytes_per_second / 1e6:.4g}", f"{c.latency_seconds * 1e6:.3g}"]
+        [c.name, c.where, c.kind, str(c.num_ranks), f"{c.bytes_per_second / 1e6:.4g}", f"{c.latency_seconds * 1e6:.3g}"]
         for c in cluster.collectives
     ]
     if rows:

@@ -13,16 +13,21 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetu_fx.cluster.devices import Collective
+from hetu_fx.cluster.devices import Collective, Device
 from hetu_fx.comm_ops.wire.collectives import gather_padded, gather_parts, reduce_padded, reduce_parts, sum_over
 from hetu_fx.comm_ops.wire.consensus import of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
+
+if TYPE_CHECKING:
+    from hetu_fx.cluster.cluster import Cluster
 
 _LATENCY_ROUNDS = 20
 _BANDWIDTH_ROUNDS = 16  # so many that a device with a CPU quota has used up what it saved while it waited
@@ -134,8 +139,8 @@ def message_device(group: dist.ProcessGroup, device: str) -> str:
     return device if dist.get_backend(group) == "nccl" else "cpu"
 
 
-SIZES = (1 << 14, 1 << 22)
-"""Bytes of the whole tensor: one size tells the latency, both together the bandwidth."""
+SIZES = (1 << 14, 1 << 18, 1 << 22)
+"""Bytes of the whole tensor: the smallest tells the latency, it and the largest the bandwidth."""
 
 _ROUNDS = 5
 
@@ -164,24 +169,61 @@ COLLECTIVES: Mapping[str, Run] = {
 """What is timed; without `grouped`, uneven parts are padded to the largest."""
 
 
-def time_collectives(
-    table: GroupTable, groups: Mapping[str, Sequence[int]], device: str = "cpu"
-) -> tuple[Collective, ...]:
-    """Return what each collective takes among each group of ranks, by the group's name; collective over the table."""
-    found = []
-    for where, ranks in groups.items():
-        for name, run in COLLECTIVES.items():
-            own = [_seconds(run, size, ranks, table, device) for size in SIZES] if table.rank in ranks else None
-            everyone = [seconds for seconds in of_all(table, own) if seconds is not None]
-            small, large = (max(column) for column in zip(*everyone, strict=True))
-            found.append(line_through(name, where, len(ranks), small, large))
+@dataclass(frozen=True, slots=True)
+class TimedGroup:
+    """Ranks among which collectives are timed; their kind, if all are alike, and the number of nodes they stand on."""
+
+    where: str
+    ranks: tuple[int, ...]
+    kind: str = ""
+    num_nodes: int = 0
+
+
+def groups_to_time(cluster: Cluster) -> tuple[TimedGroup, ...]:
+    """Return the groups of a cluster to time: its largest node, all, and of each kind some of every size.
+
+    Inside the node that has most of a kind's alike devices 2, 4, 8 of them; across nodes one of each.
+    """
+    found = [TimedGroup(where, ranks) for where, ranks in cluster.groups.items()]
+    alike: dict[tuple[str, float], list[Device]] = {}
+    for device in cluster.devices:
+        alike.setdefault((device.kind, device.flops_per_second), []).append(device)
+    for (kind, _), devices in sorted(alike.items(), key=lambda pair: (-len(pair[1]), pair[0])):
+        if kind not in {group.kind for group in found}:
+            found += _of_kind(kind, devices)
     return tuple(found)
 
 
-def line_through(name: str, where: str, num_ranks: int, small: float, large: float) -> Collective:
-    """Return the collective that takes `small` and `large` seconds for the two sizes; the first is its latency."""
-    bandwidth = (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
-    return Collective(name, where, num_ranks, float(f"{bandwidth:.3g}"), float(f"{small:.3g}"))
+def _of_kind(kind: str, devices: Sequence[Device]) -> Iterator[TimedGroup]:
+    nodes: dict[str, list[int]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device.rank)
+    fullest = max(nodes.values(), key=len)
+    sizes = [1 << power for power in range(1, len(fullest).bit_length())]
+    yield from (TimedGroup("intra", tuple(fullest[:size]), kind, 1) for size in sizes)
+    if len(nodes) > 1:
+        yield TimedGroup("inter", tuple(ranks[0] for ranks in nodes.values()), kind, len(nodes))
+
+
+def time_collectives(table: GroupTable, groups: Sequence[TimedGroup], device: str = "cpu") -> tuple[Collective, ...]:
+    """Return what each collective takes among each group of ranks, size by size; collective over the table."""
+    found = []
+    for group in groups:
+        for name, run in COLLECTIVES.items():
+            mine = table.rank in group.ranks
+            own = [_seconds(run, size, group.ranks, table, device) for size in SIZES] if mine else None
+            everyone = [seconds for seconds in of_all(table, own) if seconds is not None]
+            found.append(timed_collective(name, group, [max(column) for column in zip(*everyone, strict=True)]))
+    return tuple(found)
+
+
+def timed_collective(name: str, group: TimedGroup, seconds: Sequence[float]) -> Collective:
+    """Return the collective that takes so many seconds for each of the sizes; the first is its latency."""
+    bandwidth = (SIZES[-1] - SIZES[0]) / max(seconds[-1] - seconds[0], 1e-9)
+    shown = [float(f"{value:.3g}") for value in seconds]
+    line = float(f"{bandwidth:.3g}"), shown[0]
+    sizes = dict(zip(SIZES, shown, strict=True))
+    return Collective(name, group.where, len(group.ranks), *line, group.kind, group.num_nodes, sizes)
 
 
 def _seconds(run: Run, num_bytes: int, ranks: Sequence[int], table: GroupTable, device: str) -> float:

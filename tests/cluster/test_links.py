@@ -1,9 +1,21 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hetu_fx.cluster.links import COLLECTIVES, SIZES, inter_pairs, line_through, neighbours, settled_limits
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.cluster.links import (
+    COLLECTIVES,
+    SIZES,
+    TimedGroup,
+    groups_to_time,
+    inter_pairs,
+    neighbours,
+    settled_limits,
+    timed_collective,
+)
+from hetu_fx.comm_ops.plans.cost import cheapest_ring_cost
 from tests.spawned import results_of
 
 
@@ -26,14 +38,49 @@ def test_a_rank_reaches_what_it_does_with_the_next_faster_one_and_equal_ones_the
     assert settled_limits(timed, "aaaaa", [4.0, 3.0, 2.0, 1.0, 1.0]) == {0: 900, 1: 900, 2: 300, 3: 110, 4: 110}
 
 
-def test_the_small_size_tells_the_latency_and_both_the_bandwidth() -> None:
-    found = line_through("all_gather", "inter", 4, small=1e-3, large=1e-3 + (SIZES[1] - SIZES[0]) / 2e8)
-    assert (found.name, found.where, found.num_ranks) == ("all_gather", "inter", 4)
-    assert (found.latency_seconds, found.bytes_per_second) == (1e-3, pytest.approx(2e8))
+PAIR = TimedGroup("inter", (0, 1, 2, 3), "cpu", 2)
+
+
+def test_every_size_is_kept_and_the_ends_tell_the_line() -> None:
+    seconds = [1e-3, 1.5e-3, 1e-3 + (SIZES[-1] - SIZES[0]) / 2e8]
+    found = timed_collective("all_gather", PAIR, seconds)
+    assert (found.name, found.where, found.num_ranks, found.kind, found.num_nodes) == (
+        "all_gather",
+        "inter",
+        4,
+        "cpu",
+        2,
+    )
+    assert (found.latency_seconds, found.bytes_per_second) == (1e-3, pytest.approx(2e8, rel=1e-2))
+    assert [found.seconds(size) for size in SIZES] == pytest.approx(seconds, rel=1e-2)
+    assert found.seconds((SIZES[0] + SIZES[1]) / 2) == pytest.approx(1.25e-3)
+    assert found.seconds(1 << 30) == pytest.approx(1e-3 + (1 << 30) / 2e8, rel=1e-2)
 
 
 def test_noise_that_makes_more_bytes_faster_still_gives_a_line() -> None:
-    assert line_through("all_reduce", "intra", 2, small=2e-3, large=1e-3).bytes_per_second > 0
+    assert timed_collective("all_reduce", PAIR, [2e-3, 1e-3, 1e-3]).bytes_per_second > 0
+
+
+def test_groups_of_every_size_of_a_kind_are_timed_and_one_across_its_nodes() -> None:
+    cluster = Cluster.on_paper([1e9] * 6 + [2e9], nodes="aaaabbb", kinds=["x"] * 6 + ["y"])
+    assert groups_to_time(cluster) == (
+        TimedGroup("intra", (0, 1, 2, 3)),
+        TimedGroup("inter", tuple(range(7))),
+        TimedGroup("intra", (0, 1), "x", 1),
+        TimedGroup("intra", (0, 1, 2, 3), "x", 1),
+        TimedGroup("inter", (0, 4), "x", 2),
+    )
+
+
+def test_every_search_prices_rings_as_they_were_timed_among_such_devices() -> None:
+    cluster = Cluster.on_paper([1e9] * 4, kinds=["x"] * 4)
+    sums = timed_collective("all_reduce", TimedGroup("intra", (0, 1), "x", 1), [2e-3, 4e-3, 8e-3])
+    found = replace(cluster, collectives=(sums,))
+    assert cheapest_ring_cost(SIZES[1], (2, 3), found) == pytest.approx(2e-3)
+    assert cheapest_ring_cost(SIZES[1], (0, 1, 2), found) == cheapest_ring_cost(SIZES[1], (0, 1, 2), cluster)
+    slower = found.with_speeds({3: 5e8})
+    assert cheapest_ring_cost(SIZES[1], (2, 3), slower) == cheapest_ring_cost(SIZES[1], (2, 3), cluster)
+    assert Cluster.from_json(found.to_json()) == found
 
 
 def time_as(rank: int, store: str, results: Any) -> None:
@@ -45,7 +92,7 @@ def time_as(rank: int, store: str, results: Any) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-    results.put((rank, time_collectives(GroupTable(), {"intra": (0, 2), "inter": (0, 1, 2)})))
+    results.put((rank, time_collectives(GroupTable(), (TimedGroup("intra", (0, 2)), TimedGroup("inter", (0, 1, 2))))))
     dist.destroy_process_group()
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from hetu_fx.base.documents import nearest
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap.adapter import HAP
+from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS

@@ -1,15 +1,12 @@
-import ast
 import math
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hetu_fx.planner.search.hydraulis.adapter as module
 from benchmarks.cases.published_hydraulis import POOL, SCHEMES
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.dispatch import dispatch
@@ -100,10 +97,3 @@ def test_packings_of_another_dispatch_are_refused() -> None:
     dispatched = dispatch(Strategy((SCHEMES[4, 1],)), SequenceBatch((100, 200)))
     with pytest.raises(PlanError, match="not the pipelines of the dispatch"):
         BatchChoice(dispatched, (pack(SCHEMES[4, 1], (100,)),))
-
-
-@pytest.mark.parametrize("path", sorted(Path(module.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
-def test_the_search_needs_no_torch(path: Path) -> None:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert not [ast.unparse(node) for node in imports if "torch" in ast.unparse(node)]

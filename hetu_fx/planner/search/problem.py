@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.step import fitted, predict
@@ -15,7 +15,9 @@ from hetu_fx.planner.values.tensor_program import TensorProgram
 from hetu_fx.planner.values.time_limit import TimeLimit
 from hetu_fx.plans.plan import Pipeline, Plan
 from hetu_fx.plans.prediction import Prediction
-from hetu_fx.transforms.layouts.work_shares import Split
+
+if TYPE_CHECKING:
+    from hetu_fx.transforms.layouts.work_shares import Split
 
 Candidates = Mapping[Plan, float]
 """Plans and their predicted seconds, by the one cost model. Plans of one `max_length` compete with each other."""

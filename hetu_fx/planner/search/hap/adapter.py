@@ -30,7 +30,7 @@ from hetu_fx.graph.graph import Graph, LeafKind, OutputKind
 from hetu_fx.planner.count.count import FlopCounter, example_rows, is_view
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import PARTS, Translation, one_group, translations
-from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search
+from hetu_fx.planner.search.problem import Candidates, Captured, Problem
 from hetu_fx.planner.values.tensor_program import Factors, Kind, Op, Tensor, TensorProgram
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
@@ -240,7 +240,7 @@ def _names(dims: ClassDims) -> Factors:
     return tuple(map(_name, flat(dims)))
 
 
-def _find(problem: Problem) -> Candidates:
+def find_plans(problem: Problem) -> Candidates:
     """Return the plans near HAP's program that fit; none if it finds none, and says why."""
     captured = problem.captured
     assert captured is not None, "the table refuses problems without a graph"
@@ -277,20 +277,3 @@ def _plans(found: Translation, captured: Captured, problem: Problem) -> Iterator
 def _noted(plan: Plan, found: Translation, problem: Problem) -> Plan:
     note = Prediction(found.seconds, why=f"hap, by its own prices: {found.why}")
     return replace(plan, name=problem.options.name, max_length=problem.options.max_length, predicted=note)
-
-
-def _lacks(problem: Problem) -> str:
-    if problem.captured is not None:
-        return ""
-    return (
-        "it plans op by op and needs the captured graph, which profiles do not hold; use hetu_fx.plan(model, batch, "
-        "search='hap'), or 'auto', 'homogeneous', 'classes' or 'contiguous' for a profile"
-    )
-
-
-HAP = Search(
-    name="hap",
-    applies="captured models, any: rows or parts of the widths that pay, op by op, in proportion to unlike devices",
-    lacks=_lacks,
-    find=_find,
-)

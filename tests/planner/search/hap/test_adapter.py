@@ -19,7 +19,8 @@ from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
-from hetu_fx.planner.search.hap.adapter import HAP, problem_of
+from hetu_fx.planner.search.hap.adapter import problem_of
+from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.searches import AUTO

@@ -128,7 +128,7 @@ def _estimates(problem: Problem) -> Iterator[str]:
     public = [device for device in problem.cluster.devices if device.source == "estimate"]
     if public:
         ranks, kinds = ranks_text(device.rank for device in public), sorted({device.kind for device in public})
-        yield f"estimate: devices {ranks} have the public figures of {', '.join(kinds)}, which programs do not reach"
+        yield f"estimate: public figures of {', '.join(kinds)}, which programs do not reach, stand for devices {ranks}"
     if problem.profile.source == "estimate":
         yield "estimate: the program's costs are counted from its graph, not measured"
 

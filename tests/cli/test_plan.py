@@ -105,7 +105,7 @@ def test_figures_that_are_estimates_are_named(run: Run) -> None:
     Profile(COSTS, source="estimate").write("profile.json")
     _, out, _ = run()
     lines = out.splitlines()
-    assert "estimate: devices 0, 1 have the public figures of A100-80G, which programs do not reach" in lines
+    assert "estimate: public figures of A100-80G, which programs do not reach, stand for devices 0, 1" in lines
     assert "estimate: the program's costs are counted from its graph, not measured" in lines
 
 

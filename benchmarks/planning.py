@@ -6,6 +6,10 @@ published plan where there is one, and, for three devices, with the best of all 
 own cost model. Seconds are those of the processor, which depend less on what else runs. Questions of up to
 `TWICE_SECONDS` are asked twice. A question that takes longer than `PATIENCE_SECONDS` is given up, and counts as one
 without an answer.
+
+Besides, closed form and simulation are held against each other on drawn plans (`cases.fidelity`), and auto's choice is
+against other plans by simulation, for one, two and four kinds of devices and links of 10, 100 and 400 Gbit/s
+(`cases.regret`).
 """
 
 from __future__ import annotations
@@ -19,13 +23,16 @@ from types import FrameType
 from typing import TypeVar
 
 from benchmarks.cases.exhaustive_plans import all_plans
+from benchmarks.cases.fidelity import fidelity, share_over
 from benchmarks.cases.planning import Case, cases, llama
+from benchmarks.cases.regret import Question, questions, regret
 from benchmarks.kit.report import Bar, Row, finish, parser, table
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.make_plan import make_plan, make_plans
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.searches import find_search
+from hetu_fx.planner.simulate.simulate import simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -36,6 +43,11 @@ TWICE_SECONDS = 3.0
 NARROW_BAR = 5.0  # seconds for 8 devices and a decoder of GPT-2's width
 STRAGGLER_BARS = {"7B, 64 A800, 3 straggle": 2.0, "7B, 1024 A800, 3 straggle": 60.0}  # seconds of the Malleus search
 
+
+NUM_PLANS, QUICK_PLANS = 2000, 200  # drawn, for the fidelity of closed form and simulation
+MOST_DEVICES = 256  # of the questions for which auto's choice is compared with others by simulation
+COMPARED = 200  # best-priced plans, and as many drawn ones
+REGRET_BAR = 1.02
 
 T = TypeVar("T")
 
@@ -61,7 +73,38 @@ def main() -> int:
         Bar("seconds for 8 devices and width 768 (slowest)", max(narrow), NARROW_BAR, False),
         *(Bar(f"seconds of malleus: {name}", took, STRAGGLER_BARS[name], False) for name, took in stragglers.items()),
     ]
+    bars += fidelity_bars(QUICK_PLANS if options.quick else NUM_PLANS)
+    asked = [told_regret(one) for one in questions(QUICK_DEVICES if options.quick else MOST_DEVICES)]
+    bars.append(Bar("auto's plan over the best of many, simulated (slowest)", max(asked), REGRET_BAR, False))
     return finish("planning", bars, rows)
+
+
+def fidelity_bars(count: int) -> list[Bar]:
+    """Return how near closed form and simulation are for so many drawn plans, and whether folds change anything."""
+    found = list(fidelity(count))
+    plain = [abs(one.difference) for one in found if one.is_plain]
+    return [
+        Bar("closed form's largest difference where nothing overlaps or shares", max(plain), 0.005, False),
+        Bar(
+            "share of drawn plans that differ by over 3 % for other reasons",
+            share_over([one.unexplained for one in found]),
+            0.0,
+            False,
+        ),
+        Bar(
+            "largest difference made by simulating alike pipelines as one",
+            max(f.folded for f in found),
+            0.005,
+            False,
+        ),
+    ]
+
+
+def told_regret(question: Question) -> float:
+    """Return auto's simulated step over the best of the other plans, and say so."""
+    over, count = regret(question, COMPARED)
+    _told({"question": question.name, "auto over the best": over, "of plans": count})
+    return over
 
 
 def _told(row: Row) -> Row:
@@ -137,7 +180,7 @@ def over_the_best_of_all() -> Iterator[float]:
     costs = ProgramCosts(5, whole.before, whole.blocks, whole.after, whole.boundary_bytes, units=2)
     for speeds in ((4.0, 1.0), (3.0, 2.0, 2.0), (4.0, 2.0, 1.0)):
         cluster = Cluster.on_paper([1e12 * speed for speed in speeds], intra=Link(1e10, 1e-6))
-        best = min(predict(plan, costs, cluster).seconds for plan in all_plans(costs, cluster, counts))
+        best = min(simulated_seconds(plan, costs, cluster) for plan in all_plans(costs, cluster, counts))
         found = make_plan(costs, cluster, options=PlanOptions(micro_batches=counts))
         yield _step(found) / best
 

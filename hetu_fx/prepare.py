@@ -27,7 +27,7 @@ from hetu_fx.graph.bind import as_call
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.optimizer_state import state_of
 from hetu_fx.planner.module_program import ModuleProgram
-from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.state import ParameterState
 from hetu_fx.plans.plan import Plan
@@ -248,7 +248,7 @@ def _checked(
     """
     priced = tuple(plans)
     if cluster is not None:
-        priced = tuple(p if p.predicted else replace(p, predicted=predict(p, costs, cluster)) for p in plans)
+        priced = tuple(p if p.predicted else replace(p, predicted=expect(p, costs, cluster)) for p in plans)
     for plan in priced:
         execution.check(plan, table.size)
     # Raises what is wrong with any of them. By one rank for all, as examples have other sizes on each.

@@ -29,6 +29,7 @@ from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
 from hetu_fx.planner.searches import DEFAULT, find_search
+from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -39,6 +40,11 @@ from hetu_fx.plans.tables import short_text
 
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
+
+MOST_JOBS = 30_000
+"""So many jobs of finalists are simulated: about a second."""
+
+LEAST_FINALISTS = 4
 
 __all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 
@@ -91,6 +97,8 @@ def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
 
 def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan:
     """Return the best of plans that compete, with its prediction, the limits of its devices and the runner-up."""
+    if search.simulates(problem):
+        found = _simulated(found, problem)
     best = _simplest(found)
     notes = [best.predicted.why] if best.predicted is not None else []
     prediction = _told(search.predict(best, problem), problem, notes)
@@ -102,6 +110,21 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
         runner_up, seconds = short_text(second), found[second]
         prediction = replace(prediction, runner_up=runner_up, runner_up_seconds=seconds)
     return replace(best, predicted=prediction)
+
+
+def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
+    """Return the plans of least seconds by the closed form, with the seconds that simulations of them take.
+
+    As many as can be simulated in the time that there is, which is counted in jobs, so that the answer depends on
+    nothing else.
+    """
+    finalists, jobs = list[Plan](), 0
+    for plan in sorted(found, key=lambda plan: (found[plan], plan.summary())):
+        jobs += num_jobs(plan) + len(plan.devices)
+        if len(finalists) >= LEAST_FINALISTS and jobs > MOST_JOBS:
+            break
+        finalists.append(plan)
+    return {plan: simulated_seconds(plan, problem.costs_of(plan), problem.cluster) for plan in finalists}
 
 
 def predicted(plan: Plan, problem: Problem) -> Plan:

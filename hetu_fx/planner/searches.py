@@ -19,7 +19,7 @@ from hetu_fx.planner.search.heteroauto.adapter import HETEROAUTO
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS
 from hetu_fx.planner.search.hydraulis.adapter import HYDRAULIS
 from hetu_fx.planner.search.malleus.adapter import MALLEUS
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import Candidates, Problem, Search, always
 from hetu_fx.planner.search.regions import CLASSES, classes_of
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
@@ -38,11 +38,6 @@ class SearchRule:
     def asks(self, problem: Problem) -> bool:
         """Tell whether the search is asked: it suits and lacks nothing."""
         return self.suits(problem) and not self.search.lacks(problem)
-
-
-def always(problem: Problem) -> bool:
-    """Suit any problem."""
-    return True
 
 
 def _devices_differ(problem: Problem) -> bool:
@@ -99,6 +94,7 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
         lacks=lambda problem: "",
         find=find,
         predict=predict,
+        simulates=lambda problem: by_length.simulates(problem) if lengths.asks(problem) else True,
     )
 
 

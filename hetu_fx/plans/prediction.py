@@ -42,6 +42,8 @@ class Prediction:
     """A plan's predicted step: seconds, terms per device, why it was chosen, and the next best plan.
 
     `bound_seconds` stands where a search gave its best so far as its time was over: no plan takes less than that.
+    `formula_seconds` is what the step would take if nothing overlapped, which is what the devices' terms add up to;
+    None where `seconds` are that.
     """
 
     seconds: float
@@ -50,19 +52,22 @@ class Prediction:
     runner_up: str | None = None
     runner_up_seconds: float | None = None
     bound_seconds: float | None = None
+    formula_seconds: float | None = None
 
     def __post_init__(self) -> None:
         ranks = [device.rank for device in self.devices]
         if len(set(ranks)) < len(ranks):
             raise PlanError(f"prediction names a device twice: ranks {ranks}; give one entry per device")
         check_not_negative(PlanError, "prediction", seconds=self.seconds)
+        if self.formula_seconds is not None:
+            check_not_negative(PlanError, "prediction", formula_seconds=self.formula_seconds)
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, told: Sequence[int] = ()) -> str:
         """Return it for people, with the seconds of some devices; left out: a row for all that take the same."""
-        lines = [f"predicted step: {seconds_text(self.seconds)}", *self._table(told)]
+        lines = [f"predicted step: {seconds_text(self.seconds)}{self._formula()}", *self._table(told)]
         if self.why:
             lines.append(self.why)
         if self.bound_seconds is not None:
@@ -72,7 +77,7 @@ class Prediction:
         return "\n".join(lines)
 
     def _table(self, told: Sequence[int]) -> Iterator[str]:
-        """Yield the table of seconds by term, which add up to the step; terms that nobody has are left out."""
+        """Yield the table of seconds by term, which add up to the formula's step; none that nobody has."""
         spent = {term: seconds for device in self.devices for term, seconds in device.seconds if seconds}
         terms = [term for term in dict.fromkeys(t for d in self.devices for t, _ in d.seconds) if term in spent]
         if terms:
@@ -87,6 +92,11 @@ class Prediction:
             f"best so far: the time of the search was over; no plan takes less than {seconds_text(bound)}{gap} "
             f"(all work at the speed of all devices; memory and messages left out)"
         )
+
+    def _formula(self) -> str:
+        if self.formula_seconds is None:
+            return ""
+        return f", simulated; {seconds_text(self.formula_seconds)} if nothing overlapped"
 
     def _runner_up_time(self) -> str:
         """Say how long the runner-up takes, and by how much that is more."""

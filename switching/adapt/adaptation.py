@@ -16,7 +16,7 @@ from hetu_fx.cluster.measure import snapped
 from hetu_fx.comm_ops.wire.consensus import StepFacts
 from hetu_fx.errors import HetuFxError, StateError
 from hetu_fx.planner.price.stage import stage_costs
-from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, micro_batch_rows
 from hetu_fx.switching.adapt.health import HealthTracker
@@ -167,7 +167,7 @@ class Adaptation:
         self.plans.clear()  # what there were was made for other speeds
         for variant in self.runtime.variants.values():
             if variant.plan.predicted is not None:
-                variant.expect(predict(variant.plan, self.costs, self.cluster), variant.planned_rates)
+                variant.expect(expect(variant.plan, self.costs, self.cluster), variant.planned_rates)
         conditions = Conditions.of({}, self.runtime.variants.drained)
         self.replanning.ask(Asked(conditions, CALIBRATED, self.runtime.step, LEAST_GAIN), self.cluster)
 

@@ -106,7 +106,7 @@ class _Ends:
         entries, itemsize: of the value.
         nodes: of their devices, numbered from 0 in order.
         facts: what links and meetings know of each device.
-        links: between the first devices of each two nodes.
+        links: between the first devices of each two nodes, and inside each node.
         cluster, ranks: where they are.
     """
 
@@ -133,7 +133,7 @@ class _Ends:
             itemsize=max(1, round(num_bytes / entries)),
             nodes=nodes,
             facts=tuple([(one.bytes_per_second, one.meeting_now, one.kind == "cpu") for one in devices]),
-            links=tuple([cluster.link(a, b) for a, b in itertools.combinations(firsts, 2)]),
+            links=tuple([cluster.link(a, b) for a, b in itertools.combinations_with_replacement(firsts, 2)]),
             cluster=cluster,
             ranks=ranks,
         )

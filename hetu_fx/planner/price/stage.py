@@ -99,10 +99,11 @@ def _side_by_side(
 ) -> Line:
     """Return the seconds of groups that go round at the same time, by their lines alone and what each sends per row."""
     fixed, slope = reduce(Line.upper, lines)
-    if len(lines) == 1:
-        return Line(fixed, slope)
+    if all(len({cluster.node_of(rank) for rank in ranks}) == 1 for ranks, _ in sent):
+        return Line(fixed, slope)  # each has links of its own
     messages = (turn_traffic(ranks, size, turns, cluster) for ranks, size in sent)
-    return Line(fixed, max(slope, *loads_of(tuple(chain.from_iterable(messages)), cluster).values(), 0.0))
+    loads = loads_of(tuple(chain.from_iterable(messages)), cluster)
+    return Line(fixed, max(slope, *(load for (name, _), load in loads.items() if name != "compute")))
 
 
 def _round_line(one: Rounds, count: int, num_bytes: float, cluster: Cluster) -> Line:

@@ -23,7 +23,7 @@ from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, holders_of, places_in, stops_of, tied_holders
-from hetu_fx.planner.price.shared_links import turn_loads
+from hetu_fx.planner.price.shared_links import Pair, Sync, turn_loads, unlike_ends
 from hetu_fx.planner.price.stage import (
     StageCosts,
     scheduled_seconds,
@@ -38,11 +38,6 @@ from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
-
-
-Pair = tuple[float, float]
-Sync = Callable[[float, tuple[int, ...]], Pair]
-"""(gradient sync, gather) seconds of so many bytes over the ranks that hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +70,13 @@ class PricedDevice:
         """Return how many devices hold the device's parameters, near enough where replicas differ."""
         return len(plan.pipelines) * self.costs.stage.context
 
-    def end_terms(self, plan: Plan, cluster: Cluster, sync: Sync) -> tuple[float, float, float]:
+    def end_terms(self, plan: Plan, cluster: Cluster, sync: Sync, own: Pair | None) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds, with the devices that hold the same; `sync` prices a ring.
 
-        Those of each other pipeline are `peers`, those of each other stage stand with what is `tied`.
+        Those of each other pipeline are `peers`, those of each other stage stand with what is `tied`. `own` is what all
+        but the tied takes where that is known.
         """
-        ends = [sync(self.parameter_bytes, (*self.costs.stage.beside(self.rank), *self.peers))]
+        ends = [own or sync(self.parameter_bytes, (*self.costs.stage.beside(self.rank), *self.peers))]
         ends += [sync(one.at(self.share), (self.rank, *others)) for one, others in self.tied]
         synced, gather = (math.fsum(column) for column in zip(*ends, strict=True))
         return synced, gather, self.update_seconds(plan, cluster)
@@ -103,7 +99,12 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     for pipeline, count in zip(plan.pipelines, rows, strict=True):
         stages = stage_costs(pipeline, costs.under(plan), cluster)
         slowest = max(slowest, scheduled_seconds(stages, count, pipeline.micro_batches, plan.schedule))
-    ends = ends_of(plan, places, cluster, turn_loads(plan, costs, cluster))
+    loads = turn_loads(plan, costs, cluster)
+    alone = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
+    unlike = unlike_ends(plan, costs, alone)
+    most = max(loads.values(), default=0.0)
+    unlike = {rank: _shared((0.0, 0.0), pair, most, plan.zero) for rank, pair in unlike.items()}
+    ends = ends_of(plan, places, cluster, loads, unlike)
     end = end_seconds(ends) + row_sum_seconds(plan, costs, cluster)
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
     pairs = zip(places, ends, strict=True)
@@ -112,12 +113,16 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
 
 
 def ends_of(
-    plan: Plan, places: Iterable[PricedDevice], cluster: Cluster, loads: Mapping[Resource, float] | None = None
+    plan: Plan,
+    places: Iterable[PricedDevice],
+    cluster: Cluster,
+    loads: Mapping[Resource, float] | None = None,
+    unlike: Mapping[int, Pair] | None = None,
 ) -> list[tuple[float, float, float]]:
     """Return (gradient sync, gather, optimizer) seconds of each device.
 
     Those that meet others across nodes wait for the links of their nodes too, which one turn of all parameters keeps
-    busy for `loads` seconds.
+    busy for `loads` seconds. `unlike` is what devices of pipelines take that are cut in unlike ways.
     """
     wanted = loads or {}
 
@@ -125,11 +130,11 @@ def ends_of(
         nodes = {cluster.node_of(rank) for rank in ranks}
         ends = (("out of node", node) for node in nodes) if len(nodes) > 1 else ()
         shared = max((wanted.get(end, 0.0) for end in ends), default=0.0)
-        empty, alone = (sync_seconds(count, ranks, cluster, plan.zero) for count in (0.0, size))
-        return alone if not shared else _shared(empty, alone, shared, plan.zero)
+        alone = sync_seconds(size, ranks, cluster, plan.zero)
+        return _shared(sync_seconds(0.0, ranks, cluster, plan.zero), alone, shared, plan.zero) if shared else alone
 
     known = cache(sync)
-    return [place.end_terms(plan, cluster, known) for place in places]
+    return [place.end_terms(plan, cluster, known, (unlike or {}).get(place.rank)) for place in places]
 
 
 def _shared(empty: Pair, alone: Pair, turn: float, zero: int) -> Pair:

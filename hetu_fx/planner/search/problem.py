@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.step import fitted, predict
+from hetu_fx.planner.price.step import fitted
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
@@ -98,8 +99,13 @@ class Problem:
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:
-    """Predict a plan's step for rows of the length that the problem's costs hold for."""
-    return predict(plan, problem.costs_of(plan), problem.cluster)
+    """Predict a plan's step, simulated, for rows of the length that the problem's costs hold for."""
+    return expect(plan, problem.costs_of(plan), problem.cluster)
+
+
+def always(problem: Problem) -> bool:
+    """Suit any problem."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,7 @@ class Search:
         lacks: says what a problem lacks for it, and the way out; empty when nothing.
         find: returns plans, priced; none when none fits.
         predict: says what a plan that was found is expected to cost.
+        simulates: tells whether the finalists are ranked by simulating them, which `predict` does then too.
     """
 
     name: str
@@ -119,3 +126,4 @@ class Search:
     lacks: Callable[[Problem], str]
     find: Callable[[Problem], Candidates]
     predict: Callable[[Plan, Problem], Prediction] = predict_by_costs
+    simulates: Callable[[Problem], bool] = always

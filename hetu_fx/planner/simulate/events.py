@@ -43,8 +43,8 @@ class Activity:
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        times = (self.seconds, self.latency_seconds)
-        if not all(math.isfinite(value) and value >= 0 for value in times):
+        if not (0 <= self.seconds < math.inf and 0 <= self.latency_seconds < math.inf):
+            times = self.seconds, self.latency_seconds
             raise StateError(f"an activity takes {times} seconds; give finite numbers from 0")
         if self.uses and not 0 < min(self.uses.values()) <= max(self.uses.values()) < math.inf:
             raise StateError(f"an activity uses {dict(self.uses)}; give finite shares above 0")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, reduce
 
 from hetu_fx.base.once import once
@@ -20,7 +21,7 @@ from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.price.links import turn_traffic
 from hetu_fx.planner.price.placement import shards_of, tied_holders
 from hetu_fx.planner.price.shared_links import rings_of
-from hetu_fx.planner.price.step import row_sum_seconds
+from hetu_fx.planner.price.step import predict, row_sum_seconds
 from hetu_fx.planner.price.step_end import sync_seconds, update_line
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.fold import Fold
@@ -33,6 +34,7 @@ from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan, Stage, pipeline_rows, split_rows
+from hetu_fx.plans.prediction import Prediction
 
 
 def simulate(plan: Plan, costs: ProgramCosts, cluster: Cluster, *, schedule: PaperSchedule | None = None) -> Simulation:
@@ -57,6 +59,22 @@ def simulated_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> floa
     """
     fold = Fold.of(plan, pipeline_rows(costs.rows, plan), cluster)
     return _StepJobs(plan, costs, cluster, plan.schedule, fold).seconds()
+
+
+def expect(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
+    """Return what a step is expected to take, simulated, with every device's seconds and bytes by the closed form.
+
+    Raises `PlanError` for a plan that does not fit the program.
+    """
+    formula = predict(plan, costs, cluster)
+    return replace(formula, seconds=simulated_seconds(plan, costs, cluster), formula_seconds=formula.seconds)
+
+
+def num_jobs(plan: Plan) -> int:
+    """Return about how many jobs a plan's simulation has if all of its pipelines were alike: what it costs."""
+    longest = max(plan.pipelines, key=lambda pipeline: pipeline.micro_batches * len(pipeline.stages))
+    kinds = len({(len(p.stages), p.micro_batches, p.share, len(p.devices)) for p in plan.pipelines})
+    return kinds * 2 * longest.micro_batches * sum(2 + (len(stage.devices) > 1) for stage in longest.stages)
 
 
 class _StepJobs:

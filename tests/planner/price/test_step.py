@@ -119,7 +119,9 @@ def test_every_device_accounts_for_the_whole_step() -> None:
 def test_one_device_has_nothing_to_communicate() -> None:
     (device,) = predict(Plan.single(), transformer(), paper(5)).devices
     seconds = dict(device.seconds)
-    assert [seconds[t] for t in ("tensor_parallel", "hand_over", "idle", "gradient_sync", "gather")] == [0] * 5
+    assert [seconds[t] for t in ("tensor_parallel", "hand_over", "idle", "gradient_sync", "gather")] == pytest.approx(
+        [0] * 5
+    )
 
 
 def test_doubling_a_replica_halves_compute_and_adds_sync() -> None:
@@ -230,10 +232,14 @@ def test_a_stage_without_blocks_stands_in_its_own_column() -> None:
 def test_stages_sync_inside_their_node_where_those_that_hold_the_same_stand_there() -> None:
     plan = Plan((pipeline(((0,), 2), ((1,), 2)), pipeline(((2,), 2), ((3,), 2))))
     within, across = (paper(1, 1, 1, 1, nodes=nodes, inter=SLOW_LINK) for nodes in ("abab", "aabb"))
+    first, last = (FOUR_BLOCKS.stage(*blocks).parameter_bytes for blocks in ((0, 2), (2, 4)))
+    found = []
     for cluster in (within, across):
         (device,) = (d for d in predict(plan, FOUR_BLOCKS, cluster).devices if d.rank == 1)
-        held = FOUR_BLOCKS.stage(2, 4).parameter_bytes
-        assert dict(device.seconds)["gradient_sync"] == sync_seconds(held, (1, 3), cluster, 1)[0]
+        found.append(dict(device.seconds)["gradient_sync"])
+    assert found[0] == sync_seconds(last, (1, 3), within, 1)[0]
+    # the rings of both stages share the link between the nodes
+    assert found[1] == pytest.approx((first + last) / 2 / across.inter.bytes_per_second, rel=0.01)
     assert predict(plan, FOUR_BLOCKS, within).seconds < predict(plan, FOUR_BLOCKS, across).seconds
 
 

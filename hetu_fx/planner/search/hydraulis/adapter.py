@@ -170,6 +170,7 @@ HYDRAULIS = Search(
     lacks=_lacks,
     find=_find,
     predict=_predict,
+    simulates=lambda problem: False,
 )
 
 

@@ -35,6 +35,7 @@ def test_gains_are_over_what_the_slowest_device_makes_of_equal_stages() -> None:
 
 def test_a_restart_runs_the_best_equal_pipelines_that_fit() -> None:
     assert restarted(LLAMA_70B.situation({})) == 1.9 * 64 / 4 * 80 / 4  # 4 pipelines of 4 groups of 4
-    assert restarted(replace(LLAMA_70B, devices=56).situation({})) > 640 * 8 / 7  # 7 groups do not divide 80 layers
+    left = replace(LLAMA_70B, devices=56).situation({})
+    assert restarted(left) == pytest.approx(1.9 * 64 / 2 * 12)  # 7 stages hold 12 of 80 layers at most
     ample = replace(replace(LLAMA_70B, devices=8).situation({}), memory=None)
     assert restarted(ample) == 64 * 80 * 7.22 / 8  # groups of 1 lose the least

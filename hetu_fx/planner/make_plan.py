@@ -28,6 +28,7 @@ from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
+from hetu_fx.planner.search.staying import with_moves
 from hetu_fx.planner.searches import DEFAULT, find_search
 from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
 from hetu_fx.planner.values.options import PlanOptions
@@ -83,12 +84,18 @@ def make_plans(problem: Problem, search: str = DEFAULT) -> tuple[Plan, ...]:
     found = _allowed(chosen.find(problem), problem) or _allowed(chosen.find(problem.thinner), problem)
     if not found:
         raise PlanError(_nothing_fits(problem))
+    found = _moved(found, problem)
     lengths = sorted({plan.max_length for plan in found}, key=lambda length: (length is None, length))
     return tuple(_best(chosen, problem, _of_length(found, length)) for length in lengths)
 
 
 def _allowed(found: Candidates, problem: Problem) -> Candidates:
     return {plan: found[plan] for plan in problem.options.allowed(found)}
+
+
+def _moved(found: Candidates, problem: Problem) -> Candidates:
+    """Return the candidates with getting there from the plan that runs, where that counts."""
+    return found if problem.running is None else with_moves(found, problem, problem.running)
 
 
 def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
@@ -98,8 +105,8 @@ def _of_length(found: Candidates, length: int | None) -> dict[Plan, float]:
 def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan:
     """Return the best of plans that compete, with its prediction, the limits of its devices and the runner-up."""
     if search.simulates(problem):
-        found = _simulated(found, problem)
-    best = _simplest(found)
+        found = _moved(_simulated(found, problem), problem)
+    best = _simplest(found) if problem.running is None else _least_moved(found, problem.running)
     notes = [best.predicted.why] if best.predicted is not None else []
     prediction = _told(search.predict(best, problem), problem, notes)
     if problem.time_limit.cut:
@@ -154,6 +161,11 @@ def _estimates(problem: Problem) -> Iterator[str]:
         yield f"estimate: public figures of {', '.join(kinds)}, which programs do not reach, stand for devices {ranks}"
     if problem.profile.source == "estimate":
         yield "estimate: the program's costs are counted from its graph, not measured"
+
+
+def _least_moved(found: Mapping[Plan, float], running: Plan) -> Plan:
+    """Return the best plan; the one that runs if no other is better."""
+    return min(found, key=lambda plan: (found[plan], plan != running, plan.summary()))
 
 
 def _simplest(found: Mapping[Plan, float]) -> Plan:
@@ -247,6 +259,7 @@ def question_key(problem: Problem, search: str) -> str:
         "profile": problem.profile.to_json(),
         "cluster": problem.cluster.to_json(),
         "options": asdict(problem.options) | {"seconds": None},
+        "steps_ahead": str(problem.steps_ahead),
         "before": None if problem.before is None else problem.before.to_json(),
         "captured": None if problem.captured is None else asdict(problem.captured.hap),
         "code": _code_digest(),

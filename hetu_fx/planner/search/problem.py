@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import fitted
 from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
@@ -53,6 +55,7 @@ class Problem:
         cluster: the devices.
         options: what a plan may be.
         before: the plan that runs now, for searches that weigh what is moved.
+        steps_ahead: for how many steps a plan is wanted; with `before`, plans compete by their steps and getting there.
         captured: answers what profiles do not tell; None where there is no graph.
         tell: told how far a long search has come; takes no part in the answer.
         time_limit: when a search gives what it has.
@@ -62,14 +65,27 @@ class Problem:
     cluster: Cluster
     options: PlanOptions = field(default_factory=PlanOptions)
     before: Plan | None = None
+    steps_ahead: float = math.inf
     captured: Captured | None = field(default=None, compare=False)
     tell: Callable[[str], None] = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.steps_ahead > 0:
+            raise PlanError(f"steps_ahead is {self.steps_ahead}; give a number above 0, or math.inf")
 
     @property
     def costs(self) -> ProgramCosts:
         """Return the costs of a step, for the length of rows that is planned for."""
         return self.profile.costs
+
+    @property
+    def running(self) -> Plan | None:
+        """Return the plan that runs, named as plans that are found are, where getting to them counts; else None."""
+        if self.before is None or self.steps_ahead == math.inf:
+            return None
+        named = replace(self.before, name=self.options.name, max_length=self.options.max_length, predicted=None)
+        return named.with_blocks(self.costs.num_blocks)
 
     @property
     def thinner(self) -> Problem:

@@ -1,0 +1,93 @@
+"""Seconds of going from a plan that runs to another one: parameters and what optimizers keep change their homes.
+
+Homes near a plan are chosen by the function that the runtime chooses them by, and what travels is planned by the one
+that it moves them by; only the tensors stand in for the model's own: of each block, and of what stands before and
+after all blocks, one tensor that groups split and one that they do not, each of the bytes that these are together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetu_fx.annotations.annotation import Annotation, DeviceGroup, Sharding
+from hetu_fx.annotations.states import Duplicate, Split, State
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_moves
+from hetu_fx.comm_ops.plans.cost import messages_cost
+from hetu_fx.errors import PlanError
+from hetu_fx.planner.price.placement import holders_of, stops_of
+from hetu_fx.planner.values.device_memory import MOMENTS
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.switching.home.placement import homes_near
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor: the block by which its holders are found, whether groups split it, and its shape in bytes."""
+
+    block: int
+    is_split: bool
+    shape: tuple[int, int]
+
+
+def moving_seconds(before: Plan, after: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
+    """Return the seconds in which all that has its home near one plan comes home near another one.
+
+    Raises `PlanError` where the first plan uses devices that the cluster lacks: nothing can be fetched from them.
+    """
+    gone = sorted(set(before.devices) - set(cluster.ranks))
+    if gone:
+        raise PlanError(
+            f"the plan that runs uses devices {gone}, but the cluster has {list(cluster.ranks)} only, and what they "
+            f"hold cannot be fetched from them; leave out the plan that runs"
+        )
+    rows = math.lcm(*(sum(_units(stage)) for plan in (before, after) for *_, stage in plan.stages))
+    tensors = {str(number): tensor for number, tensor in enumerate(_tensors(costs, rows))}
+    weights = [0.0] * (1 + max(cluster.ranks))
+    for device in cluster.devices:
+        weights[device.rank] = device.speed
+    source, target = (_homes(plan, tensors, costs.num_blocks, weights) for plan in (before, after))
+    moves = [TensorMove(source[name], target[name], one.shape, 1 + MOMENTS) for name, one in tensors.items()]
+    planned = plan_moves(moves, node_of=cluster.node_of)
+    return math.fsum(messages_cost(one.messages, cluster) for one in planned.rounds)
+
+
+def _tensors(costs: ProgramCosts, rows: int) -> Iterator[_Tensor]:
+    """Yield the tensors, an entry being a byte of a parameter; `rows` are what groups split."""
+    for number, part in enumerate(costs.parts):
+        block = min(max(0, number - 1), costs.num_blocks)
+        whole = part.parameter_bytes - part.split_parameter_bytes
+        for is_split, size in ((True, part.split_parameter_bytes), (False, whole)):
+            if round(size / rows):
+                yield _Tensor(block, is_split, (rows, round(size / rows)))
+
+
+def _homes(
+    plan: Plan, tensors: Mapping[str, _Tensor], num_blocks: int, weights: Sequence[float]
+) -> dict[str, Annotation]:
+    """Return where tensors have their homes near a plan."""
+    stops = [stops_of(pipeline, num_blocks) for pipeline in plan.pipelines]
+    read = {name: _union(holders_of(one.block, plan, stops), one.is_split) for name, one in tensors.items()}
+    return homes_near(plan, read, {name: one.shape for name, one in tensors.items()}, weights)
+
+
+def _union(stages: Sequence[Stage], is_split: bool) -> Annotation:
+    groups = tuple(DeviceGroup(stage.devices) for stage in stages)
+    shardings = tuple(Sharding(tuple(_axes(stage, is_split))) for stage in stages)
+    return Annotation(groups, shardings, Duplicate(len(stages)) if len(stages) > 1 else None)
+
+
+def _axes(stage: Stage, is_split: bool) -> Iterator[State]:
+    """Yield how the devices of a group hold a tensor; those that share a sequence hold the same."""
+    count = len(stage.devices)
+    if is_split and stage.context == 1:
+        yield Split(0, _units(stage))
+    else:
+        yield Duplicate(count)
+
+
+def _units(stage: Stage) -> tuple[int, ...]:
+    return tuple(stage.ratios) or (1,) * len(stage.devices)

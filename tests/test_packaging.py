@@ -1,7 +1,9 @@
-"""The package list of pyproject.toml is complete, and nothing else is installed."""
+"""The package list of pyproject.toml is complete, nothing else is installed, and what pytest is told there holds."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -59,3 +61,13 @@ def test_the_torch_range_of_make_is_the_declared_one() -> None:
 def test_the_typing_marker_is_shipped() -> None:
     assert (ROOT / "hetu_fx" / "py.typed").is_file()
     assert PROJECT["tool"]["setuptools"]["package-data"]["hetu_fx"] == ["py.typed"]
+
+
+def test_a_test_that_would_be_run_with_nothing_fails(tmp_path: Path) -> None:
+    lines = ["import pytest", "@pytest.mark.parametrize('x', [])", "def test_nothing(x): pass"]
+    (tmp_path / "test_it.py").write_text("\n".join(lines))
+    settings = ROOT / "pyproject.toml"
+    command = [sys.executable, "-m", "pytest", "-q", "-c", str(settings), "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "Empty parameter set" in done.stdout

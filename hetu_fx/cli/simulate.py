@@ -60,7 +60,7 @@ def call_simulate(options: argparse.Namespace, rest: Sequence[str]) -> int:
         made.timeline.write_chrome(options.trace)
     if options.picture is not None:
         _draw(made, plan, cluster, options.picture)
-    print(json.dumps(to_json(made, plan, cluster)) if options.json else "\n".join(text_of(made, plan, cluster)))
+    print(json.dumps(to_json(made, plan, cluster)) if options.json else "\n".join(_text_of(made, plan, cluster)))
     return 0
 
 
@@ -78,7 +78,7 @@ def _nearest(path: Path) -> str:
     return nearest(path.suffix, PICTURES)
 
 
-def text_of(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[str]:
+def _text_of(made: Simulation, plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Yield the lines of a simulation: its seconds, what devices hold, and the links that carry most."""
     yield f"simulated step: {seconds_text(made.seconds)}"
     yield made.why

@@ -100,8 +100,8 @@ def plan_table(plan: Plan) -> str:
 
 def _plan_row(found: Alike) -> list[str]:
     one, stage, (pipelines, positions) = found.pipeline, found.stage, found.place
-    head = [pipelines, f"{one.share}{limit_text(one)}", str(one.micro_batches)]
-    cells = [positions, _groups_text(found.groups), _ratios(stage) + _context(stage), blocks_text(stage)]
+    head = [pipelines, f"{one.share}{_limit_text(one)}", str(one.micro_batches)]
+    cells = [positions, _groups_text(found.groups), _ratios(stage) + _context(stage), _blocks_text(stage)]
     return [*(head if found.positions.start == 0 else ["", "", ""]), *cells]
 
 
@@ -127,13 +127,13 @@ def _context(stage: Stage) -> str:
     return f"{shared} {ratios_text(stage.context_ratios)}" if stage.is_grid else shared
 
 
-def blocks_text(stage: Stage) -> str:
+def _blocks_text(stage: Stage) -> str:
     """Return how many blocks a stage has, and recomputes: `12, recompute 5`."""
     blocks = "even" if stage.blocks is None else str(stage.blocks)
     return blocks + (f", recompute {stage.recompute}" if stage.recompute else "")
 
 
-def limit_text(pipeline: Pipeline) -> str:
+def _limit_text(pipeline: Pipeline) -> str:
     """Return what a pipeline says of lengths, after a comma; empty if it says nothing."""
     return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
 
@@ -200,7 +200,7 @@ def rows_text(pipeline: Pipeline) -> str:
     """Return a pipeline's share and parts: `3 rows in 2`."""
     noun = "row" if pipeline.share == 1 else "rows"
     parts = f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else ""
-    return f"{pipeline.share} {noun}{parts}{limit_text(pipeline)}"
+    return f"{pipeline.share} {noun}{parts}{_limit_text(pipeline)}"
 
 
 def short_text(plan: Plan) -> str:
@@ -222,7 +222,7 @@ def _short_pipeline(found: Sequence[Alike]) -> str:
 def _short_stage(stage: Stage) -> str:
     devices = "1 device" if len(stage.devices) == 1 else f"{len(stage.devices)} devices"
     ratios = "" if len(set(stage.ratios)) <= 1 else f" {ratios_text(stage.ratios)}"
-    return f"[{devices}{ratios}{_context(stage)}]x{blocks_text(stage)}"
+    return f"[{devices}{ratios}{_context(stage)}]x{_blocks_text(stage)}"
 
 
 def _times(count: int, text: str) -> str:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from hetu_fx.cli.main import COMMANDS
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "examples" / "README.md"])
@@ -36,13 +34,6 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_of_a_page_are_there(page: Path) -> None:
-    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    used = {name for block in blocks for name in re.findall(r"hetu(?:-fx|_fx\.cli) ([a-z]+)", block)}
-    assert used <= COMMANDS.keys()
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:

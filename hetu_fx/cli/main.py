@@ -147,11 +147,12 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         help="folder for the report, its pictures and JSON",
     )
     _add_limit(parser)
+    _add_json(parser)
 
 
 def _call_demo(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run `hetu-fx demo`; the status is 0 when the result is that of one process."""
-    return run_demo(options.output, quick=options.quick, limit=options.limit)
+    return run_demo(options.output, quick=options.quick, limit=options.limit, as_json=options.json)
 
 
 def _add_log(parser: argparse.ArgumentParser) -> None:

@@ -6,17 +6,24 @@ reads the checkpoint back, and says and draws what came out. Nothing that it pri
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hetu_fx.demo.settings import DemoSettings, settings_for
 from hetu_fx.emulate.emulate import EmulateSpec, Output, plan_run, run
 from hetu_fx.emulate.limits import Affinity, Limiter, num_cores
 from hetu_fx.emulate.plan import LimitChoice
 from hetu_fx.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from hetu_fx.demo.report import Comparison, Loaded
 
 DEFAULT_FOLDER = Path("runs/demo")
 TIMEOUT_SECONDS = 900.0
@@ -25,21 +32,36 @@ MARK = "demo.json"
 """Stands in every folder that the demo wrote, so that a second run may replace it."""
 
 
-def run_demo(folder: Path = DEFAULT_FOLDER, *, quick: bool = False, limit: LimitChoice = "auto") -> int:
+def run_demo(
+    folder: Path = DEFAULT_FOLDER, *, quick: bool = False, limit: LimitChoice = "auto", as_json: bool = False
+) -> int:
     """Run the demo and write what comes out to `folder`; give 0 when losses and weights are as they must be.
+
+    With `as_json` what came out is printed as JSON, and all else on stderr.
 
     Raises EnvironmentProblem when something that it needs is not there.
     """
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        status, told = _run(folder, quick=quick, limit=limit)
+    if as_json:
+        print(json.dumps({"status": status, "folder": str(folder), **told}, indent=2))
+    return status
+
+
+def _run(folder: Path, *, quick: bool, limit: LimitChoice) -> tuple[int, dict[str, Any]]:
+    """Run the demo; return its status, and what came out by name."""
     start = time.monotonic()
     _check_needed()
     make_room(folder)
     settings = settings_for(quick=quick)
     status = _run_ranks(folder, settings, quick=quick, limit=limit)
     if status != 0:
-        return status
-    status = _conclude(folder, settings)
-    print(f"\n{time.monotonic() - start:.0f} s in all; everything is in {folder}", flush=True)
-    return status
+        return status, {}
+    found, loaded = _conclude(folder, settings)
+    seconds = time.monotonic() - start
+    print(f"\n{seconds:.0f} s in all; everything is in {folder}", flush=True)
+    is_right = found.is_exact and loaded.same_weights
+    return 0 if is_right else 1, {"seconds": seconds, **asdict(found), **asdict(loaded)}
 
 
 def _check_needed() -> None:
@@ -82,7 +104,7 @@ def _speeds_text(settings: DemoSettings, limiter: Limiter) -> str:
     return f"{shown} cores, once all have started"
 
 
-def _conclude(folder: Path, settings: DemoSettings) -> int:
+def _conclude(folder: Path, settings: DemoSettings) -> tuple[Comparison, Loaded]:
     """Train on one process, read the checkpoint, compare, and write the rest."""
     from hetu_fx.demo.record import RunRecord
     from hetu_fx.demo.report import compare, comparison_text, draw_run, write_files
@@ -100,4 +122,4 @@ def _conclude(folder: Path, settings: DemoSettings) -> int:
     screen.head("Side by side")
     screen.say(comparison_text(record, reference, loaded, found, settings))
     screen.end()
-    return 0 if found.is_exact and loaded.same_weights else 1
+    return found, loaded

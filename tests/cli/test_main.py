@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetu_fx.cli.main import COMMANDS, main
+from hetu_fx.cli.main import COMMANDS, main, make_parser
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.passes import PASSES
 
@@ -107,3 +107,16 @@ def test_commands_that_tell_something_tell_it_as_json(capsys: pytest.CaptureFixt
     command = [*arguments[:-1], "--json", "--", "true"] if len(arguments) > 1 else [*arguments, "--json"]
     assert main(command) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+WITHOUT_JSON = {
+    "launch": "what it prints is the script's; --events writes lines of JSON",
+    "completion": "prints a script for a shell",
+    "report": "writes a page; `log` has the same as JSON",
+}
+
+
+def test_every_command_that_says_something_has_json() -> None:
+    (commands,) = (action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
+    with_json = {name for name, parser in commands.items() if "--json" in parser.format_help()}
+    assert with_json | WITHOUT_JSON.keys() == COMMANDS.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from hetu_fx.batches.packing import IGNORED
+from hetu_fx.demo import demo
 from hetu_fx.demo.data import (
     PAD,
     START,
@@ -26,6 +28,7 @@ from hetu_fx.demo.demo import MARK, make_room
 from hetu_fx.demo.devices import changes
 from hetu_fx.demo.record import RunRecord, StepRecord, Throughput, steady, throughput
 from hetu_fx.demo.report import (
+    Comparison,
     Loaded,
     Reference,
     around_the_change,
@@ -237,3 +240,17 @@ def test_only_a_folder_of_the_demo_is_replaced(tmp_path: Path) -> None:
     (other / "thesis.txt").write_text("precious")
     with pytest.raises(EnvironmentProblem, match="is not a demo's; choose another with --output"):
         make_room(other)
+
+
+@pytest.mark.parametrize(("difference", "status"), [(1e-9, 0), (1.0, 1)])
+def test_with_json_stdout_has_the_outcome_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], difference: float, status: int
+) -> None:
+    outcome = Comparison(difference, 10.0, 8.0, 6.0, 3.0), Loaded(same_weights=True, held_out_loss=2.5)
+    monkeypatch.setattr(demo, "_run_ranks", lambda *args, **kwargs: print("a step") or 0)
+    monkeypatch.setattr(demo, "_conclude", lambda *args: outcome)
+    assert demo.run_demo(tmp_path / "demo", as_json=True) == status
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert (told["status"], told["difference"], told["same_weights"]) == (status, difference, True)
+    assert "a step" in printed.err

@@ -158,14 +158,14 @@ def levels_ring_cost(
     return inside + max(levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
 
 
-def useful_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
+def _useful_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return those tiers by which a collective of `ranks` can go in levels, from inside out."""
     return tuple(tier for tier in topology.tiers(ranks) if spans(tier))
 
 
 def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return the tiers by which a large collective is cheapest in levels: one, all, or none that there are."""
-    tiers = useful_tiers(ranks, topology)
+    tiers = _useful_tiers(ranks, topology)
     if len(tiers) < 2:
         return tiers
     return min([*((tier,) for tier in tiers), tiers], key=lambda one: levels_ring_cost(_MANY, ranks, one, topology))
@@ -186,7 +186,7 @@ def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolog
     if (seen := topology.turn_seconds(num_bytes, ranks)) is not None:
         return seen
     flat = ring_cost(num_bytes, ranks, topology)
-    if not useful_tiers(ranks, topology):
+    if not _useful_tiers(ranks, topology):
         return flat
     return min(flat, two_level_ring_cost(num_bytes, ranks, topology))
 

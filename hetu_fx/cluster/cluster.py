@@ -7,15 +7,15 @@ for devices that are not there. It needs no process group and no torch unless it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from hetu_fx.base.documents import table_text
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Collective, Device, Link, OutsideLink
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
+from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import seen_turn, timed_by_group
 from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, Level, Nics, Topology, ports_of
 from hetu_fx.comm_ops.plans.cost import End
@@ -235,40 +235,10 @@ class Cluster(Document):
         return replace(self, devices=tuple(d for d in self.devices if d.rank not in ranks))
 
     def __str__(self) -> str:
-        columns = {name: list(map(text, self.devices)) for name, text in _COLUMNS.items()}
-        told = {name: column for name, column in columns.items() if any(column)}
-        rows = list(zip(*told.values(), strict=True))
-        links = [f"{name} {_link_text(link)}" for name, link in self._named_links()]
-        return "\n".join([table_text(list(told), rows), f"links: {'; '.join(links)}", *self._estimates()])
-
-    def _named_links(self) -> list[tuple[str, Link]]:
-        """Return what the table says of links: each level, and the ports of a node."""
-        if not self.levels:
-            return [("intra", self.intra), ("inter", self.inter)]
-        return [(f"{level.within}{f' (per {level.per})' if level.per else ''}", level.link) for level in self.levels]
-
-    def _estimates(self) -> list[str]:
-        """Say which devices' figures nobody measured or gave."""
-        ranks = [device.rank for device in self.devices if device.source == "estimate"]
-        return [f"estimates from public figures of their kinds: devices {ranks}"] if ranks else []
-
-
-_COLUMNS: Mapping[str, Callable[[Device], str]] = {
-    "device": lambda device: str(device.rank),
-    "kind": lambda device: device.kind,
-    "node": lambda device: device.node,
-    "GFLOP/s": lambda device: f"{device.flops_per_second / 1e9:.4g}",
-    "rate": lambda device: f"{device.rate:.3g}",
-    "memory MB": lambda device: f"{device.memory_bytes / 1e6:.4g}",
-    "meeting ms": lambda device: f"{device.meeting_now * 1e3:.3g}",
-    "step ms": lambda device: f"{device.step_now * 1e3:.3g}" if device.step_seconds else "",
-    "MB/s": lambda device: f"{device.bytes_per_second / 1e6:.4g}" if device.bytes_per_second is not None else "",
-}
-"""The table of a cluster; a column where nobody has measured anything, or links set all limits, is left out."""
-
-
-def _link_text(link: Link) -> str:
-    return f"{link.bytes_per_second / 1e6:.4g} MB/s, {link.latency_seconds * 1e6:.3g} us"
+        links = level_links(self.levels) if self.levels else {"intra": self.intra, "inter": self.inter}
+        if self.nics is not None:
+            links[f"{self.nics.per_node} ports a node, each"] = Link(self.nics.bytes_per_second)
+        return cluster_text(self.devices, links)
 
 
 def _paces_by_kind(paces: Sequence[Pace]) -> dict[str, tuple[Pace, ...]]:

@@ -39,7 +39,7 @@ def timed_by_group(
     return found
 
 
-def group_of(ranks: Sequence[int], cluster: _Cluster) -> Group:
+def _group_of(ranks: Sequence[int], cluster: _Cluster) -> Group:
     """Return what a group is like; its kind is told where all its devices are alike."""
     devices = [cluster.device(rank) for rank in ranks]
     alike = {(device.kind, device.flops_per_second) for device in devices}
@@ -51,6 +51,6 @@ def seen_turn(
     timed: Mapping[Group, Sequence[Collective]], num_bytes: float, ranks: Sequence[int], cluster: _Cluster
 ) -> float | None:
     """Return the mean seconds of a turn, of gathers, reduce-scatters and half all-reduces; None without any."""
-    kind, size, nodes = group_of(ranks, cluster)
+    kind, size, nodes = _group_of(ranks, cluster)
     known = timed.get((kind, size, nodes)) or timed.get(("", size, nodes))
     return fmean(one.seconds(num_bytes) / _TURNS[one.name] for one in known) if known else None

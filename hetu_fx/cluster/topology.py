@@ -66,7 +66,7 @@ LEVEL = record(Level, ClusterError, latency_seconds=Key(written="always"))
 NICS = record(Nics, ClusterError)
 
 
-def check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
+def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
     """Raise `ClusterError` for levels that are no way from devices to the whole cluster."""
     names = [level.within for level in levels]
     if len(set(names)) < len(names) or not all(names) or DEVICE_UNIT in names:
@@ -87,7 +87,7 @@ class Topology:
 
     def __init__(self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None) -> None:
         """Raises `ClusterError` for a device whose place does not fit the levels."""
-        check_levels(levels, nics)
+        _check_levels(levels, nics)
         self._levels, self._nics = tuple(levels), nics
         self._names = [level.within for level in levels]
         self._node = self._names.index(NODE)

@@ -141,7 +141,7 @@ RING_TURNS: Mapping[Cost, int] = {no_cost: 0, ring_cost: 1, all_reduce_cost: 2}
 """How often the data of an op that costs so much goes around the ring of its ranks."""
 
 
-def levels_ring_cost(
+def _levels_ring_cost(
     num_bytes: float, ranks: Sequence[int], tiers: Sequence[Sequence[int]], topology: Topology, lanes: int = 1
 ) -> float:
     """Price an all-gather or reduce-scatter inside units and across them, and so on at each of some tiers.
@@ -155,7 +155,7 @@ def levels_ring_cost(
     size, together = num_bytes / len(across), lanes * len(across)
     outer = [tiers_of(tiers[1:], ranks, lane) for lane in across]
     pairs = zip(across, outer, strict=True)
-    return inside + max(levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
+    return inside + max(_levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
 
 
 def _useful_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
@@ -168,12 +168,12 @@ def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int,
     tiers = _useful_tiers(ranks, topology)
     if len(tiers) < 2:
         return tiers
-    return min([*((tier,) for tier in tiers), tiers], key=lambda one: levels_ring_cost(_MANY, ranks, one, topology))
+    return min([*((tier,) for tier in tiers), tiers], key=lambda one: _levels_ring_cost(_MANY, ranks, one, topology))
 
 
 def two_level_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
     """Price an all-gather or reduce-scatter in levels, by the tiers that are cheapest."""
-    return levels_ring_cost(num_bytes, ranks, cheapest_tiers(ranks, topology), topology)
+    return _levels_ring_cost(num_bytes, ranks, cheapest_tiers(ranks, topology), topology)
 
 
 def two_level_all_reduce_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:

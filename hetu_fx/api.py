@@ -49,6 +49,7 @@ def auto_parallelize(
     warm: bool = False,
     idle_bytes: int = IDLE_BYTES,
     homes_follow: bool = True,
+    health: Mapping[str, float] | None = None,
     wait_seconds: float | None = None,
 ) -> M:
     """Make `model` run in parallel on all processes of the job, and return the same object.
@@ -79,6 +80,9 @@ def auto_parallelize(
             is more is evicted, what was used longest ago first, and made again when it is needed.
         homes_follow: where devices become slow, or recover, and another plan takes over, the parameters and the
             optimizer's state change their owners too if that pays; `optimizer` must be known. False: they stay.
+        health: when a device counts as slow: `threshold` (0.25: from a quarter slower than normal), `hysteresis` (0.1:
+            so far below it that counts as healthy again), `window` (5 steps that a rate is the median of), `patience`
+            (2 steps that a shift must last), and others of `hetu_fx.switching.adapt.health.HealthTracker`.
         wait_seconds: how long a process waits in a call for another one that is elsewhere: in the script's own code, in
             another call, or gone. After that all raise a DivergedError that says where each of them is. One that is at
             work inside hetu_fx (it captures, compiles, computes) is waited for. None: HETU_FX_WAIT_SECONDS in the
@@ -105,7 +109,13 @@ def auto_parallelize(
         raise BatchError(f"data={data!r} is not known; use 'per_rank' or 'global'")
     shared = data == "global"
     settings = Settings(
-        shared, outputs, seed, idle_bytes=idle_bytes, homes_follow=homes_follow, wait_seconds=patience(wait_seconds)
+        shared,
+        outputs,
+        seed,
+        idle_bytes=idle_bytes,
+        homes_follow=homes_follow,
+        wait_seconds=patience(wait_seconds),
+        health=dict(health or {}),
     )
     preparation = Preparation(
         model, batch, plan, cluster, optimizer, loss_fn, settings, process_group, capture, compile

@@ -92,7 +92,8 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
     runtime = Runtime(wanted.model, table, execution, homes, replace(wanted.settings, seed=seed))
     for index, plan in enumerate(priced):
         runtime.add_variant(plan, plan.name or f"variant{index}")
-    adaptation = Adaptation(runtime, costs, cluster, planner, calibrates=wanted.cluster is None)
+    health = wanted.settings.health
+    adaptation = Adaptation(runtime, costs, cluster, planner, health=health, calibrates=wanted.cluster is None)
     if wanted.plan == "auto":
         adaptation.plans[Conditions()] = priced[0]
     if cluster is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from hetu_fx.comm_ops.wire.common_path import WAIT_SECONDS
 from hetu_fx.errors import StateError
@@ -22,6 +23,7 @@ class Settings:
         idle_bytes: what variants that do not run may keep on a rank.
         homes_follow: parameters' homes follow plans that are made for the devices' rates.
         wait_seconds: for which a rank waits for one that is elsewhere.
+        health: by which a device counts as slow, and as healthy again: `threshold`, `hysteresis`, `window` and others.
     """
 
     shared: bool
@@ -30,6 +32,7 @@ class Settings:
     idle_bytes: int = IDLE_BYTES
     homes_follow: bool = True
     wait_seconds: float = WAIT_SECONDS
+    health: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.idle_bytes < 0:

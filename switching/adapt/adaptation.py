@@ -64,6 +64,7 @@ class Adaptation:
         costs: of the program, for the work that each device has.
         cluster: the devices as measured at the start; None if they were not, then plans are never replaced.
         planner: makes a plan of a given name for a cluster; asked on rank 0 only.
+        health: when a device counts as slow, and as healthy again; see `HealthTracker`, which has what is left out.
         calibrates: the cluster's speeds are a first guess, which the first steps are to correct; not so where the
             user has said what the devices are.
     """
@@ -75,10 +76,11 @@ class Adaptation:
         cluster: Cluster | None,
         planner: Planner,
         *,
+        health: Mapping[str, float] | None = None,
         calibrates: bool = False,
     ) -> None:
         self.runtime, self.costs, self.cluster = runtime, costs, cluster
-        self.tracker, self.plans = HealthTracker(), dict[Conditions, Plan]()
+        self.tracker, self.plans = HealthTracker.of(health or {}), dict[Conditions, Plan]()
         self._calibrates = calibrates
         self.changes: list[Replanned] = []
         self.replanning = Replanning(runtime.table, planner, runtime.variants)

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean, median
+from typing import Any
 
+from hetu_fx.base.documents import nearest
 from hetu_fx.errors import StateError
 
 HEALTHY = 1.0
@@ -78,6 +80,24 @@ class HealthTracker:
     gap: float = 0.05
     _devices: dict[int, _Device] = field(default_factory=dict)
     _is_new: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, float]) -> HealthTracker:
+        """Return a tracker with what a user gives; `lasting` and `settling` are long enough for a given window.
+
+        Raises `StateError` for what it does not know or cannot be.
+        """
+        usual = cls()
+        known = {one.name: getattr(usual, one.name) for one in fields(cls) if not one.name.startswith("_")}
+        for name, value in given.items():
+            if name not in known:
+                raise StateError(f"health has {name!r}{nearest(name, tuple(known))}")
+            if isinstance(known[name], int) and value != int(value):
+                raise StateError(f"health has {name} {value}; give a whole number of steps")
+        own: dict[str, Any] = {n: type(known[n])(value) for n, value in given.items()}
+        window = own.get("window", usual.window)
+        least = {name: max(window, known[name]) for name in ("lasting", "settling")}
+        return cls(**(least | own))
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.patience < 1:

@@ -250,3 +250,16 @@ def test_settings_that_cannot_be_are_refused() -> None:
         HealthTracker(lasting=4)
     with pytest.raises(StateError, match=r"hysteresis is 0\.5, threshold 0\.2"):
         HealthTracker(hysteresis=0.5)
+
+
+def test_a_user_says_when_a_device_counts_as_slow() -> None:
+    assert HealthTracker.of({}) == HealthTracker()
+    calm = HealthTracker.of({"threshold": 1.0, "hysteresis": 0.5, "window": 20})
+    assert (calm.threshold, calm.hysteresis, calm.window, calm.lasting, calm.settling) == (1.0, 0.5, 20, 20, 30)
+    for wrong, message in (
+        ({"treshold": 0.2}, "health has 'treshold'.*threshold"),
+        ({"window": 2.5}, "health has window 2.5; give a whole number"),
+        ({"threshold": 0.1, "hysteresis": 0.2}, "give 0 <= hysteresis <= threshold"),
+    ):
+        with pytest.raises(StateError, match=message):
+            HealthTracker.of(wrong)

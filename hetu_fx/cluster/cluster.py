@@ -158,8 +158,7 @@ class Cluster(Document):
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks, as far as both use it."""
-        one, other = self.device(a), self.device(b)
-        return self._topology.link(a, b).between(one, other)
+        return self._topology.link(self.device(a).rank, self.device(b).rank)
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message between two ranks shares with those of others: ports, and links of nodes and racks."""

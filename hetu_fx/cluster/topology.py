@@ -91,6 +91,9 @@ class Topology:
         self._levels, self._nics = tuple(levels), nics
         self._names = [level.within for level in levels]
         self._node = self._names.index(NODE)
+        # Rings of a thousand devices are priced again and again.
+        self._known_links: dict[tuple[int, int], Link] = {}
+        self._known_ends: dict[tuple[int, int], tuple[End, ...]] = {}
         self._ports = {} if nics is None else ports_of(devices, nics)
         self._devices = {device.rank: device for device in devices}
         self._units = {device.rank: self._units_of(device) for device in devices}
@@ -127,7 +130,12 @@ class Topology:
                 raise ClusterError(f"node {device.node!r} stands in {others[0]} and in {others[1]}; give it one place")
 
     def link(self, a: int, b: int) -> Link:
-        """Return what two devices that meet send each other, whatever these can do."""
+        """Return the link between two devices that meet, as far as both use it."""
+        if (a, b) not in self._known_links:
+            self._known_links[a, b] = self._link(a, b).between(self._devices[a], self._devices[b])
+        return self._known_links[a, b]
+
+    def _link(self, a: int, b: int) -> Link:
         index = self._meeting(a, b)
         link = self._levels[index].link
         if self._nics is None or index <= self._node or link.bytes_per_second <= self._nics.bytes_per_second:
@@ -136,8 +144,10 @@ class Topology:
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message from `a` to `b` shares with those of other devices."""
-        index = self._meeting(a, b)
-        return tuple(end for way, rank in (("out", a), ("in", b)) for end in self._ends(way, rank, index, (a, b)))
+        if (a, b) not in self._known_ends:
+            index, ways = self._meeting(a, b), (("out", a), ("in", b))
+            self._known_ends[a, b] = tuple(end for way, rank in ways for end in self._ends(way, rank, index, (a, b)))
+        return self._known_ends[a, b]
 
     def _ends(self, way: str, rank: int, index: int, pair: tuple[int, int]) -> Iterator[End]:
         for crossed, level in enumerate(self._levels[: index + 1]):
@@ -148,10 +158,7 @@ class Topology:
             port = PORT, self._devices[rank].node, self._ports[rank]
             yield End((way, port), self._nics.bytes_per_second, self._members[port])
         elif index > self._node and not self._levels[index].per:
-            yield End((way, self._units[rank][self._node]), self._carried(*pair), frozenset())
-
-    def _carried(self, a: int, b: int) -> float:
-        return self.link(a, b).between(self._devices[a], self._devices[b]).bytes_per_second
+            yield End((way, self._units[rank][self._node]), self.link(*pair).bytes_per_second, frozenset())
 
     def _meeting(self, a: int, b: int) -> int:
         """Return the number of the level at which two devices meet."""

@@ -25,7 +25,7 @@ EVERY = 4  # of how many scripts one is selected; python -m tests.scripts runs a
 Crews = Callable[[str], Crew]
 
 
-OF_TABLES = {"Trainer: settings of batches": "tp2", "Lightning: a module that returns its loss": "pp2"}
+OF_TABLES = {"Trainer: label smoothing": "tp2", "Lightning: a module that returns its loss": "pp2"}
 """Those of areas with a table of their own, and the setting of each."""
 
 

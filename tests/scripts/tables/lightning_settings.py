@@ -122,8 +122,8 @@ def _(job: Job) -> Results:
 def _(job: Job) -> Results:
     from lightning.pytorch.tuner import Tuner
 
-    model, made = _module(), _trainer(job)
-    options = {"num_training": 18, "update_attr": True, "attr_name": "rate", "early_stop_threshold": None}
+    model, made = _module(), _trainer(job, max_epochs=1)
+    options = {"num_training": 8, "update_attr": True, "attr_name": "rate", "early_stop_threshold": None}
     found = Tuner(made).lr_find(model, _loader(job), **options)
     tried = {"rates": found.results["lr"], "smoothed": found.results["loss"], "rate": float(model.rate)}
     made.fit(model, _loader(job), _loader(job))

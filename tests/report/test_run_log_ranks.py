@@ -1,0 +1,77 @@
+"""The log of a run of several processes: the loss of all rows, and the memory of each process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hetu_fx
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.report.page.page import SECTIONS, report_json
+from hetu_fx.report.read import read_log
+
+WORLD, STEPS = 2, 4
+PLANS = (Plan.data_parallel([0, 1], [3, 1]), Plan((Pipeline((Stage((0,)), Stage((1,))), micro_batches=2),)))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.square().mean()
+
+
+def run(rank: int, plan: Plan, file: Path, *, logs: bool) -> list[float]:
+    """Train a tower; return the losses that the script was given."""
+    torch.manual_seed(3)
+    model: Any = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(STEPS, 8, 8)
+    cluster = Cluster.on_paper([3e9, 1e9])
+    hetu_fx.auto_parallelize(model, (x[0],), plan=plan, cluster=cluster, optimizer=optimizer, data="global")
+    log = model.hetu.log(file) if logs else None
+    losses = []
+    for rows in x:
+        loss = model(rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    if log is not None:
+        log.close()
+    return [loss.item() for loss in losses]
+
+
+def check_losses_and_the_memory_of_all_are_in_the_log(rank: int, world: int, folder: Path) -> None:
+    for number, plan in enumerate(PLANS):
+        file = folder / f"{number}.jsonl"
+        losses = run(rank, plan, file, logs=True)
+        if rank == 0:
+            told = report_json(read_log(file))
+            assert [entry["loss"] for entry in told["losses"]] == losses
+            assert all(count > 1e8 for count in told["memory"]["peak_bytes"])
+            assert all(told[key] for key in SECTIONS if key != "changes")
+
+
+def check_a_process_that_does_not_log_is_waited_for_by_none(rank: int, world: int, folder: Path) -> None:
+    file = folder / "alone.jsonl"
+    run(rank, PLANS[0], file, logs=rank == 0)
+    if rank == 0:
+        peaks = report_json(read_log(file))["memory"]["peak_bytes"]
+        assert (peaks[0] > 1e8, peaks[1]) == (True, 0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", [name for name in globals() if name.startswith("check_")])
+def test_on_two_ranks(name: str, gloo_checks: Any) -> None:
+    failures = [report for report in gloo_checks(__file__, WORLD, 120)[name] if report]
+    assert not failures, "\n".join(failures)

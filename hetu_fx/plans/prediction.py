@@ -96,7 +96,7 @@ class Prediction:
     def _formula(self) -> str:
         if self.formula_seconds is None:
             return ""
-        return f", simulated; {seconds_text(self.formula_seconds)} if nothing overlapped"
+        return f", simulated; {seconds_text(self.formula_seconds)} by the closed form"
 
     def _runner_up_time(self) -> str:
         """Say how long the runner-up takes, and by how much that is more."""

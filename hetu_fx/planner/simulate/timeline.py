@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 from hetu_fx.base.documents import write_atomically
@@ -155,7 +156,16 @@ class Timeline:
 
     def write_png(self, path: str | os.PathLike[str]) -> None:
         """Draw the timeline, a row per device. Raises `EnvironmentProblem` without matplotlib."""
-        _draw(self, path)
+        _draw(self, os.fspath(path))
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the picture for notebooks, which show the text where there is none."""
+        drawn = BytesIO()
+        try:
+            _draw(self, drawn)
+        except EnvironmentProblem:
+            return None
+        return drawn.getvalue()
 
     def __str__(self) -> str:
         rows = [f"device {d}: busy {self.busy_seconds(d) * 1e3:.3g} ms" for d in self.devices]
@@ -185,12 +195,12 @@ def _chrome_values(counter: Counter, start: float) -> list[dict[str, Any]]:
     ]
 
 
-def _draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+def _draw(timeline: Timeline, target: str | BytesIO) -> None:
     try:
         from matplotlib.figure import Figure  # no pyplot: its global state and window system are not wanted
     except ImportError as problem:
         raise EnvironmentProblem(
-            f"cannot draw {os.fspath(path)}: matplotlib is not installed; pip install 'hetu-fx[ui]', "
+            f"cannot draw {target}: matplotlib is not installed; pip install 'hetu-fx[ui]', "
             f"or write a Chrome trace with write_chrome"
         ) from problem
     devices = timeline.devices
@@ -205,7 +215,7 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     axes.set_xlabel("ms")
     axes.set_title(timeline.name)
     _add_legend(axes, {event.kind: COLORS.get(event.kind, OTHER) for event in timeline.events})
-    figure.savefig(os.fspath(path), format="png", dpi=120)
+    figure.savefig(target, format="png", dpi=120)
 
 
 def _add_legend(axes: Any, colors: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Look at the report and the site in a headless browser: `python -m tests.look [LOG ...] [--out FOLDER] [--site]`.
+"""Look at the report and the site in a headless browser: `python -m tests.docs.look [LOG ...] [--out FOLDER] [--site]`.
 
 Takes a picture of every page at both widths, and fails where one has an error on its console, or is wider than its
 window. Pages are shown in frames, so that a window may be narrower than the browser's least. Needs Chromium (`apt-get
@@ -25,7 +25,7 @@ from hetu_fx.report.page.page import html_page
 from hetu_fx.report.read import read_log
 from tests.report.logs import log
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WIDTHS = (1280, 390)
 HEIGHT = 3000
 SECONDS = 60

@@ -56,9 +56,9 @@ def plan(
         loss_fn: as for `auto_parallelize`.
         name: the plan's name.
         search: how to search, one of docs/planning.md; those that answer with one plan.
-        allow, forbid: names of what plans may do besides, and of what they must not do: "data_parallel",
-            "tensor_parallel", "pipeline", "context", "sequence_parallel", "recompute", "zero", "whole_states",
-            "uneven".
+        allow: names of what plans may do besides: "data_parallel", "tensor_parallel", "pipeline", "context",
+            "sequence_parallel", "recompute", "zero", "whole_states", "uneven".
+        forbid: names, of the same, of what they must not do.
         zero: 0 keeps optimizer states whole on each replica, 1 spreads them over the replicas; None: as is faster.
         seconds: give the best plan so far when the search takes longer, with a bound that no plan is below.
         optimizer: what keeps states beside the parameters: an optimizer, a name such as "sgd_momentum", or a

@@ -59,7 +59,7 @@ lint: setup
 	@$(BIN)/mypy
 
 docs: setup
-	@$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	@$(BIN)/mkdocs build --strict --site-dir build/site
 
 demo: setup
 	@$(BIN)/hetu-fx demo

@@ -37,7 +37,7 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "start" / "index.html").is_file()

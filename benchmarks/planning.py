@@ -38,7 +38,7 @@ from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
 
 QUICK_DEVICES = 8
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 TWICE_SECONDS = 3.0
 NARROW_BAR = 5.0  # seconds for 8 devices and a decoder of GPT-2's width
 STRAGGLER_BARS = {"7B, 64 A800, 3 straggle": 2.0, "7B, 1024 A800, 3 straggle": 60.0}  # seconds of the Malleus search

@@ -46,9 +46,22 @@ class Case:
         return Plan(tuple(pipelines)) if pipelines else None
 
 
-def llama(layers: int, hidden: int, feed_forward: int, rows: int, units: int = 8, length: int = LENGTH) -> Profile:
-    """Return what a decoder of so many layers costs in bf16, counted by hand: weights, attention, what is kept."""
-    weights = hidden * (2.25 * hidden + 3 * feed_forward)
+def llama(
+    layers: int,
+    hidden: int,
+    feed_forward: int,
+    rows: int,
+    units: int = 8,
+    length: int = LENGTH,
+    vocabulary: int = 32000,
+    width: int = 0,
+) -> Profile:
+    """Return what a decoder of so many layers costs in bf16, counted by hand: weights, attention, what is kept.
+
+    `units` are its key-value heads, `width` is what they are wide together (an eighth of `hidden` if left out).
+    """
+    width = width or hidden // 8
+    weights = hidden * (2 * hidden + 2 * width + 3 * feed_forward)
     flops = 2 * length * weights + 2 * length * length * hidden
     row, kept = 2 * length * hidden, length * (16 * hidden + 8 * feed_forward)
     block = PartCosts(
@@ -65,13 +78,21 @@ def llama(layers: int, hidden: int, feed_forward: int, rows: int, units: int = 8
         returned_bytes=2.0 * row,
         num_returns=2,
         num_ops=40,
+        sequence_traffic_bytes=5.0 * row,
+        sequence_activation_bytes=0.25 * kept,
+        gathered_bytes=4.0 * length * width,
+        num_gathers=2,
     )
-    table = 2.0 * 32000 * hidden
-    head = 2.0 * length * 32000 * hidden
-    before = PartCosts(traffic_bytes=row, parameter_bytes=table, num_ops=3)
-    after = PartCosts(head, activation_bytes=4.0 * length * 32000, parameter_bytes=table, num_ops=8)
+    table = 2.0 * vocabulary * hidden
+    head = 2.0 * length * vocabulary * hidden
+    before = PartCosts(traffic_bytes=row, parameter_bytes=table, split_parameter_bytes=table, num_ops=3)
+    logits = 4.0 * length * vocabulary
+    after = PartCosts(
+        head, head, 0.0, 0.0, logits, logits, parameter_bytes=table, split_parameter_bytes=table, num_ops=8
+    )
     boundaries = (float(row),) * (layers - 1)
-    return Profile(ProgramCosts(rows, before, (block,) * layers, after, boundaries, units), length)
+    costs = ProgramCosts(rows, before, (block,) * layers, after, boundaries, units, sequence_units=length)
+    return Profile(costs, length)
 
 
 def small(rows: int) -> Profile:
@@ -96,7 +117,7 @@ def cluster(
 
 def cases(most: int) -> Iterator[Case]:
     """Yield the cases of up to so many devices."""
-    for case in (*_narrow(), *_published(), *_stragglers(), *_kinds()):
+    for case in (*_narrow(), *_long(), *_published(), *_stragglers(), *_kinds()):
         if len(case.cluster.devices) <= most:
             yield case
 
@@ -107,6 +128,14 @@ def _narrow() -> Iterator[Case]:
         for per_node, name in ((8, "8"), (4, "2 x 4")):
             profile = llama(layers, 768, 2048, 16, units=12, length=1024)
             yield Case(f"width 768, {layers} layers, {name} A100", cluster({"A100-80G": 8}, None, per_node), profile)
+
+
+def _long() -> Iterator[Case]:
+    """Yield what fits only where sequences are shared: one row of 2^20 tokens, and 405B parameters with rows of 8k."""
+    of_7b = llama(32, 4096, 11008, 1, units=32, length=1 << 20, width=4096)
+    of_405b = llama(126, 16384, 53248, 2048, length=8192, vocabulary=128256, width=1024)
+    yield Case("7B, one row of 1M tokens, 16 A100", cluster({"A100-80G": 16}), of_7b)
+    yield Case("405B, rows of 8k tokens, 1024 H100", cluster({"H100-80G": 1024}), of_405b)
 
 
 def _published() -> Iterator[Case]:

@@ -5,7 +5,7 @@ Pure data: each pipeline has its own number of stages and micro-batches; pipelin
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,6 +79,26 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
         for other in later:
             wanted = called[other][places[other][action]]
             found[action, other] = max(number + 1, bisect_right(called[stage], wanted) - 1)
+    return found
+
+
+@lru_cache(maxsize=512)
+def takings(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int], int]:
+    """Return for each action of a stage, and each stage that it may make something for, when that is known to be taken.
+
+    It is where something arrives that the receiver has made after it took it: the number of the stage's own action
+    that waits for the first such thing, or how many actions there are where nothing comes back.
+    """
+    found = {}
+    for phase, others in ((Phase.FORWARD, range(stage + 1, len(stages))), (Phase.BACKWARD, range(stage))):
+        own = [(number, action) for number, action in enumerate(stages[stage]) if action.phase is phase]
+        answers = [(number, action) for number, action in enumerate(stages[stage]) if action.phase is not phase]
+        for other in others:
+            at = {action: number for number, action in enumerate(stages[other])}
+            made = [at[action] for _, action in answers]
+            for _, action in own:
+                first = bisect_left(made, at[action])
+                found[action, other] = answers[first][0] if first < len(answers) else len(stages[stage])
     return found
 
 

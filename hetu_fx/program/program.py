@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from hetu_fx.base.once import once
 from hetu_fx.base.torch_private import tree_leaves
 from hetu_fx.deduction.factors.factors import FactorMap
-from hetu_fx.errors import BatchError, DeductionError
+from hetu_fx.errors import BatchError, DeductionError, PlanError
 from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, Leaf, LeafKind, OutputKind
 from hetu_fx.plans.plan import Plan
@@ -94,6 +94,16 @@ class Program:
             for node in self.graph.graph.nodes
         )
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+    @cached_property
+    def sequence_units(self) -> int:
+        """Return by how many devices a sequence of the example can be shared at most, 1 where it cannot be."""
+        try:
+            annotated = Annotate(Plan.context_parallel((0, 1)), wants_values=False)(self.analysed)
+            Deduce()(annotated)
+        except (PlanError, DeductionError):
+            return 1
+        return max((factor.size or factor.hint for factor in annotated.sequence), default=1)
 
     @cached_property
     def loss_name(self) -> str:

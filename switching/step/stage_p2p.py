@@ -3,7 +3,8 @@
 What an action has made leaves in one call with what a later action needs (`plans.schedule.departures`): NCCL carries
 out a rank's calls one after another, and in 1F1B neighbours have something for each other at the same time, so that
 each would wait in a call that only sends. Only what arrives is waited for: gloo's send ends when its receive is posted,
-which a busy neighbour does late.
+which a busy neighbour does late. A message is kept until something has come back that the receiver made after it took
+it, so that a stage holds those of the micro-batches that it has in flight, and one more, of however many.
 
 Where the later stage stands on another node and several of its ranks want the same, each gets a share over the link
 between the nodes and passes it on inside its own (H2's slice-send then gather), if that is cheaper on the links.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -23,7 +25,7 @@ from hetu_fx.comm_ops.plans.bsr_plan import BsrPlan, TensorMove, plan_on_links
 from hetu_fx.comm_ops.wire.bsr_run import exchange, prepare, unpack
 from hetu_fx.comm_ops.wire.groups import GroupTable, guarded
 from hetu_fx.comm_ops.wire.p2p import Message, Posted, Tag, post
-from hetu_fx.plans.schedule import Order, departures
+from hetu_fx.plans.schedule import Action, Order, Phase, departures, takings
 from hetu_fx.program.program import Bindings, evaluate
 from hetu_fx.transforms.specialize.device_graph import Handover
 
@@ -54,9 +56,10 @@ class StageP2P:
     def start(self, orders: tuple[Order, ...]) -> None:
         """Begin a step in which the stages of the pipeline run these actions, each in its order."""
         self._order, self._departures = orders[self._stage], departures(orders, self._stage)
+        self._takings = takings(orders, self._stage)
         self._calls = 0
-        self._ready: list[tuple[int, Mapping[int, Tensor]]] = []
-        self._in_flight: list[tuple[list[int], Posted]] = []
+        self._ready: list[_Leaving] = []
+        self._in_flight: list[tuple[int, list[int], Posted]] = []
 
     def receive(self, bindings: Bindings) -> dict[str, Tensor]:
         """Begin a forward: return this rank's pieces of the values from earlier stages, by name."""
@@ -81,14 +84,28 @@ class StageP2P:
     def finish(self) -> None:
         """End a step: send what is left, and wait until everything has been taken."""
         self._post(())
-        for peers, posted in self._in_flight:
-            with self._guarded(peers):
-                posted.leave()
+        self._let_go(len(self._order))
+
+    def _let_go(self, number: int) -> None:
+        """Forget what has been taken by the time that the arrivals of an action, by number, are there."""
+        for taken, peers, posted in self._in_flight:
+            if taken <= number:
+                with self._guarded(peers):
+                    posted.leave()
+        self._in_flight = [one for one in self._in_flight if one[0] > number]
 
     def _pack(self, channels: Sequence[Channel], values: Mapping[str, Tensor], bindings: Bindings) -> None:
         action = self._order[self._calls - 1]
         for channel in channels:
-            self._ready.append((self._departures[action, channel.receiver], channel.pack(values, bindings)))
+            key = action, channel.receiver
+            messages = channel.pack(values, bindings)
+            self._ready.append(_Leaving(self._departures[key], self._taken(action, channel), messages))
+
+    def _taken(self, action: Action, channel: Channel) -> int:
+        """Return the number of the own action before which something arrives that was made after this was taken."""
+        answers = self._values_in if action.phase is Phase.BACKWARD else self._cotangents_in
+        does_answer = any(other.sender == channel.receiver and other.handovers for other in answers)
+        return self._takings[action, channel.receiver] if does_answer else len(self._order)
 
     def _swap(self, channels: Sequence[Channel], bindings: Bindings) -> Iterator[tuple[Handover, Tensor]]:
         rooms = [channel.room(bindings) for channel in channels]
@@ -98,19 +115,30 @@ class StageP2P:
 
     def _post(self, rooms: Sequence[Mapping[int, Tensor]]) -> None:
         """Make the next call, and wait until all is there that arrives with it."""
-        leaving = [messages for call, messages in self._ready if call <= self._calls]
-        self._ready = [(call, messages) for call, messages in self._ready if call > self._calls]
+        number = self._calls
+        leaving = [one for one in self._ready if one.call <= number]
+        self._ready = [one for one in self._ready if one.call > number]
         self._calls += 1
-        receives, sends = _messages(rooms), _messages(leaving)
+        receives, sends = _messages(rooms), _messages([one.messages for one in leaving])
         if receives or sends:
             peers = sorted({peer for peer, _, _ in (*receives, *sends)})
             with self._guarded(peers):
                 posted = post(receives, sends, self._table)
-                self._in_flight.append((peers, posted))
+                self._in_flight.append((max((one.taken for one in leaving), default=number), peers, posted))
                 posted.arrive()
+        self._let_go(number)
 
     def _guarded(self, peers: Sequence[int]) -> AbstractContextManager[None]:
         return guarded("hand-over between stages", [self._table.rank, *peers], self._table)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Messages by receiver, the call that they leave with, and the action at whose start they are known to be taken."""
+
+    call: int
+    taken: int
+    messages: Mapping[int, Tensor]
 
 
 class Channel:
@@ -118,7 +146,8 @@ class Channel:
 
     def __init__(self, handovers: Sequence[Handover], table: GroupTable, device: torch.device, *, back: bool) -> None:
         self.handovers = tuple(h for h in handovers if h.value.differentiable) if back else tuple(handovers)
-        self.receiver = (handovers[0].source if back else handovers[0].target)[1]
+        ends = handovers[0].source[1], handovers[0].target[1]
+        self.sender, self.receiver = reversed(ends) if back else ends
         self._table, self._device, self._back = table, device, back
         self._like = [torch.empty(0, dtype=handover.value.dtype, device=device) for handover in self.handovers]
         self._nothing = [None] * len(self.handovers)

@@ -188,10 +188,9 @@ def test_the_sequence_is_shared_where_memory_asks_for_it() -> None:
     # one row alone keeps more than a device has, unless a group shares the sequence
     part = PartCosts(flops=1e6, split_flops=1e6, activation_bytes=1000, sequence_activation_bytes=1000, num_ops=1)
     costs = ProgramCosts(2, PartCosts(), (part,), PartCosts(), units=2)
-    plan = make_plan(costs, paper(1, 1, memory_bytes=700), options=SHARING)
-    assert plan.sequence_parallel
+    assert make_plan(costs, paper(1, 1, memory_bytes=700)).sequence_parallel
     with pytest.raises(PlanError, match="no plan fits"):
-        make_plan(costs, paper(1, 1, memory_bytes=700))
+        make_plan(costs, paper(1, 1, memory_bytes=700), options=PlanOptions(sequence_parallel=False))
 
 
 def test_the_sequence_is_shared_where_that_is_faster_and_not_where_it_is_as_fast() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hetu_fx.planner.values.device_memory import in_flight
 from hetu_fx.plans.plan import Schedule
-from hetu_fx.plans.schedule import Action, Phase, actions, forwards
+from hetu_fx.plans.schedule import Action, Phase, actions, forwards, takings
 
 SCHEDULES = st.sampled_from(["1f1b", "gpipe"])
 
@@ -84,3 +84,31 @@ def test_one_forward_one_backward_starts_backwards_early() -> None:
 
 def test_an_evaluation_goes_forward_only() -> None:
     assert [(a.phase, a.micro_batch) for a in forwards(2)] == [(Phase.FORWARD, 0), (Phase.FORWARD, 1)]
+
+
+def test_what_was_sent_is_known_to_be_taken_when_something_comes_back_that_was_made_later() -> None:
+    orders = tuple(actions("1f1b", stage, 3, 6) for stage in range(3))
+    first, middle = takings(orders, 0), takings(orders, 1)
+    assert orders[0][first[Action(Phase.FORWARD, 3), 1]] == Action(Phase.BACKWARD, 2)
+    assert orders[1][middle[Action(Phase.BACKWARD, 1), 0]] == Action(Phase.FORWARD, 4)
+    assert middle[Action(Phase.BACKWARD, 5), 0] == len(orders[1])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_stage_holds_messages_of_the_micro_batches_in_flight_and_one_more(schedule: Schedule) -> None:
+    count, stages = 12, 4
+    orders = tuple(actions(schedule, stage, stages, count) for stage in range(stages))
+    for stage in range(stages):
+        made = {action: number for number, action in enumerate(orders[stage])}
+        taken = takings(orders, stage)
+        neighbours = {Phase.FORWARD: stage + 1, Phase.BACKWARD: stage - 1}
+        for phase, other in neighbours.items():
+            if 0 <= other < stages:
+                spans = [(made[a], taken[a, other]) for a in orders[stage] if a.phase is phase]
+                held = max(sum(start <= now < stop for start, stop in spans) for now in range(2 * count))
+                assert held <= min(count, (count if schedule == "gpipe" else stages - stage) + 1)
+
+
+def test_messages_of_an_evaluation_are_held_to_its_end() -> None:
+    orders = (forwards(3),) * 2
+    assert set(takings(orders, 0).values()) == {3}

@@ -97,7 +97,8 @@ def program_costs(
         program: its example batch gives the sequence length that the costs are for, where `sizes` says no other.
         rows: rows of a step over all replicas; None: as many as the example has.
         shares: what a tensor parallel group shares; None: what it would choose.
-        memory: find out what parts hold by running them without data, which takes a while; only planning needs it.
+        memory: find out what parts hold by running them without data, and whether a sequence can be shared, which takes
+            a while; only planning needs it.
         sizes: what the graph's symbols stand for, instead of the example's sizes; what parts hold is told for those
             alone.
     """
@@ -122,6 +123,7 @@ def program_costs(
         memory=profile.memory() if memory else None,
         tied=tuple(profile.tied),
         row_sums=RowSums(len(summed), float(sum(summed))),
+        sequence_units=program.sequence_units if memory else 1,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from hetu_fx.base.once import once_beside
@@ -93,11 +93,6 @@ class BlockRange:
     def _even_shard(self, zero: int, num_replicas: int) -> HeldShard:
         """Return what its device holds if states are spread evenly; it is the same for all schedules."""
         return self.shard(Homes.even(zero, num_replicas, self.group))
-
-    def recomputing(self, blocks: int) -> BlockRange:
-        """Return the same with so many blocks, its first ones, recomputed."""
-        stage = Stage(tuple(range(self.group)), recompute=blocks)
-        return replace(self, costs=self.costs.kept_by(stage, self.start))
 
     @once_beside(_place)
     def peak(self, rows: int, num_in_flight: int, micro_batches: int, homes: Homes) -> Terms:

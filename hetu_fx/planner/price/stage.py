@@ -58,10 +58,10 @@ def forward_lines(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 def compute_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, ...]:
     """Return (1) of each device of a stage that is no grid."""
-    return _device_lines(stage, (parts,) * len(stage.devices), cluster)
+    return device_lines(stage, (parts,) * len(stage.devices), cluster)
 
 
-def _device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
+def device_lines(stage: Stage, parts: Sequence[PartCosts], cluster: Cluster) -> tuple[Line, ...]:
     """Return (1) of each device of a stage, of the part that each has."""
     triples = zip(stage.devices, stage.work_shares, parts, strict=True)
     return tuple(_compute_line(cluster.device(rank), share, part, cluster) for rank, share, part in triples)
@@ -79,10 +79,10 @@ def _compute_line(device: Device, share: float, parts: PartCosts, cluster: Clust
 
 def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) of the forward and of the backward, of a stage that is no grid."""
-    return _round_lines(tuple(_rounds_of(stage, parts, (parts,))), cluster)
+    return round_lines(tuple(rounds_of(stage, parts, (parts,))), cluster)
 
 
-def _round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line]:
+def round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line]:
     """Return (2) and (2') of the forward and of the backward: of each kind the slowest group."""
     forward, backward = Line(), Line()
     for kind in dict.fromkeys(one.kind for one in rounds):
@@ -141,7 +141,7 @@ class Rounds:
         return cls(kind, ranks, parts.reduced_bytes * share, parts.returned_bytes * share, *counts)
 
 
-def _rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts]) -> Iterator[Rounds]:
+def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts]) -> Iterator[Rounds]:
     """Yield what goes round in a stage.
 
     Args:
@@ -286,14 +286,14 @@ def _stage_costs(
     positions = range(len(stage.devices))
     parts = tuple(costs.on(stage, i).stage(stops[index], stops[index + 1]) for i in positions)
     repeated = [costs.again(stage, stops[index], i) for i in positions]
-    again = forward_lines(_device_lines(stage, repeated, cluster))
-    compute = tuple(map(add, _device_lines(stage, parts, cluster), again))
+    again = forward_lines(device_lines(stage, repeated, cluster))
+    compute = tuple(map(add, device_lines(stage, parts, cluster), again))
     to_next = to_previous = Line()
     if index + 1 < len(pipeline.stages):
         size = costs.boundary(stops[index + 1])
         to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
     if index > 0:
         to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
-    rounds = tuple(_rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
-    sums, returns = _round_lines(rounds, cluster)
+    rounds = tuple(rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
+    sums, returns = round_lines(rounds, cluster)
     return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)

@@ -25,24 +25,32 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.estimates import Builder, rules_of
+from hetu_fx.planner.search.manners import Manner, by_speed, shared_between_products, shared_throughout
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica
-from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.plan import Attention, Pipeline, Plan
 
 MOST_DEVICES = 16
 """Runs of more devices are too many to go through."""
 
 MOST_SHARING = 16
 """Of the plans found, so many of the fastest with groups are also priced with the sequence shared."""
+
+FINEST_SHARE = 64
+"""Shares of a sequence are whole numbers of so many parts."""
+
+ATTENTIONS_TRIED: tuple[Attention, ...] = ("auto", "ring")
 
 _FASTER = 1e-4  # a plan counts as faster when it is by this share
 _STEP = 0.02  # how far the deadline is lowered when the plan found for it did not meet it
@@ -281,9 +289,49 @@ def best_segments(rows: Mapping[Segment, int], num_devices: int, num_replicas: i
 def _find(problem: Problem) -> Candidates:
     """Return the plans found with their seconds; where groups may share the sequence, also as they do."""
     found = _search(problem)
-    if not (problem.options.sequence_parallel and problem.options.tensor_parallel and problem.costs.has_sequence):
-        return found
-    return found | (_sharing(found, problem) if found else _fitting(problem))
+    if shared_between_products(problem, found):
+        found |= _sharing(found, problem) if found else _fitting(problem)
+    if shared_throughout(problem, found):
+        found |= dict(_in_context(problem))
+    return found
+
+
+def _in_context(problem: Problem) -> Iterator[tuple[Plan, float]]:
+    """Yield the plans that fit of one pipeline of runs of devices that share the sequence in proportion to speed.
+
+    Runs are stages: as many as there are blocks for, of groups of one size.
+    """
+    count, costs, options = len(problem.cluster.devices), problem.costs, problem.options
+    sizes = [size for size in range(1, count) if count % size == 0 and costs.units % size == 0]
+    most_stages = max(1, costs.num_blocks) if options.pipelines else 1
+    for order in orders(problem.cluster):
+        devices = [problem.cluster.device(rank) for rank in order]
+        for size, stages in itertools.product(sizes if options.tensor_parallel else [1], range(1, count + 1)):
+            each = count // stages
+            if stages <= most_stages and count % stages == 0 and each % size == 0 and each > size:
+                yield from _shared_by_speed(devices, each, size, problem)
+
+
+def _shared_by_speed(devices: Sequence[Device], each: int, size: int, problem: Problem) -> Iterator[tuple[Plan, float]]:
+    """Yield the plans of stages of `each` devices, in groups of `size`, for each number of micro-batches."""
+    costs = problem.costs
+    runs = [devices[i : i + each] for i in range(0, len(devices), each)]
+    parts = min(costs.sequence_units, FINEST_SHARE)
+    stages = tuple(by_speed(run, size, parts) for run in runs)
+    speeds = [math.fsum(device.speed for device in run) for run in runs]
+    blocks = spread(costs.num_blocks, [partial(_over, speed) for speed in speeds], low=(1,) * len(runs))
+    if costs.num_blocks:
+        if blocks is None:
+            return
+        stages = tuple(replace(stage, blocks=own) for stage, own in zip(stages, blocks, strict=True))
+    for count in dict.fromkeys(min(count, costs.rows) for count in problem.options.micro_batches):
+        plan = problem.plan([Pipeline(stages, micro_batches=count)])
+        ways = (problem.fitted(Manner(attention=attention).of(plan)) for attention in ATTENTIONS_TRIED)
+        yield from (found for found in ways if found is not None)
+
+
+def _over(speed: float, count: int) -> float:
+    return count / speed
 
 
 def _sharing(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:

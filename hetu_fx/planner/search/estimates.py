@@ -34,16 +34,24 @@ Blocks = tuple[int, ...]
 
 def rules_of(problem: Problem, zero: int) -> ReplicaRules:
     """Return what holds for the replicas of a problem's plans."""
-    options, memory = problem.options, {}
-    for alike in alike_in(problem.cluster):
-        usable = int(alike.memory_bytes * options.memory_fraction)
-        memory.update({device.rank: usable for device in alike.devices})
+    options = problem.options
+    rooms = [(alike, int(alike.memory_bytes * options.memory_fraction)) for alike in alike_in(problem.cluster)]
+    memory = {device.rank: room for alike, room in rooms for device in alike.devices}
     return ReplicaRules(options.schedule, zero, options.micro_batches, memory, options.recompute)
 
 
-def even(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Return the ratios of equal shards."""
-    return ()
+Shape = Callable[[Sequence[Device]], Stage]
+"""How devices share a stage."""
+
+
+def even(devices: Sequence[Device]) -> Stage:
+    """Return a tensor parallel stage of equal shards."""
+    return Stage(ranks_of(devices))
+
+
+def ranks_of(devices: Iterable[Device]) -> tuple[int, ...]:
+    """Return the ranks of devices, in order."""
+    return tuple(device.rank for device in devices)
 
 
 class Estimates:
@@ -54,10 +62,10 @@ class Estimates:
         costs: ProgramCosts,
         cluster: Cluster,
         rules: ReplicaRules,
-        ratios: Callable[[Sequence[Device]], tuple[int, ...]] = even,
+        shape: Shape = even,
     ) -> None:
-        """Groups split by `ratios` of their devices."""
-        self._costs, self._cluster, self._rules, self._ratios = costs, cluster, rules, ratios
+        """Groups are stages as `shape` says."""
+        self._costs, self._cluster, self._rules, self._shape = costs, cluster, rules, shape
         numbers: dict[Hashable, int] = {}
         self._class = {
             device.rank: numbers.setdefault((_but_for_place(device), rules.memory[device.rank]), len(numbers))
@@ -66,7 +74,7 @@ class Estimates:
         self._node = {device.rank: cluster.node_of(device.rank) for device in cluster.devices}
         by_speed = sorted(cluster.devices, key=lambda device: (device.speed, -device.rank))
         self._fastest = {device.kind: device for device in by_speed}
-        self._shares: dict[Hashable, tuple[int, ...]] = {}
+        self._shapes: dict[Hashable, Stage] = {}
         self._stages: dict[Hashable, StageEstimate] = {}
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
@@ -116,9 +124,9 @@ class Estimates:
 
     def _stage_of(self, devices: tuple[int, ...]) -> Stage:
         kind = self._kind(devices)
-        if kind not in self._shares:
-            self._shares[kind] = self._ratios([self._cluster.device(rank) for rank in devices])
-        return Stage(devices, self._shares[kind])
+        if kind not in self._shapes:
+            self._shapes[kind] = self._shape([self._cluster.device(rank) for rank in devices])
+        return replace(self._shapes[kind], devices=devices)
 
     def replica(self, groups: Groups, blocks: Blocks) -> Replica:
         """Return a pipeline like that of these groups; one like it that was asked for before has other devices."""
@@ -132,18 +140,18 @@ class Estimates:
         nodes = [self._node[group[0]] for group in groups]
         return tuple(map(self._kind, groups)), tuple([a != b for a, b in itertools.pairwise(nodes)])
 
-    def ends(self, replicas: Iterable[Replica], firsts: Sequence[int], last: int, zero: int) -> float:
-        """Return seconds of gradient sync, gather and update, for pipelines whose first devices are given.
+    def ends(self, replicas: Iterable[Replica], firsts: Sequence[tuple[int, ...]], last: int, zero: int) -> float:
+        """Return seconds of gradient sync, gather and update, for pipelines whose first stages are given.
 
         `last` is the last device of the first pipeline, which may stand on another node than all first ones.
         """
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
         update = reduce(Line.upper, (replica.update for replica in found))
-        rings = (firsts, (last, *firsts[1:]))
-        sync = max(sum(sync_seconds(parameters, ring, self._cluster, zero)) for ring in rings)
-        sync += self._costs.row_sums.seconds(firsts, self._cluster)
-        return sync + update(1 / len(firsts) if zero else 1.0)
+        ring = tuple(rank for devices in firsts for rank in self._stage_of(devices).context_groups[0])
+        sync = max(sum(sync_seconds(parameters, one, self._cluster, zero)) for one in (ring, (last, *ring[1:])))
+        sync += self._costs.row_sums.seconds([devices[0] for devices in firsts], self._cluster)
+        return sync + update(1 / len(ring) if zero else 1.0)
 
     def _kind(self, devices: Sequence[int]) -> Hashable:
         """Return what a group is: the classes of its devices, and which share a node."""
@@ -216,12 +224,12 @@ class Builder:
             self._replicas[alike] = tuple(self._estimates.replica(groups, blocks) for blocks in cuts)
         return tuple(found.on(groups) for found in self._replicas[alike])
 
-    def _by_speed(self, devices: Sequence[Device]) -> tuple[int, ...]:
-        """Return the ratios with which shards finish together: units to speeds by exact min-max, 1 at least."""
+    def _by_speed(self, devices: Sequence[Device]) -> Stage:
+        """Return a stage whose shards finish together: units to speeds by exact min-max, 1 at least."""
         seconds = [lambda units, speed=device.speed: units / speed for device in devices]
         found = spread(self._costs.units if len(devices) > 1 else 1, seconds, low=(1,) * len(devices))
         assert found is not None, "no group is larger than there are units"
-        return found
+        return Stage(ranks_of(devices), found)
 
     def _cuts(self, groups: Groups) -> Iterator[Blocks]:
         """Yield the blocks of stages that end together, within memory, for each number of micro-batches.

@@ -1,10 +1,11 @@
-"""The best homogeneous plan: every number of pipelines x group size x stages x micro-batches x recompute x ZeRO.
+"""The best homogeneous plan: pipelines x stages x group size x parts of a sequence x micro-batches x recompute x ZeRO.
 
 Pipelines are equal, stages as even as blocks can be, shards even, as Megatron-LM has them (Narayanan et al., Efficient
 Large-Scale Language Model Training on GPU Clusters, SC 2021). Groups stand side by side in the order of the nodes or of
 the speeds, either pipeline after pipeline or, as there, stage after stage. Of numbers of stages with the same largest
 stage the least is tried, besides those that leave no device over: the others are slower and hold as much. Of what may
-be recomputed the least that fits memory is tried: more takes longer.
+be recomputed the least that fits memory is tried: more takes longer. Sequences are shared where that is worth trying
+(`search.manners`): by as few devices as let a plan fit without recomputing, and leave no device without rows.
 """
 
 from __future__ import annotations
@@ -13,14 +14,27 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.manners import (
+    IN_SEQUENCE,
+    PLAIN,
+    Manner,
+    contexts,
+    shared_between_products,
+    shared_throughout,
+)
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, ReplicaRun
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+
+RUNNER_UP_SLACK = 1.25
+"""Plans that must be so much slower than the best one found are not worth naming as runner-up."""
 
 FEW_DEVICES = 32
 """In clusters up to so many devices, plans that leave devices over are tried too."""
@@ -28,14 +42,30 @@ FEW_DEVICES = 32
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How devices are cut: pipelines side by side, stages of each, devices of a stage."""
+    """How devices are cut: pipelines side by side, stages of each, groups that share a sequence, devices of a group.
+
+    `lacks_rows`: more pipelines would fit the devices, but there are no more rows.
+    """
 
     pipelines: int
     stages: int
     group: int
+    context: int = 1
 
-    def __str__(self) -> str:
-        return f"{self.pipelines} pipelines of {self.stages} stages of {self.group} devices"
+    lacks_rows: bool = False
+
+    @property
+    def size(self) -> int:
+        """Return the devices of a stage."""
+        return self.group * self.context
+
+    def least_seconds(self, bounds: Bounds) -> float:
+        """Return a bound below which no such plan is."""
+        return bounds.seconds(self.pipelines, self.stages, self.size)
+
+    def may_fit(self, bounds: Bounds) -> bool:
+        """Tell whether no bound rules out that such a plan fits memory."""
+        return bounds.fits(self.pipelines, self.stages, self.group, self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +80,8 @@ class Arrangement:
         """Return the stages of a pipeline."""
         d = self.degrees
         first, step = (pipeline, d.pipelines) if self.by_stage else (pipeline * d.stages, 1)
-        starts = ((first + stage * step) * d.group for stage in range(d.stages))
-        return tuple([self.order[start : start + d.group] for start in starts])
+        starts = ((first + stage * step) * d.size for stage in range(d.stages))
+        return tuple([self.order[start : start + d.size] for start in starts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +90,14 @@ class TimedArrangement:
 
     seconds: float
     arrangement: Arrangement
-    micro_batches: int
+    run: ReplicaRun
     zero: int
+    manner: Manner = PLAIN
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many micro-batches each pipeline runs."""
+        return self.run.micro_batches
 
     @property
     def degrees(self) -> Degrees:
@@ -70,27 +106,76 @@ class TimedArrangement:
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan."""
-        groups = (self.arrangement.groups(i) for i in range(self.degrees.pipelines))
-        pipelines = (Pipeline(tuple(map(Stage, found)), micro_batches=self.micro_batches) for found in groups)
-        return replace(problem.plan(pipelines), zero=self.zero).with_blocks(problem.costs.num_blocks)
+        groups = [self.arrangement.groups(i) for i in range(self.degrees.pipelines)]
+        context = self.degrees.context
+        stages = (tuple(Stage(devices, context=context) for devices in found) for found in groups)
+        pipelines = (Pipeline(found, micro_batches=self.micro_batches) for found in stages)
+        plan = replace(problem.plan(pipelines), zero=self.zero).with_blocks(problem.costs.num_blocks)
+        return self.manner.of(plan)
 
 
-def candidates(problem: Problem) -> Iterator[TimedArrangement]:
-    """Yield every homogeneous plan that is estimated to fit."""
-    rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
-    estimates = Estimates(problem.costs, problem.cluster, rules[-1])
-    found = False
-    for arrangement in _arrangements(problem):
-        if problem.time_limit.ends(found):
+def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
+    """Yield the homogeneous plans that are estimated to fit and may be near the best; none is context parallel."""
+    trial, bounds = _Trial(problem, manner), Bounds(problem)
+    best = math.inf
+    for degrees in sorted(_all_degrees(problem), key=lambda one: one.least_seconds(bounds)):
+        if problem.time_limit.ends(best < math.inf):
             return
-        replicas = _replicas(arrangement, problem.costs.num_blocks, estimates)
-        firsts = [arrangement.groups(i)[0][0] for i in range(arrangement.degrees.pipelines)]
+        if degrees.least_seconds(bounds) <= best * RUNNER_UP_SLACK and degrees.may_fit(bounds):
+            for found in trial.of(degrees):
+                best = min(best, found.seconds)
+                yield found
+
+
+def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
+    """Yield homogeneous plans whose stages share the sequence, by as few devices as are enough."""
+    trial_of, bounds = cache(partial(_Trial, problem)), Bounds(problem)
+    best = math.inf
+    for family in sorted(_context_degrees(problem), key=lambda one: min(d.least_seconds(bounds) for d in one)):
+        if problem.time_limit.ends(best < math.inf):
+            return
+        for degrees in family:
+            if degrees.least_seconds(bounds) > best * RUNNER_UP_SLACK or not degrees.may_fit(bounds):
+                continue
+            found: list[TimedArrangement] = []
+            for manner in (Manner(degrees.context), Manner(degrees.context, "ring")):
+                if not _is_roomy(found):
+                    found += trial_of(manner).of(degrees)
+            best = min([best, *(one.seconds for one in found)])
+            yield from found
+            if _is_roomy(found) and not degrees.lacks_rows:
+                break
+
+
+def _is_roomy(found: Iterable[TimedArrangement]) -> bool:
+    """Tell whether some plan recomputes nothing."""
+    return any(not any(candidate.run.recompute) for candidate in found)
+
+
+class _Trial:
+    """Estimates plans that share sequences in one manner."""
+
+    def __init__(self, problem: Problem, manner: Manner) -> None:
+        self._problem, self._manner = problem, manner
+        self._rules = [rules_of(problem, zero) for zero in range(problem.options.zero + 1)]
+        costs = manner.costs(problem.costs)
+        self._estimates = Estimates(costs, problem.cluster, self._rules[-1], manner.shape)
+
+    def of(self, degrees: Degrees) -> Iterator[TimedArrangement]:
+        """Yield the ways to run so many pipelines that are estimated to fit."""
+        for arrangement in _arrangements(degrees, self._problem.cluster):
+            yield from self._timed(arrangement)
+
+    def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
+        costs, degrees = self._problem.costs, arrangement.degrees
+        replicas = _replicas(arrangement, costs.num_blocks, self._estimates)
+        firsts = [arrangement.groups(i)[0] for i in range(degrees.pipelines)]
         last = arrangement.groups(0)[-1][-1]
-        for given in rules:
-            end = estimates.ends(replicas, firsts, last, given.zero)
-            for way in _ways(replicas, arrangement.degrees, problem.costs.rows, given):
-                found = True
-                yield TimedArrangement(way.seconds + end, arrangement, way.micro_batches, given.zero)
+        for given in self._rules:
+            ways = list(_ways(replicas, degrees, costs.rows, given))
+            end = self._estimates.ends(replicas, firsts, last, given.zero) if ways else 0.0
+            for way in ways:
+                yield TimedArrangement(way.seconds + end, arrangement, way, given.zero, self._manner)
 
 
 def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:
@@ -113,13 +198,12 @@ def _ways(replicas: Sequence[Replica], degrees: Degrees, total: int, rules: Repl
             yield replace(slowest, micro_batches=count)
 
 
-def _arrangements(problem: Problem) -> Iterator[Arrangement]:
+def _arrangements(degrees: Degrees, cluster: Cluster) -> Iterator[Arrangement]:
     """Yield the arrangements to try."""
-    for degrees in _all_degrees(problem):
-        for order in orders(problem.cluster):
-            yield Arrangement(degrees, order)
-            if min(degrees.pipelines, degrees.stages) > 1:
-                yield Arrangement(degrees, order, by_stage=True)
+    for order in orders(cluster):
+        yield Arrangement(degrees, order)
+        if min(degrees.pipelines, degrees.stages) > 1:
+            yield Arrangement(degrees, order, by_stage=True)
 
 
 def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -131,13 +215,30 @@ def orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 def _all_degrees(problem: Problem) -> Iterator[Degrees]:
     """Yield the degrees to try."""
+    count = len(problem.cluster.devices)
+    for group, stages in _stages_of(problem):
+        most = 1 if "data_parallel" in problem.options.off else min(problem.costs.rows, count // (group * stages))
+        for pipelines in replica_counts(most) if count <= FEW_DEVICES else (most,):
+            yield Degrees(pipelines, stages, group)
+
+
+def _context_degrees(problem: Problem) -> Iterator[list[Degrees]]:
+    """Yield the degrees with which sequences are shared, those together that differ in by how many."""
+    count, rows = len(problem.cluster.devices), problem.costs.rows
+    for group, stages in _stages_of(problem):
+        at_once = count // (group * stages)
+        pairs = [(context, at_once // context) for context in contexts(at_once, problem)]
+        found = [Degrees(min(rows, most), stages, group, context, rows < most) for context, most in pairs]
+        yield from [found] if found else []
+
+
+def _stages_of(problem: Problem) -> Iterator[tuple[int, int]]:
+    """Yield the sizes of tensor parallel groups and the numbers of stages to try."""
     count, options, costs = len(problem.cluster.devices), problem.options, problem.costs
     units = costs.units if options.tensor_parallel else 1
     for group in (size for size in range(1, min(count, units) + 1) if units % size == 0):
         for stages in stage_counts(count // group, costs.num_blocks if options.pipelines else 1):
-            most = 1 if "data_parallel" in options.off else min(costs.rows, count // (group * stages))
-            for pipelines in replica_counts(most) if count <= FEW_DEVICES else (most,):
-                yield Degrees(pipelines, stages, group)
+            yield group, stages
 
 
 def stage_counts(groups: int, num_blocks: int) -> list[int]:
@@ -165,7 +266,18 @@ def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan
 
 def _find(problem: Problem) -> Candidates:
     problem.tell("homogeneous: pipelines x stages x devices of a stage x micro-batches")
-    found = sorted(candidates(problem), key=lambda candidate: candidate.seconds)
+    found = _best(candidates(problem), problem)
+    if shared_between_products(problem, found):
+        found |= _best(candidates(problem, IN_SEQUENCE), problem)
+    if shared_throughout(problem, found):
+        problem.tell("homogeneous: the same with sequences shared")
+        found |= _best(_context_candidates(problem), problem)
+    return found
+
+
+def _best(timed: Iterable[TimedArrangement], problem: Problem) -> dict[Plan, float]:
+    """Return those of the fastest plans by estimate that fit."""
+    found = sorted(timed, key=lambda candidate: candidate.seconds)
     plans = (candidate.plan(problem) for candidate in found)
     return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
 

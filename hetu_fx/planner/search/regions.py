@@ -46,9 +46,9 @@ class Template:
     end_seconds: float
 
     @property
-    def ends(self) -> tuple[list[int], int]:
-        """Return the first device of each pipeline, and the last of the first one."""
-        return [groups[0][0] for groups in self.pipelines], self.pipelines[0][-1][-1]
+    def ends(self) -> tuple[list[tuple[int, ...]], int]:
+        """Return the first stage of each pipeline, and the last device of the first one."""
+        return [groups[0] for groups in self.pipelines], self.pipelines[0][-1][-1]
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of so many rows over all pipelines."""

@@ -12,7 +12,7 @@ from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.stage import compute_lines, forward_lines, pipeline_seconds, tensor_parallel_lines
+from hetu_fx.planner.price.stage import device_lines, forward_lines, pipeline_seconds, round_lines, rounds_of
 from hetu_fx.planner.price.step import least_blocks
 from hetu_fx.planner.price.step_end import update_line
 from hetu_fx.planner.search.device_orders import Groups
@@ -51,16 +51,41 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class DeviceHolding:
-    """What a device of a stage holds, and the memory that it may use."""
+    """What a device of a stage holds, and the memory that it may use.
+
+    Attributes:
+        stage: number of the stage in its pipeline.
+        memory: usable bytes.
+        piece: what it holds, as the stage's devices share work.
+        costs: of the program, however a stage's devices share work.
+        shape: a stage like its own, whose devices share work in the same way.
+        position: its place among them.
+    """
 
     stage: int
     memory: int
     piece: BlockRange
+    costs: ProgramCosts
+    shape: Stage
+    position: int
+
+    @classmethod
+    def of(cls, shape: Stage, position: int, memory: int, costs: ProgramCosts, start: int, stop: int) -> DeviceHolding:
+        """Return what a device holds of a stage with the blocks [start, stop)."""
+        share, group = shape.work_shares[position], len(shape.context_groups)
+        piece = BlockRange(costs.on(shape, position), start, stop, share, group)
+        return cls(0, memory, piece, costs, shape, position)
+
+    def recomputing(self, blocks: int) -> DeviceHolding:
+        """Return the same with so many blocks, its first ones, recomputed."""
+        kept = self.costs.kept_by(replace(self.shape, recompute=blocks), self.piece.start, self.position)
+        return replace(self, piece=replace(self.piece, costs=kept))
 
     def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
         """Return the most rows of a micro-batch that fit, whatever rows `run` says."""
-        piece = self.piece.recomputing(recompute) if recompute else self.piece
-        return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, run.num_replicas)
+        piece = self.recomputing(recompute).piece if recompute else self.piece
+        copies = run.num_replicas * self.shape.context
+        return piece.most_rows(self.memory, run.num_in_flight, run.micro_batches, zero, copies)
 
     def least_recompute(self, run: StageRun, rules: ReplicaRules) -> int | None:
         """Return how few blocks have to be recomputed for the run to fit; None if it does not whatever is."""
@@ -69,7 +94,7 @@ class DeviceHolding:
         if not rules.recompute:
             return None
         piece, known = self.piece, self.piece.costs.known_recompute
-        key = run, rules.zero, self.memory, piece.start, piece.stop, piece.share, piece.group
+        key = run, rules.zero, self.memory, piece.start, piece.stop, piece.share, piece.group, self.shape.context
         if key not in known:
             known[key] = least_blocks(
                 piece.stop - piece.start, lambda blocks: self.most_rows(run, rules.zero, blocks) >= run.micro_rows
@@ -163,7 +188,7 @@ class Replica:
             return self
         pairs = zip(self.pipeline.stages, counts, strict=True)
         stages = tuple(replace(stage, recompute=count) for stage, count in pairs)
-        held = tuple(replace(h, piece=h.piece.recomputing(counts[h.stage])) for h in self.holdings)
+        held = tuple(holding.recomputing(counts[holding.stage]) for holding in self.holdings)
         pipeline = replace(self.pipeline, stages=stages)
         return replace(self, pipeline=pipeline, lines=tuple(self._lines(counts)), holdings=held)
 
@@ -244,32 +269,39 @@ class Family:
 def stage_estimate(
     stage: Stage, start: int, stop: int, costs: ProgramCosts, cluster: Cluster, memory: Mapping[int, int]
 ) -> StageEstimate:
-    """Return what the blocks [start, stop) take on a tensor parallel stage, without what is handed over.
+    """Return what the blocks [start, stop) take on a stage, without what is handed over.
 
     Of devices with equal shares, that with the least memory stands for all.
 
     Args:
-        stage: its devices and ratios; other fields are left out of account.
+        stage: its devices, and how these share work; other fields are left out of account.
         start: first block.
         stop: after the last block.
         costs: of the program.
         cluster: has the stage's devices, and the fastest of their kinds, by which overheads are counted.
         memory: usable bytes by rank.
     """
-    parts, count = costs.stage(start, stop), len(stage.devices)
-    recompute_line = costs.again(replace(stage, blocks=None, recompute=stop - start), start)
-    seconds = reduce(Line.upper, compute_lines(stage, parts, cluster))
-    sums, returns = tensor_parallel_lines(stage, parts, cluster)
-    pairs = list(zip(stage.devices, stage.work_shares, strict=True))
-    least = {share: min(memory[rank] for rank, other in pairs if other == share) for _, share in pairs}
+    bare, shares = replace(stage, blocks=None, recompute=stop - start), stage.shares
+    firsts = {share: shares.index(share) for share in dict.fromkeys(shares)}
+    parts_of = {share: costs.on(stage, position).stage(start, stop) for share, position in firsts.items()}
+    again_of = {share: costs.again(bare, start, position) for share, position in firsts.items()}
+    parts, again = ([found[share] for share in shares] for found in (parts_of, again_of))
+    sums, returns = round_lines(tuple(rounds_of(stage, costs.stage(start, stop), parts)), cluster)
+    room = {
+        share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
+        for share in firsts
+    }
     return StageEstimate(
-        seconds=seconds + (sums + returns),
-        recompute_line=reduce(Line.upper, forward_lines(compute_lines(stage, recompute_line, cluster))),
+        seconds=reduce(Line.upper, device_lines(stage, parts, cluster)) + (sums + returns),
+        recompute_line=reduce(Line.upper, forward_lines(device_lines(stage, again, cluster))),
         holdings=tuple(
-            DeviceHolding(0, room, BlockRange(costs, start, stop, share, count)) for share, room in least.items()
+            DeviceHolding.of(stage, position, room[share], costs, start, stop) for share, position in firsts.items()
         ),
         update=reduce(
             Line.upper,
-            (update_line(parts.parameter_bytes_at(share), cluster.device(rank)) for rank, share in pairs),
+            (
+                update_line(part.parameter_bytes_at(share), cluster.device(rank))
+                for rank, share, part in zip(stage.devices, stage.work_shares, parts, strict=True)
+            ),
         ),
     )

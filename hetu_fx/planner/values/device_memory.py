@@ -18,7 +18,7 @@ Passing, with m micro-batches of x rows, f of them in flight, K kept by one (`va
 
 (7) is for Adam that goes from parameter to parameter, as torch's does on a CPU; one that works on all at once takes up
 to H more. 1F1B keeps f = min(m, p - s) micro-batches of m on stage s of p, GPipe all m. What is sent to other stages
-is held until the end of the step.
+is held until something comes back: that of f + 1 micro-batches.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def instants(shard: HeldShard, num_in_flight: int, micro_batches: int) -> tuple[
 
 
 def _moments(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterator[_Moment]:
-    """Yield (2) to (7); what is sent to other stages is held to the end."""
+    """Yield (2) to (7)."""
     travelling = min(shard.copied, BUCKETS_AT_ONCE * BUCKET_BYTES)
     synced = {"gradients": shard.gradients, "messages": shard.messages}
     yield _Moment("gather", {"copies": shard.copied, "messages": travelling})
-    yield _Moment("synchronisation", synced, messages=micro_batches * shard.handed)
+    yield _Moment("synchronisation", synced, messages=min(micro_batches, num_in_flight + 1) * shard.handed)
     yield _Moment("update", {"gradients": shard.owned_gradients, "update": shard.update_bytes})
     yield from _passing(shard, num_in_flight, micro_batches)
 
@@ -179,7 +179,7 @@ def _passing(shard: HeldShard, num_in_flight: int, micro_batches: int) -> Iterat
     """Yield (3), (4) and (5)."""
     print_, others = shard.footprint, num_in_flight - 1
     has_gradients = micro_batches > num_in_flight
-    sent = (micro_batches if has_gradients else num_in_flight) * shard.handed
+    sent = min(micro_batches, num_in_flight + 1) * shard.handed
     none: Mapping[str, float] = {}
     gradients = {"gradients": shard.gradients}
     for line in print_.forward:

@@ -38,6 +38,11 @@ class Segment:
         return Segment(kept, sent, *(a.by_sequence(received) for a in (self.forward, self.backward, self.later)))
 
     @property
+    def in_ring(self) -> Segment:
+        """Return what it is where what was sent is a part on each device."""
+        return replace(self, sent=replace(self.sent, sequence_per_row=self.sent.per_row))
+
+    @property
     def gathered(self) -> float:
         """Return the bytes per row of what was sent that every device of a context parallel group has the whole of."""
         return self.sent.per_row - self.sent.sequence_per_row
@@ -77,6 +82,11 @@ class Again:
     def by_sequence(self) -> Again:
         """Return what it is for a context parallel group."""
         return self.each(_by_sequence)
+
+    @property
+    def in_ring(self) -> Again:
+        """Return what it is where nothing is gathered: devices of a context parallel group send each other parts."""
+        return self.each(lambda pieces: tuple(piece.in_ring for piece in pieces))
 
     @classmethod
     def combined(cls, found: Sequence[Again], weights: Sequence[float]) -> Again:
@@ -145,6 +155,11 @@ class PartMemory:
         """Return what it is for a context parallel group, which gathers so many bytes per row."""
         return replace(self._each(lambda amount: amount.by_sequence(gathered)), again=self.again.by_sequence)
 
+    @property
+    def in_ring(self) -> PartMemory:
+        """Return what it is where keys and values go round in parts."""
+        return replace(self, again=self.again.in_ring)
+
     def _each(self, change: Callable[[Amount], Amount]) -> PartMemory:
         return PartMemory(*map(change, _AMOUNTS(self)), again=self.again.amounts(change))
 
@@ -184,6 +199,11 @@ class ProgramMemory:
     def narrowed(self, share: float) -> ProgramMemory:
         """Return what it is for a device that has `share` of what is split."""
         return ProgramMemory(tuple(part.narrowed(share) for part in self.parts), self.everywhere.narrowed(share))
+
+    @property
+    def in_ring(self) -> ProgramMemory:
+        """Return what it is where keys and values go round in parts."""
+        return replace(self, parts=tuple(part.in_ring for part in self.parts))
 
     def by_sequence(self, gathered: Sequence[float]) -> ProgramMemory:
         """Return what it is for context parallel groups, which gather so many bytes per row of each part."""

@@ -45,7 +45,9 @@ FEATURES: Mapping[str, Feature] = {
         "stages one after another", lambda plan: any(len(one.stages) > 1 for one in plan.pipelines), "pipelines"
     ),
     "context": Feature(
-        "groups that share the sequence", lambda plan: any(stage.shares_sequence for *_, stage in plan.stages)
+        "groups that share the sequence",
+        lambda plan: any(stage.shares_sequence for *_, stage in plan.stages),
+        "context_parallel",
     ),
     "sequence_parallel": Feature(
         "tensor parallel groups that share the sequence too", lambda plan: plan.sequence_parallel, "sequence_parallel"
@@ -117,12 +119,12 @@ class PlanOptions:
     """What the planner may do.
 
     micro_batches are the counts to choose from; memory_fraction how much of a device's memory a plan may
-    fill; tensor_parallel and pipelines may be switched off (a model that mixes rows cannot be cut into
-    micro-batches: give micro_batches=(1,)). With sequence_parallel, tensor parallel groups share the sequence where
-    that is predicted to be faster or memory asks for it; off, as what gloo takes for it is not priced yet. With
-    recompute, stages recompute as few of their blocks as they must to fit memory. name and max_length are put on the
-    plan. forbidden are names of `FEATURES` that no option switches; seconds, after which a search gives its best so
-    far, take no part in what the best plan is.
+    fill; tensor_parallel, pipelines and context_parallel may be switched off (a model that mixes rows cannot be cut
+    into micro-batches: give micro_batches=(1,)). sequence_parallel lets tensor parallel groups share the sequence where
+    that is predicted to be faster or memory asks for it (True), only where memory asks for it (None, as what gloo takes
+    for it is not priced yet), or never. With recompute, stages recompute as few of their blocks as they must to fit
+    memory. name and max_length are put on the plan. forbidden are names of `FEATURES` that no option switches; seconds,
+    after which a search gives its best so far, take no part in what the best plan is.
     """
 
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -131,7 +133,8 @@ class PlanOptions:
     memory_fraction: float = 0.9
     tensor_parallel: bool = True
     pipelines: bool = True
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
+    context_parallel: bool = True
     recompute: bool = True
     name: str | None = None
     max_length: int | None = None
@@ -163,7 +166,7 @@ class PlanOptions:
         """Return the options with what a user has chosen."""
         wanted = dict.fromkeys(choice.allow, True) | dict.fromkeys(choice.forbid, False)
         switched = {option: own for name, own in wanted.items() if (option := FEATURES[name].option)}
-        values = {option: type(getattr(self, option))(own) for option, own in switched.items()}
+        values = {option: int(own) if option == "zero" else own for option, own in switched.items()}
         spread = ("whole_states",) if choice.zero == 1 else ()
         unswitched = {name for name in (*self.forbidden, *choice.forbid, *spread) if not FEATURES[name].option}
         zero = values.pop("zero", self.zero) if choice.zero is None else choice.zero
@@ -180,7 +183,7 @@ class PlanOptions:
         return tuple(name for name, feature in FEATURES.items() if not self._allows(name, feature))
 
     def _allows(self, name: str, feature: Feature) -> bool:
-        return bool(getattr(self, feature.option)) if feature.option else name not in self.forbidden
+        return getattr(self, feature.option) not in (False, 0) if feature.option else name not in self.forbidden
 
     def refused(self, plan: Plan) -> tuple[str, ...]:
         """Return the features that a plan has and must not have."""

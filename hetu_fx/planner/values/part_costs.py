@@ -12,6 +12,8 @@ from operator import add, attrgetter
 from hetu_fx.errors import PlanError
 
 ROUNDING = 1e-9
+RING_RETURNS = 2
+"""Turns of the backward of a ring: keys and values go round again, and their gradients beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,8 @@ class PartCosts:
     flops, traffic_bytes (memory moved by ops that are not products), activation_bytes (kept for the
     backward), reduced_bytes (all-reduced in the forward by a tensor parallel group, in num_reductions
     messages), returned_bytes (all-reduced in the backward, in num_returns) and gathered_bytes (of keys and values,
-    gathered by a context parallel group in num_gathers) are per row. `sequence_...` is what a tensor parallel
-    group cuts besides if it shares the sequence.
+    gathered by a context parallel group in num_gathers) are per row. `ring_bytes` are those of them that go round in
+    parts instead. `sequence_...` is what a tensor parallel group cuts besides if it shares the sequence.
     """
 
     flops: float = 0.0
@@ -42,6 +44,7 @@ class PartCosts:
     num_ops: int = 0
     gathered_bytes: float = 0.0
     num_gathers: int = 0
+    ring_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
@@ -66,10 +69,10 @@ class PartCosts:
             split_traffic_bytes=self.traffic_bytes,
             split_activation_bytes=max(0.0, self.activation_bytes - self.gathered_bytes),
             split_parameter_bytes=0.0,
-            reduced_bytes=self.gathered_bytes,
+            reduced_bytes=self.gathered_bytes + self.ring_bytes,
             num_reductions=self.num_gathers,
-            returned_bytes=self.gathered_bytes,
-            num_returns=self.num_gathers,
+            returned_bytes=self.gathered_bytes + RING_RETURNS * self.ring_bytes,
+            num_returns=self.num_gathers * (RING_RETURNS if self.ring_bytes else 1),
             sequence_traffic_bytes=0.0,
             sequence_activation_bytes=0.0,
         )
@@ -89,7 +92,13 @@ class PartCosts:
             sequence_traffic_bytes=0.0,
             sequence_activation_bytes=0.0,
             gathered_bytes=self.gathered_bytes * share,
+            ring_bytes=self.ring_bytes * share,
         )
+
+    @property
+    def in_ring(self) -> PartCosts:
+        """Return the costs where keys and values go round in parts, so that no device has all of them."""
+        return replace(self, gathered_bytes=0.0, ring_bytes=self.gathered_bytes + self.ring_bytes)
 
     @property
     def in_sequence(self) -> PartCosts:

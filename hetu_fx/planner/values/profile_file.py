@@ -193,7 +193,7 @@ _MEMORY = record(
 PROGRAM = record(
     ProgramCosts,
     ProfileError,
-    order="rows units before blocks after boundary_bytes tied row_sums memory",
+    order="rows units sequence_units before blocks after boundary_bytes tied row_sums memory",
     units=Key(written="always"),
     before=Key(_PART, default=PartCosts(), written="always"),
     blocks=Key(repeated(_PART), default=(), written="always"),

@@ -33,7 +33,8 @@ class ProgramCosts:
     add up to it; 1 means that nothing can be cut. `memory` is what each part holds; None: what its
     activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
     before the blocks. `row_sums` are what replicas sum in the middle of a step. `state` is what stands beside
-    parameters.
+    parameters. `sequence_units` is by how many devices a sequence can be shared at most (its tokens), 1 where context
+    parallel stages cannot run the program.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class ProgramCosts:
     tied: tuple[Tied, ...] = ()
     row_sums: RowSums = NO_ROW_SUMS
     state: ParameterState = UNSAID
+    sequence_units: int = 1
 
     def __post_init__(self) -> None:
         expected = max(0, len(self.blocks) - 1)
@@ -53,8 +55,9 @@ class ProgramCosts:
             raise PlanError(
                 f"program costs: {len(self.boundary_bytes)} boundaries for {len(self.blocks)} blocks; give {expected}"
             )
-        if self.rows < 1 or self.units < 1:
-            raise PlanError(f"program costs: rows {self.rows}, units {self.units}; give 1 or more of each")
+        if min(self.rows, self.units, self.sequence_units) < 1:
+            numbers = f"rows {self.rows}, units {self.units}, sequence_units {self.sequence_units}"
+            raise PlanError(f"program costs: {numbers}; give 1 or more of each")
         count, last = len(self.parts), max((one.readers[-1] for one in self.tied), default=0)
         if self.memory is not None and len(self.memory.parts) != count:
             raise PlanError(
@@ -95,6 +98,11 @@ class ProgramCosts:
         whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
         return whole._each(lambda part: part.by_sequence, lambda memory: memory.by_sequence(gathered))
 
+    @cached_property
+    def in_ring(self) -> ProgramCosts:
+        """Return the costs for context parallel groups in which keys and values go round instead of being gathered."""
+        return self._each(lambda part: part.in_ring, lambda memory: memory.in_ring)
+
     @once
     def narrowed(self, share: float) -> ProgramCosts:
         """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
@@ -111,7 +119,9 @@ class ProgramCosts:
 
     def under(self, plan: Plan) -> ProgramCosts:
         """Return the costs as a plan asks for them."""
-        return self.in_sequence if plan.sequence_parallel else self
+        if plan.sequence_parallel:
+            return self.in_sequence
+        return self.in_ring if plan.attention == "ring" else self
 
     def on(self, stage: Stage, position: int = 0) -> ProgramCosts:
         """Return the costs for the way in which a stage's devices share work; in a grid, of a device by position."""
@@ -149,8 +159,9 @@ class ProgramCosts:
         parts = list(memory.parts)
         for block in range(start, stop):
             handed = self.boundary(block + 1) or self.boundary(block)
-            sent = self.blocks[block].reduced_bytes * (way != "alone")
-            beside = summed[block] if summed else 0.0
+            ring = handed if self.blocks[block].ring_bytes else 0.0  # what attention makes, which it needs again
+            sent = (self.blocks[block].reduced_bytes - self.blocks[block].ring_bytes) * (way != "alone")
+            beside = ring + (summed[block] if summed else 0.0)
             kept = Amount(0.0, handed + sent + beside, 0.0, handed * (way in ("context", "grid")) + beside)
             parts[block + 1] = parts[block + 1].recomputed(way, kept)
         return replace(self, memory=replace(memory, parts=tuple(parts)))
@@ -221,7 +232,7 @@ ENOUGH = 3
 
 _WHOLE = ("flops", "traffic_bytes", "activation_bytes")
 _SHARED = ("traffic_bytes", "activation_bytes")
-_MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes")
+_MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes")
 
 
 def costs_at(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:

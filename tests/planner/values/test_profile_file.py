@@ -95,7 +95,7 @@ def test_rows_change_for_all_lengths() -> None:
         ({"before": {"num_ops": 1.5}}, {}, "'num_ops' must be a whole number"),
         ({"boundary_bytes": []}, {}, "program: program costs: 0 boundaries for 2 blocks; give 1"),
         ({"boundary_bytes": [{"bytes": -4}]}, {}, r"boundary_bytes\[0\] has bytes -4.0"),
-        ({"rows": 0}, {}, "rows 0, units 1; give 1 or more of each"),
+        ({"rows": 0}, {}, "rows 0, units 1, sequence_units 1; give 1 or more of each"),
         ({"source": "guess"}, {}, "program has source 'guess'"),
         ({}, {"time": []}, r"profile: unknown key 'time' \(did you mean 'times'\?\)"),
         ({}, {"format": "hetu_fx.profile/2"}, "this version reads 'hetu_fx.profile/1' only"),

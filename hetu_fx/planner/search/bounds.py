@@ -1,0 +1,60 @@
+"""What equal pipelines take and hold at the least, known before any of them is built.
+
+With S stages of n devices each, and up to m micro-batches, a pipeline of x rows takes no less than its work on its
+fastest devices with the ramp of the pipeline, and its first stage holds parameters, gradients and, of the min(m, S)
+micro-batches that are under way there, what enters each block or what a block keeps, whichever is less:
+
+    seconds >= work(x) / (S n speed) (m + S - 1) / m                                                            (1)
+    bytes >= 2 P / (S g) + min(m, S) ceil(x / m) blocks / S min(boundary, kept / g) / c                          (2)
+
+for groups of g devices of which c share the sequence. Searches leave out what cannot fit, or cannot be near the best.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
+from hetu_fx.planner.search.problem import Problem
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of a problem's plans."""
+
+    problem: Problem
+
+    @cached_property
+    def _speed(self) -> float:
+        return max(device.speed for device in self.problem.cluster.devices)
+
+    @cached_property
+    def _room(self) -> float:
+        """Return the usable bytes of the largest device."""
+        return self.problem.options.memory_fraction * max(d.memory_bytes for d in self.problem.cluster.devices)
+
+    @cached_property
+    def _kept_per_block(self) -> tuple[float, float]:
+        """Return what enters a block per row, and the least that one device of a group keeps of any block."""
+        costs = self.problem.costs
+        return min(costs.boundary_bytes, default=0.0), min((b.activation_bytes for b in costs.blocks), default=0.0)
+
+    def seconds(self, pipelines: int, stages: int, size: int) -> float:
+        """Return (1) for the rows of a step over so many pipelines."""
+        rows = math.ceil(self.problem.costs.rows / pipelines)
+        work = FORWARD_AND_BACKWARD * self.problem.costs.whole.flops * rows
+        return work / (stages * size * self._speed) * (1 + (stages - 1) / self._most_micro_batches(rows))
+
+    def fits(self, pipelines: int, stages: int, group: int, context: int) -> bool:
+        """Tell whether (2) fits the largest device."""
+        costs, rows = self.problem.costs, math.ceil(self.problem.costs.rows / pipelines)
+        count = self._most_micro_batches(rows)
+        entering, kept = self._kept_per_block
+        each = min(entering, kept / group) * math.ceil(rows / count) / context
+        under_way = min(count, stages) * costs.num_blocks / stages * each
+        return 2 * costs.whole.parameter_bytes_at(1 / group) / stages + under_way <= self._room
+
+    def _most_micro_batches(self, rows: int) -> int:
+        return min(rows, self.problem.options.micro_batches[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hetu_fx.base.checks import check_positive
 from hetu_fx.base.documents import nearest
@@ -166,7 +167,7 @@ class PlanOptions:
         """Return the options with what a user has chosen."""
         wanted = dict.fromkeys(choice.allow, True) | dict.fromkeys(choice.forbid, False)
         switched = {option: own for name, own in wanted.items() if (option := FEATURES[name].option)}
-        values = {option: int(own) if option == "zero" else own for option, own in switched.items()}
+        values: dict[str, Any] = {option: int(own) if option == "zero" else own for option, own in switched.items()}
         spread = ("whole_states",) if choice.zero == 1 else ()
         unswitched = {name for name in (*self.forbidden, *choice.forbid, *spread) if not FEATURES[name].option}
         zero = values.pop("zero", self.zero) if choice.zero is None else choice.zero

@@ -80,7 +80,7 @@ def _stage_name(key: tuple[int, int]) -> str:
 def _parts_text(layout: StageLayout) -> str:
     parts = [
         f"; {name} #{factor.id}: {list(sizes)}"
-        for name, axis in zip(("context", "tensor"), layout.axes, strict=True)
+        for name, axis in zip(("context", "tensor", "fine"), layout.axes, strict=True)
         for factor, sizes in axis.sizes.items()
     ]
     return "".join(parts)
@@ -93,8 +93,8 @@ def _stage_text(annotated: AnnotatedGraph, node: fx.Node) -> str:
 
 
 def _states_text(deduced: DeducedGraph, node: fx.Node) -> str:
-    """Say how a value lies on the batch, context and tensor axis, those left out on which it is whole."""
-    axes = {"batch": deduced.batch, "context": deduced.context, "tensor": deduced.tensor_split}
+    """Say how a value lies on the batch, context, tensor and fine axis, those left out on which it is whole."""
+    axes = {"batch": deduced.batch, "context": deduced.context, "tensor": deduced.tensor_split, "fine": deduced.fine}
     said = [text for name, axis in axes.items() for text in _axis_texts(name, axis, node)]
     return ", ".join(said)
 

@@ -26,7 +26,8 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.annotated_graph import AnnotatedGraph, StageAxis, StageLayout, cut_stages
+from hetu_fx.transforms.layouts.annotated_graph import ALONE, AnnotatedGraph, StageAxis, StageLayout, cut_stages
+from hetu_fx.transforms.layouts.finer import FinerCut, finer_cut
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.reshard_cost import product_flops
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, shares
@@ -61,15 +62,19 @@ class Annotate:
         graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
         wanted = tensor_classes(graph, factors, flow, _asked_for(self.plan, factors)) if self._is_split else frozenset()
         classes = self._classes(graph, factors, wanted)
+        finer = finer_cut(graph, factors, classes, _rivals, self._widest)
+        if finer is not None:
+            factors, classes, wanted = finer.factors, finer.coarse, finer.coarse
         sequence = self._sequence(graph, factors, flow, classes, wanted)
         pipelines = self.plan.pipelines
         stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
         layouts = tuple(
-            tuple(_layout(p, s, stage, classes, sequence, factors) for s, stage in enumerate(pipeline.stages))
+            tuple(_layout(p, s, stage, classes, sequence, factors, finer) for s, stage in enumerate(pipeline.stages))
             for p, pipeline in enumerate(pipelines)
         )
         splits = classes, sequence
-        annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, *splits, layouts, stage_of)
+        fine = frozenset[FactorClass]() if finer is None else finer.fine
+        annotated = AnnotatedGraph(graph, factors, flow, self.plan, self.wants_values, *splits, layouts, stage_of, fine)
         _check_batch(annotated)
         return annotated
 
@@ -80,11 +85,15 @@ class Annotate:
 
     def _classes(self, graph: Graph, factors: FactorMap, wanted: Splits) -> Splits:
         """Return those of the `wanted` classes that tensor parallel stages split."""
-        widest = max(len(tensor) for *_, stage in self.plan.stages for _, tensor in [stage.axes])
-        if widest == 1:
+        if self._widest == 1:
             return frozenset()
         optional = _looked_across(graph, factors).difference(_asked_for(self.plan, factors))
-        return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= widest)
+        return frozenset(c for c in wanted if c not in optional or (c.size or 0) >= self._widest)
+
+    @property
+    def _widest(self) -> int:
+        """Return the devices of the largest tensor parallel group."""
+        return max(len(tensor) for *_, stage in self.plan.stages for _, tensor in [stage.axes])
 
     def _sequence(self, graph: Graph, factors: FactorMap, flow: Flow, classes: Splits, wanted: Splits) -> Splits:
         """Return what may be shared as a sequence: what no stage would rather split, or what none splits."""
@@ -106,15 +115,25 @@ class Annotate:
 
 
 def _layout(
-    pipeline: int, index: int, stage: Stage, classes: Splits, sequence: Splits, factors: FactorMap
+    pipeline: int,
+    index: int,
+    stage: Stage,
+    classes: Splits,
+    sequence: Splits,
+    factors: FactorMap,
+    finer: FinerCut | None,
 ) -> StageLayout:
     context, tensor = stage.axes
+    fine = ALONE
+    if finer is not None and len(tensor) > finer.ways:
+        tensor, inner = finer.ratios(stage)
+        fine = StageAxis(len(inner), {c: part_sizes(c, inner, factors) for c in _in_order(finer.fine)})
     parts = {factor: part_sizes(factor, tensor, factors) for factor in _in_order(classes)} if len(tensor) > 1 else {}
     pieces = {factor: shares(factor, context if stage.shares_sequence else tensor) for factor in _in_order(sequence)}
     if not stage.shares_sequence:  # a tensor parallel group may share the sequence where it splits nothing else
         parts, pieces = {**parts, **pieces}, {}
     axes = StageAxis(len(context), pieces), StageAxis(len(tensor), parts)
-    return StageLayout(pipeline, index, stage.devices, *axes)
+    return StageLayout(pipeline, index, stage.devices, *axes, fine)
 
 
 def _in_order(classes: Splits) -> list[FactorClass]:

@@ -21,7 +21,7 @@ from hetu_fx.graph.graph import Graph, OutputKind, OutputLeaf
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.flow import Flow
 
-CONTEXT, TENSOR = 0, 1
+CONTEXT, TENSOR, FINE = 0, 1, 2
 """The axes of a stage's grid of devices, the outer one first."""
 
 
@@ -46,12 +46,16 @@ class StageAxis:
         return max(self.share(given, place) for place in range(self.ways))
 
 
+ALONE = StageAxis(1, {})
+
+
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """One pipeline stage: its devices, a grid of which the tensor axis varies fastest.
+    """One pipeline stage: its devices, a grid of which the last axis varies fastest.
 
-    Along `context` they share the sequence, along `tensor` the classes that tensor parallel stages split. An axis that
-    the stage does not have is one of one way.
+    Along `context` they share the sequence, along `tensor` the classes that tensor parallel stages split, and along
+    `fine` what stands inside of those, where there are more devices than a class has parts. An axis that the stage does
+    not have is one of one way.
     """
 
     pipeline: int
@@ -59,6 +63,7 @@ class StageLayout:
     devices: tuple[int, ...]
     context: StageAxis
     tensor: StageAxis
+    fine: StageAxis = ALONE
 
     @property
     def key(self) -> tuple[int, int]:
@@ -66,19 +71,23 @@ class StageLayout:
         return self.pipeline, self.index
 
     @property
-    def axes(self) -> tuple[StageAxis, StageAxis]:
-        """Return both axes, the outer one first."""
-        return self.context, self.tensor
+    def axes(self) -> tuple[StageAxis, ...]:
+        """Return all axes, the outer one first."""
+        return self.context, self.tensor, self.fine
 
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """Return a device's place on both axes."""
-        return divmod(self.devices.index(rank), self.tensor.ways)
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return a device's place on all axes."""
+        group, fine = divmod(self.devices.index(rank), self.fine.ways)
+        return (*divmod(group, self.tensor.ways), fine)
 
-    def peers(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def peers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return for each axis the devices along it that a device stands among, in order."""
-        context, tensor = self.coordinates(rank)
-        start = context * self.tensor.ways
-        return self.devices[tensor :: self.tensor.ways], self.devices[start : start + self.tensor.ways]
+        position, found, step = self.devices.index(rank), [], len(self.devices)
+        for axis, place in zip(self.axes, self.coordinates(rank), strict=True):
+            step //= axis.ways
+            first = position - place * step
+            found.append(self.devices[first : first + axis.ways * step : step])
+        return tuple(found)
 
     def groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """Return the groups of devices along an axis; none along one of one way."""
@@ -95,6 +104,7 @@ class AnnotatedGraph:
         classes: factor classes that tensor-parallel stages split.
         sequence: those that they split where they can split none of `classes`, and that context parallel stages
             split throughout.
+        fine: those that tensor-parallel stages of more devices than `classes` have parts split besides.
         stages: layouts by pipeline, then by stage.
         stage_of: for each pipeline, the stage of every op that belongs to one.
     """
@@ -108,6 +118,7 @@ class AnnotatedGraph:
     sequence: frozenset[FactorClass]
     stages: tuple[tuple[StageLayout, ...], ...]
     stage_of: tuple[Mapping[fx.Node, int], ...]
+    fine: frozenset[FactorClass] = frozenset()
 
     @property
     def layouts(self) -> tuple[StageLayout, ...]:

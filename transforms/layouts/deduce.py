@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import ClassVar
 
 from torch import fx
@@ -31,6 +32,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import LeafKind, OutputKind
 from hetu_fx.transforms.layouts.annotated_graph import (
     CONTEXT,
+    FINE,
     TENSOR,
     AnnotatedGraph,
     StageAxis,
@@ -103,7 +105,9 @@ class Deduce:
         if not annotated.runs_in_step:
             _check_sums(annotated, batch)
         excluded, nothing = frozenset(batch.talking()), frozenset[FactorClass]()
-        on_context, on_tensor = (prices_of(annotated, i, self.topology, self.num_bytes) for i in (CONTEXT, TENSOR))
+        on_context, on_tensor, on_fine = (
+            prices_of(annotated, axis, self.topology, self.num_bytes) for axis in (CONTEXT, TENSOR, FINE)
+        )
         whole = inside(nothing, UNCUT, on_tensor)
         context = whole
         if annotated.context_layouts:
@@ -116,6 +120,7 @@ class Deduce:
             tensor_split=inside(annotated.classes, sequence_cut(annotated, excluded, outside), on_tensor),
             tensor_whole=whole,
             context=context,
+            fine=inside(annotated.fine, UNCUT, on_fine) if annotated.fine else whole,
         )
 
     def _rings(self, annotated: AnnotatedGraph, prices: Prices, excluded: frozenset[fx.Node]) -> frozenset[fx.Node]:
@@ -130,20 +135,20 @@ def prices_of(
 ) -> Prices:
     """Return the prices along an axis of stages; links and sizes that are left out are as `Deduce` says.
 
-    Sizes are of what a group of devices along the axis has: the largest part that the other axis makes of a value.
+    Sizes are of what a group of devices along the axis has: the largest part that the other axes make of a value.
     """
     layouts = [layout for layout in annotated.layouts if layout.axes[axis].ways > 1]
     groups = tuple(group for layout in layouts for group in layout.groups(axis))
     sizes = bytes_of(annotated.graph) if num_bytes is None else num_bytes
-    across = [layout.axes[1 - axis] for layout in layouts]
+    across = [[other for i, other in enumerate(layout.axes) if i != axis] for layout in layouts]
     pairs = zip(annotated.graph.graph.nodes, sizes, strict=True)
     found = {node: size * _largest_share(node, annotated, across) if size else 0.0 for node, size in pairs}
     return Prices(groups, found, TYPICAL_LINKS if topology is None else topology)
 
 
-def _largest_share(node: fx.Node, annotated: AnnotatedGraph, axes: Sequence[StageAxis]) -> float:
+def _largest_share(node: fx.Node, annotated: AnnotatedGraph, across: Sequence[Sequence[StageAxis]]) -> float:
     classes = flat(annotated.factors.dims(node))
-    return max((axis.largest_share(classes) for axis in axes), default=1.0)
+    return max((prod(axis.largest_share(classes) for axis in axes) for axes in across), default=1.0)
 
 
 def _check_shared(annotated: AnnotatedGraph, context: AxisDeduction) -> None:
@@ -233,11 +238,17 @@ class _Rings:
 
     def _is_faster(self, node: fx.Node) -> bool:
         ring = max(
-            self._ring_seconds(node, ranks, layout.tensor.share(self.annotated.factors.op(node).classes, place))
+            self._ring_seconds(node, ranks, self._share(node, layout, ranks[0]))
             for layout in self.annotated.context_layouts
-            for place, ranks in enumerate(layout.groups(CONTEXT))
+            for ranks in layout.groups(CONTEXT)
         )
         return ring < self._gathered_seconds(node)
+
+    def _share(self, node: fx.Node, layout: StageLayout, rank: int) -> float:
+        """Return which part of the op's work the devices have that stand with one along the sequence."""
+        classes = self.annotated.factors.op(node).classes
+        places = list(zip(layout.axes, layout.coordinates(rank), strict=True))[TENSOR:]
+        return prod(axis.share(classes, place) for axis, place in places)
 
     def _gathered_seconds(self, node: fx.Node) -> float:
         travelling, trained = self.annotated.factors.op(node).travelling, self._is_trained(node)

@@ -21,6 +21,8 @@ from hetu_fx.transforms.layouts.states import SUMMED, AxisState, SplitOn, States
 
 aten = torch.ops.aten
 
+NO_PARTS: Mapping[FactorClass, int] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class DimView:
@@ -58,34 +60,59 @@ class DeducedGraph:
     tensor_split: AxisDeduction
     tensor_whole: AxisDeduction
     context: AxisDeduction
+    fine: AxisDeduction
 
-    def inside(self, layout: StageLayout) -> tuple[AxisDeduction, AxisDeduction]:
+    def inside(self, layout: StageLayout) -> tuple[AxisDeduction, ...]:
         """Return the deductions of the axes inside a stage, the outer one first."""
-        context = self.context if layout.context.ways > 1 else self.tensor_whole
-        return context, self.tensor_split if layout.tensor.ways > 1 else self.tensor_whole
+        cut = zip((self.context, self.tensor_split, self.fine), layout.axes, strict=True)
+        return tuple(deduction if axis.ways > 1 else self.tensor_whole for deduction, axis in cut)
 
     def states(self, node: fx.Node, layout: StageLayout) -> States:
         """Return how a value lies along the axes inside a stage once it can be read."""
-        context, tensor = self.inside(layout)
-        return context.states[node], tensor.states[node]
+        return tuple(deduction.states[node] for deduction in self.inside(layout))
 
     def shape(self, node: fx.Node) -> Shape:
         """Return a value's shape; symbolic sizes are None, where the classes of the dim do not tell them."""
         told = self.annotated.factors.sizes(node)
         return tuple(told[i] if meta.is_symbolic(size) else int(size) for i, size in enumerate(meta.shape(node)))
 
-    def axis(self, node: fx.Node, state: AxisState, axis: StageAxis, view: DimView | None = None) -> State:
-        """Return the annotation's axis for a value in `state` along an axis of a stage, its dims as `view` has them."""
+    def axis(
+        self,
+        node: fx.Node,
+        state: AxisState,
+        axis: StageAxis,
+        view: DimView | None = None,
+        parts: Mapping[FactorClass, int] = NO_PARTS,
+    ) -> State:
+        """Return the annotation's axis for a value in `state` along an axis of a stage, its dims as `view` has them.
+
+        `parts` is what the devices along the axis have of classes that other axes cut.
+        """
         match state:
             case Whole():
                 return Duplicate(axis.ways)
             case Summed():
                 return Partial(axis.ways)
             case SplitOn(factor):
-                return self._split(node, factor, axis, view)
+                return self._split(node, factor, axis, view, parts)
 
-    def _split(self, node: fx.Node, factor: FactorClass, axis: StageAxis, view: DimView | None) -> Split:
+    def _split(
+        self,
+        node: fx.Node,
+        factor: FactorClass,
+        axis: StageAxis,
+        view: DimView | None,
+        parts: Mapping[FactorClass, int],
+    ) -> Split:
         dim, outer, inner = self._place(node, factor)
+        classes = self.annotated.factors.dims(node)[dim]
+        for other in parts.keys() & set(classes):
+            if other.size is None or outer is None or inner is None:
+                continue
+            if classes.index(other) < classes.index(factor):
+                outer = outer // other.size * parts[other]
+            else:
+                inner = inner // other.size * parts[other]
         if view is not None and factor == view.factor:
             return Split(dim + 1, axis.sizes[factor])
         if outer is None or inner is None:
@@ -115,13 +142,29 @@ class DeducedGraph:
         """Return how the devices of a stage share a value in `states`.
 
         Raises:
-            DeductionError: both axes cut one dim of it.
+            DeductionError: two axes cut one dim of it, and not the fine one what the other has one part of.
         """
         axes = [self.axis(node, state, axis) for state, axis in zip(states, layout.axes, strict=True)]
+        match axes:
+            case [context, Split() as tensor, Split() as fine] if tensor.dim == fine.dim:
+                axes = [context, self._joined(node, states, layout, (tensor, fine))]
         dims = [axis.dim for axis in axes if isinstance(axis, Split)]
         if len(dims) > len(set(dims)):
             raise cut_twice(node, dims[0], layout)
         return Sharding(tuple(axes))
+
+    def _joined(self, node: fx.Node, states: States, layout: StageLayout, axes: tuple[Split, Split]) -> Split:
+        """Return as one cut what two axes make of a dim: every device has one part of the outer class.
+
+        Raises:
+            DeductionError: a device has several, of each of which it would have a piece.
+        """
+        outer, inner = (state.factor for state in states[1:] if isinstance(state, SplitOn))
+        classes = self.annotated.factors.dims(node)[axes[0].dim]
+        follows = classes[classes.index(outer) :][:2] == (outer, inner)
+        if not follows or set(layout.tensor.sizes[outer]) != {1}:
+            raise cut_twice(node, axes[0].dim, layout)
+        return Split(axes[0].dim, layout.fine.sizes[inner] * layout.tensor.ways, axes[0].outer, axes[1].inner)
 
     def value_annotation(self, node: fx.Node, layout: StageLayout) -> Annotation:
         """Return where a value lies within one stage once it can be read."""
@@ -138,11 +181,10 @@ class DeducedGraph:
 
     def _summed(self, node: fx.Node, layout: StageLayout) -> States:
         """Return how a value's gradient lies along the axes inside a stage before it is synchronised."""
-        context, tensor = (
+        return tuple(
             SUMMED if node in deduction.summed_cotangents else deduction.states[node]
             for deduction in self.inside(layout)
         )
-        return context, tensor
 
     def across_states(
         self, node: fx.Node, states: Sequence[States], layouts: Sequence[StageLayout], top: str

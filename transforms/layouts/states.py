@@ -1,7 +1,8 @@
 """How one value of the graph lies on one axis: whole, split on a factor class, or as summands.
 
-A plan has three axes: the batch axis (rows over pipelines and micro-batches, HSPMD's top tier), and the context and the
-tensor axis (one stage's devices, its bottom tier). Deduction works on one axis at a time and never sees a device.
+A plan has four axes: the batch axis (rows over pipelines and micro-batches, HSPMD's top tier), and the context, the
+tensor and the fine axis (one stage's devices, its bottom tier). Deduction works on one axis at a time and never sees a
+device.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Spread(Summed):
 
 
 AxisState = Whole | SplitOn | Summed
-States = tuple[AxisState, AxisState]
+States = tuple[AxisState, ...]
 """How a value lies along the axes inside a stage, the outer one first."""
 
 WHOLE = Whole()

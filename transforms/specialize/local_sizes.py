@@ -22,7 +22,7 @@ from hetu_fx.errors import DeductionError
 from hetu_fx.graph import meta
 from hetu_fx.graph.calls import Size
 from hetu_fx.graph.edit import computed
-from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
+from hetu_fx.transforms.layouts.annotated_graph import TENSOR, StageLayout
 from hetu_fx.transforms.layouts.states import WHOLE, AxisState
 
 SizeOf = Callable[[FactorClass], Size]
@@ -43,8 +43,8 @@ class LocalSizes:
 
     factors: FactorMap
     layout: StageLayout
-    places: tuple[int, int]
-    states: tuple[Mapping[fx.Node, AxisState], Mapping[fx.Node, AxisState]]
+    places: tuple[int, ...]
+    states: tuple[Mapping[fx.Node, AxisState], ...]
     values: Mapping[fx.Node, fx.Node]
     emit: Callable[..., fx.Node]
     _parts: dict[FactorClass, DimParts] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class LocalSizes:
 
     def axis(self, factor: FactorClass) -> int:
         """Return the axis that cuts a class."""
-        return CONTEXT if factor in self.layout.context.sizes else TENSOR
+        return next((i for i, axis in enumerate(self.layout.axes) if factor in axis.sizes), TENSOR)
 
     def part(self, factor: FactorClass) -> Size:
         """Return how much the device has of a class that is cut."""

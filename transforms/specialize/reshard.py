@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from hetu_fx.annotations.annotation import Annotation, Shape, Split, cotangent
+from hetu_fx.annotations.annotation import Annotation, Shape, Split, State, cotangent
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.resolve.resolution import Resolution, resized
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.deduction.factors.factors import FactorClass
-from hetu_fx.transforms.layouts.annotated_graph import CONTEXT, TENSOR, StageLayout
+from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph, DimView, cut_twice
 from hetu_fx.transforms.layouts.states import SUMMED, WHOLE, AxisState, Need, SplitOn, States
 from hetu_fx.transforms.specialize.local_sizes import DimParts, LocalSizes
@@ -47,7 +47,7 @@ class Reshards:
         value: fx.Node,
         states: States,
         wanted: States,
-        summed: tuple[bool, bool] = (False, False),
+        summed: Sequence[bool] = (False, False, False),
     ) -> fx.Node:
         """Bring a value from its states inside the stage into others; along axes with `summed`, its cotangent comes
         back as summands.
@@ -56,9 +56,10 @@ class Reshards:
             DeductionError: an annotation cannot say how the value would lie.
         """
         now = list(states)
-        for axis in sorted((TENSOR, CONTEXT), key=lambda axis: _growth(states[axis], wanted[axis])):
+        inner_first = reversed(range(len(self.layout.axes)))
+        for axis in sorted(inner_first, key=lambda axis: _growth(states[axis], wanted[axis])):
             if self.layout.axes[axis].ways > 1 and (states[axis] != wanted[axis] or summed[axis]):
-                reshard = _AxisReshard(self, node, axis, now[1 - axis])
+                reshard = _AxisReshard(self, node, axis, [state for i, state in enumerate(now) if i != axis])
                 value = reshard.made(value, states[axis], wanted[axis], summed[axis])
                 now[axis] = wanted[axis]
         return value
@@ -97,10 +98,11 @@ def _growth(state: AxisState, wanted: AxisState) -> int:
 
 
 class _AxisReshard:
-    """A change of state along one axis, of a value that is in state `across` on the other."""
+    """A change of state along one axis, of a value that is in states `across` on the others."""
 
-    def __init__(self, reshards: Reshards, node: fx.Node, axis: int, across: AxisState) -> None:
-        self.reshards, self.deduced, self.node, self.across = reshards, reshards.deduced, node, across
+    def __init__(self, reshards: Reshards, node: fx.Node, axis: int, across: Sequence[AxisState]) -> None:
+        self.reshards, self.deduced, self.node = reshards, reshards.deduced, node
+        self.cut = [state.factor for state in across if isinstance(state, SplitOn)]
         self.axis, self.devices = reshards.layout.axes[axis], reshards.layout.peers(reshards.rank)[axis]
 
     def made(self, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
@@ -129,7 +131,7 @@ class _AxisReshard:
         self, value: fx.Node, ends: tuple[AxisState, AxisState], factor: FactorClass, summed: bool
     ) -> fx.Node:
         """Cut or join a dim whose length only the run tells: as one of as many entries as there are shares."""
-        shape, split = list(self._shape([factor])), self.deduced.axis(self.node, SplitOn(factor), self.axis)
+        shape, split = list(self._shape([factor])), self._axis(SplitOn(factor))
         assert isinstance(split, Split)
         shape[split.dim] = split.outer * sum(split.units) * split.inner
         source, target = (self._annotation(end) for end in ends)
@@ -141,19 +143,24 @@ class _AxisReshard:
         return self.reshards.resolved(self.node, value, resolution, parts)
 
     def _annotation(self, state: AxisState, view: DimView | None = None) -> Annotation:
-        return Annotation.on(self.devices, self.deduced.axis(self.node, state, self.axis, view))
+        return Annotation.on(self.devices, self._axis(state, view))
+
+    def _axis(self, state: AxisState, view: DimView | None = None) -> State:
+        parts = {factor: part for factor in self.cut if isinstance(part := self.reshards.sizes.part(factor), int)}
+        return self.deduced.axis(self.node, state, self.axis, view, parts)
 
     def _shape(self, ends: Sequence[FactorClass]) -> Shape:
         """Return the shape of what the devices along the axis share; None where only the run tells."""
         shape = self.deduced.shape(self.node)
-        if not isinstance(self.across, SplitOn):
-            return shape
-        factor, dim = self.across.factor, self._dim(self.across.factor)
-        if dim in map(self._dim, ends):
-            raise cut_twice(self.node, dim, self.reshards.layout)
-        size, whole, part = shape[dim], factor.size, self.reshards.sizes.part(factor)
-        local = size // whole * part if size is not None and whole is not None and isinstance(part, int) else None
-        return (*shape[:dim], local, *shape[dim + 1 :])
+        for factor in self.cut:
+            dim, part = self._dim(factor), self.reshards.sizes.part(factor)
+            size, whole = shape[dim], factor.size
+            is_told = size is not None and whole is not None and isinstance(part, int)
+            if dim in map(self._dim, ends) and not is_told:
+                raise cut_twice(self.node, dim, self.reshards.layout)
+            local = size // whole * part if size is not None and whole is not None and isinstance(part, int) else None
+            shape = (*shape[:dim], local, *shape[dim + 1 :])
+        return shape
 
     def _dim(self, factor: FactorClass) -> int:
         dims = self.deduced.annotated.factors.dims(self.node)

@@ -70,7 +70,7 @@ class _Builder:
         self.values: dict[fx.Node, fx.Node] = {}
         self.edges: dict[tuple[Need, ...], fx.Node] = {}
         self.differentiable: set[fx.Node] = set()
-        states = self.inside[0].states, self.inside[1].states
+        states = tuple(deduction.states for deduction in self.inside)
         self.sizes = LocalSizes(self.annotated.factors, layout, self.places, states, self.values, self._emit)
         self.reshards = Reshards(deduced, layout, rank, self.sizes, self._emit, self.differentiable)
 
@@ -130,10 +130,9 @@ class _Builder:
         result = self._in_form(node, args, kwargs) or self._emit(node, callee(node), *args, **kwargs)
         return self._in_output_states(node, result)
 
-    def _cut(self, node: fx.Node) -> tuple[FactorClass | None, FactorClass | None]:
+    def _cut(self, node: fx.Node) -> tuple[FactorClass | None, ...]:
         """Return the factors that an op computes a part of, by axis."""
-        context, tensor = (deduction.decisions[node].factor for deduction in self.inside)
-        return context, tensor
+        return tuple(deduction.decisions[node].factor for deduction in self.inside)
 
     def _in_form(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | None:
         """Write an op in the form that it has for parts of what is cut in it, by axis; None for one that has none."""
@@ -207,8 +206,7 @@ class _Builder:
         """Return the states in which the replicas' ops take this operand; each by its own deductions."""
         found = []
         for layout in self._replicas:
-            context, tensor = (deduction.needs(node)[position].state for deduction in self.deduced.inside(layout))
-            found.append((context, tensor))
+            found.append(tuple(deduction.needs(node)[position].state for deduction in self.deduced.inside(layout)))
         return tuple(found)
 
     @property
@@ -217,10 +215,10 @@ class _Builder:
 
     def _in_output_states(self, node: fx.Node, result: fx.Node) -> fx.Node:
         """Bring a result into the states that its readers share: summands are summed, what lies in parts joined."""
-        context, tensor = (deduction.made.get(node) for deduction in self.inside)
-        if context is None or tensor is None or not meta.is_tensor(node):
+        made = [state for deduction in self.inside if (state := deduction.made.get(node)) is not None]
+        if len(made) < len(self.inside) or not meta.is_tensor(node):
             return result
-        return self.reshards.inside(node, result, (context, tensor), self._states(node))
+        return self.reshards.inside(node, result, tuple(made), self._states(node))
 
     def _states(self, node: fx.Node) -> States:
         return self.deduced.states(node, self.layout)
@@ -235,10 +233,10 @@ class _Builder:
 
     def _in_stage(self, needs: Sequence[Need]) -> fx.Node:
         """Return the value as its reader needs it on the axes inside the stage."""
-        node, (context, tensor) = needs[0].node, needs
+        node = needs[0].node
         unsummed = [node not in deduction.summed_cotangents for deduction in self.inside]
-        summed = context.summed_cotangent and unsummed[0], tensor.summed_cotangent and unsummed[1]
-        wanted = context.state, tensor.state
+        summed = [need.summed_cotangent and here for need, here in zip(needs, unsummed, strict=True)]
+        wanted = tuple(need.state for need in needs)
         value = self.reshards.inside(node, self.values[node], self._states(node), wanted, summed)
         if any(need.first_only and place > 0 for need, place in zip(needs, self.places, strict=True)):
             value = self.graph.call_function(torch.ops.aten.zeros_like.default, (value,))

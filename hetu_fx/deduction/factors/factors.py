@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -172,6 +172,22 @@ class FactorMap:
     def sizes(self, node: fx.Node) -> tuple[int | None, ...]:
         """Return the size of each dim by its classes, None where one is symbolic."""
         return tuple(map(_product, self.dims(node)))
+
+    @property
+    def ops(self) -> tuple[OpFactors, ...]:
+        """Return what every op does to factors."""
+        return tuple(self._ops.values())
+
+    def seen(
+        self,
+        classes: tuple[FactorClass, ...],
+        dims: Callable[[ClassDims], ClassDims],
+        op: Callable[[OpFactors], OpFactors],
+    ) -> FactorMap:
+        """Return the map with other classes, dims and ops made of its own."""
+        values = {node: tuple(map(dims, found)) for node, found in self._dims.items()}
+        ops = {node: op(found) for node, found in self._ops.items()}
+        return FactorMap(classes, self.repeated, self.pinned, self.shard_ordered, self.leaves, values, ops)
 
     def row_dim(self, node: fx.Node) -> int | None:
         """Return the dim of a value that counts rows of the batch, if it has one."""

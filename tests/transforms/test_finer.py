@@ -15,10 +15,10 @@ from tests.transforms.plans import deduced, device_graph, program_of, same_in_gr
 pytestmark = pytest.mark.usefixtures("losses_in_double")
 
 
-def grouped(heads: int, shared: int) -> tuple[Program, nn.Module]:
+def grouped(heads: int, shared: int, dropout: float = 0.0) -> tuple[Program, nn.Module]:
     """Return a decoder of so many heads, which share so many key-value heads."""
     sizes = {"num_attention_heads": heads, "num_key_value_heads": shared, "hidden_size": 48, "intermediate_size": 48}
-    model = SAMPLES["llama"].model(**sizes).double().train()
+    model = SAMPLES["llama"].model(**sizes, attention_dropout=dropout).double().train()
     return program_of(model, batch_of("llama", LENGTH)), model
 
 
@@ -38,6 +38,12 @@ def test_unequal_shares_of_a_key_value_head_and_of_the_sequence_compute_as_one_d
     program, model = grouped(8, 2)
     same_in_group(program, model, group(3, 1, 3, 1), batch_of("llama", 7), limit=1e-10)
     same_in_group(program, model, group(1, 1, 1, 1, context=2), batch_of("llama", 7), limit=1e-10)
+
+
+@pytest.mark.parametrize("ratios", [(1, 1, 1, 1), (3, 1, 3, 1)])
+def test_dropout_of_attention_draws_for_the_heads_that_a_device_has(ratios: tuple[int, ...]) -> None:
+    program, model = grouped(8, 2, dropout=0.3)
+    same_in_group(program, model, group(*ratios), batch_of("llama", 7), limit=1e-10)
 
 
 def test_devices_that_share_a_key_value_head_hold_it_whole_and_sum_its_gradient_late() -> None:

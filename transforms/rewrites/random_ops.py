@@ -10,7 +10,8 @@ other dims and of the batch play no part. Where the local part of a dim begins i
 - `row_dim`, `row_length`: the dim whose outermost factor is the rows (-1: none), and how many of its indices one
   row has in the whole tensor;
 - `cut`: five numbers (dim, start, part, whole, inner) for each dim that is cut over devices: the dim is (outer,
-  whole, inner), and the local tensor has `part` indices of the middle factor, from `start` on.
+  whole, inner), and the local tensor has `part` indices of the middle factor, from `start` on. Where a dim is cut
+  twice, the inner cut comes first.
 """
 
 from __future__ import annotations

@@ -183,15 +183,16 @@ class _Builder:
 
     def _with_cuts(self, node: fx.Node, args: tuple[Any, ...], at: int, cut: Sequence[FactorClass]) -> tuple[Any, ...]:
         """Tell an op that draws which part of the whole tensor it draws for."""
-        cuts = [number for factor in cut for number in self._drawn(node, factor)]
-        return (*args[:at], cuts, *args[at + 1 :])
+        drawn = sorted((self._drawn(node, factor) for factor in cut), key=lambda pair: pair[0])
+        return (*args[:at], [number for _, one in drawn for number in one], *args[at + 1 :])
 
-    def _drawn(self, node: fx.Node, factor: FactorClass) -> list[Size]:
+    def _drawn(self, node: fx.Node, factor: FactorClass) -> tuple[int, list[Size]]:
+        """Return how much stands inside of a class that is cut, and the cut."""
         axis = self.layout.axes[self.sizes.axis(factor)]
         split = self.deduced.axis(node, SplitOn(factor), axis)
         assert isinstance(split, Split)
         start, part, whole = self.sizes.start(factor), self.sizes.part(factor), self.sizes.parts(factor).length
-        return cut_of(split.dim, start, part, whole, split.inner)
+        return split.inner, cut_of(split.dim, start, part, whole, split.inner)
 
     def _weighed(self, node: fx.Node, mean: fx.Node, axis: int, factor: FactorClass) -> fx.Node:
         """Turn the mean over this device's part into its summand of the mean over all parts."""

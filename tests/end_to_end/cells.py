@@ -63,6 +63,7 @@ PLANS: Mapping[str, Plan] = {
     "DP 3:1": Plan((_one(Stage((0,)), rows=3), _one(Stage((1,)), rows=1))),
     "TP2": Plan((_one(Stage((0, 1))),)),
     "TP2 3:1": Plan((_one(Stage((0, 1), (3, 1))),)),
+    "TP6": Plan((_one(Stage((0, 1, 2, 3, 4, 5))),)),  # llama's three key-value heads are shared by two devices each
     "TP2 2:1 sequence parallel": Plan((_one(Stage((0, 1), (2, 1))),), sequence_parallel=True),
     "PP2": Plan((_one(Stage((0,)), Stage((1,)), micro_batches=3),)),
     "PP2 x TP2": Plan((_one(Stage((0, 1)), Stage((2, 3)), micro_batches=2),), schedule="gpipe"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,12 +64,15 @@ PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, t
 
 
 class Withheld:
-    """Stands in an output for an object that a parallel step cannot bring back, such as a cache; says so when used."""
+    """Stands in an output for an object that a parallel step cannot bring back, such as a cache; says so when used.
 
-    __slots__ = ("name", "type_name")
+    What the object does not have, this has not either: libraries ask every output for its `dtype`.
+    """
 
-    def __init__(self, name: str, type_name: str) -> None:
-        self.name, self.type_name = name, type_name
+    __slots__ = ("attributes", "name", "type_name")
+
+    def __init__(self, name: str, type_name: str, attributes: Iterable[str]) -> None:
+        self.name, self.type_name, self.attributes = name, type_name, frozenset(attributes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Withheld) and (self.name, self.type_name) == (other.name, other.type_name)
@@ -81,7 +84,7 @@ class Withheld:
         return f"Withheld({self.name!r}, {self.type_name})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # others ask whether there is such a method
+        if name.startswith("__") or name in Withheld.__slots__ or name not in self.attributes:
             raise AttributeError(name)
         self._refuse()
 
@@ -190,7 +193,7 @@ def without_opaque(tree: Tree) -> Tree:
 
 
 def _withheld(leaf: Opaque) -> Constant:
-    return Constant(leaf.name, Withheld(leaf.name, leaf.type_name))
+    return Constant(leaf.name, Withheld(leaf.name, leaf.type_name, dir(leaf.value)))
 
 
 def loss_alone(tree: Tree) -> Tree:

@@ -112,7 +112,7 @@ EXPECTATIONS = (
         "planner/test_make_plan.py::test_the_same_question_has_the_same_answer",
         "planner/test_make_plan.py::test_the_same_question_is_searched_once"),
     _of("memory and time are estimated before running",
-        "plans/test_prediction.py::test_every_device_has_its_share_its_memory_of_the_limit_and_how_busy_it_is",
+        "plans/test_tables.py::test_every_device_has_its_share_its_memory_of_the_limit_and_how_busy_it_is",
         "benchmark: memory_model"),
     _of("it explains why this plan, and what each rank holds",
         "plans/test_plan.py::test_explain_says_why_or_that_nobody_predicted"),

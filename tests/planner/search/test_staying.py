@@ -7,10 +7,10 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plans
 from hetu_fx.planner.price.moving import moving_seconds
-from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.staying import with_moves
 from hetu_fx.planner.searches import SEARCHES
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -28,21 +28,21 @@ def asked(steps_ahead: float, cluster: Cluster = SLOWED) -> Problem:
 
 def break_even() -> float:
     """Return the steps after which the move to OTHER has paid for itself."""
-    stay, go = (predict(plan, COSTS, SLOWED).seconds for plan in (RUNNING, OTHER))
+    stay, go = (expect(plan, COSTS, SLOWED).seconds for plan in (RUNNING, OTHER))
     assert go < stay
     return moving_seconds(RUNNING, OTHER, COSTS, SLOWED) / (stay - go)
 
 
 @pytest.mark.parametrize(("share", "goes"), [(0.01, False), (0.999, False), (1.001, True), (100.0, True)])
 def test_a_job_moves_when_there_are_more_steps_ahead_than_pay_for_the_move(share: float, goes: bool) -> None:
-    seconds = predict(OTHER, COSTS, SLOWED).seconds
+    seconds = expect(OTHER, COSTS, SLOWED).seconds
     priced = with_moves({OTHER: seconds}, asked(share * break_even()), RUNNING)
     assert min(priced, key=lambda plan: priced[plan]) == (OTHER if goes else RUNNING)
     assert priced[OTHER] >= seconds
 
 
 def test_a_plan_whose_steps_alone_take_longer_is_not_asked_what_getting_there_takes() -> None:
-    stay = predict(RUNNING, COSTS, SLOWED).seconds
+    stay = expect(RUNNING, COSTS, SLOWED).seconds
     assert with_moves({OTHER: 2 * stay}, asked(1.0), RUNNING) == {RUNNING: stay, OTHER: 2 * stay}
 
 
@@ -52,7 +52,7 @@ def test_every_search_stays_with_few_steps_ahead_and_moves_with_many(search: str
     # micro-batches may change at once, as they move nothing
     assert [(s.devices, s.blocks) for *_, s in stays.stages] == [(s.devices, s.blocks) for *_, s in RUNNING.stages]
     assert stays.predicted is not None
-    assert stays.predicted.seconds <= predict(RUNNING, COSTS, SLOWED).seconds
+    assert stays.predicted.seconds <= expect(RUNNING, COSTS, SLOWED).seconds
     assert goes.predicted is not None
     assert free.predicted is not None
     assert goes.predicted.seconds <= 1.001 * free.predicted.seconds < stays.predicted.seconds

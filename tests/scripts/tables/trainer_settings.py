@@ -50,12 +50,18 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
-def trained(job: Job, model: Any, changes: Changes, **options: Any) -> Results:
-    """Train, and go on from the first checkpoint, by another Trainer."""
+def once(job: Job, model: Any, changes: Changes, **options: Any) -> Results:
+    """Train."""
     run = job.folder / "run"
     made = made_by(job, model, changes, **options)
     made.train()
-    found = {**told(made), "files": files(run), **saved_weights(run / f"checkpoint-{made.state.global_step}")}
+    return {**told(made), "files": files(run), **saved_weights(run / f"checkpoint-{made.state.global_step}")}
+
+
+def trained(job: Job, model: Any, changes: Changes, **options: Any) -> Results:
+    """Train, and go on from the first checkpoint, by another Trainer."""
+    run = job.folder / "run"
+    found = once(job, model, changes, **options)
     if (run / "checkpoint-2").exists():
         again = made_by(job, model, changes, **options)
         again.train(resume_from_checkpoint=str(run / "checkpoint-2"))
@@ -73,10 +79,12 @@ def each(job: Job, model: Any, settings: Mapping[str, Changes], train: Train = t
     return found
 
 
-def _script(name: str, settings: Mapping[str, Changes], tolerance: float = SINGLE, refused: str = "") -> None:
+def _script(
+    name: str, settings: Mapping[str, Changes], tolerance: float = SINGLE, refused: str = "", train: Train = trained
+) -> None:
     @script(f"Trainer: {name}", tolerance=tolerance, refused=refused, settings=PLANS, seconds=BOUND)
     def _(job: Job) -> Results:
-        return each(job, parallel_llama(job), settings)
+        return each(job, parallel_llama(job), settings, train)
 
 
 _script(
@@ -109,10 +117,13 @@ _script(
 _script(
     "settings of batches",
     {
-        "the dispatcher of batches": {"accelerator_config": {"dispatch_batches": True}},
         "split batches": {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 8},
         "dropping the last rows": {"dataloader_drop_last": True},
     },
+)
+# Several processes that go on from a checkpoint skip other batches than one does, under DistributedDataParallel too.
+_script(
+    "the dispatcher of batches", {"dispatch_batches": {"accelerator_config": {"dispatch_batches": True}}}, train=once
 )
 _script(
     "settings of files and logs",

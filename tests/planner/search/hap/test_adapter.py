@@ -17,13 +17,13 @@ from hetu_fx.graph.capture import capture
 from hetu_fx.graph.graph import Graph
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.make_plan import make_plans
-from hetu_fx.planner.price.step import predict
 from hetu_fx.planner.search.contiguous import CONTIGUOUS
 from hetu_fx.planner.search.hap.adapter import problem_of
 from hetu_fx.planner.search.hap.entry import HAP
 from hetu_fx.planner.search.hap.search import search
 from hetu_fx.planner.search.hap.to_plan import translations
 from hetu_fx.planner.searches import AUTO
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.plans.plan import Plan
 from hetu_fx.program.captures import Programs
 from hetu_fx.transforms.layouts.analysed_graph import Analyse
@@ -49,8 +49,8 @@ def test_a_plan_is_priced_for_what_its_groups_split() -> None:
     assert asked.captured is not None
     costs = asked.captured.costs_of(best.split)
     assert costs.whole.split_flops != asked.costs.whole.split_flops
-    assert best.predicted.seconds == predict(best, costs, UNEQUAL).seconds
-    assert best.predicted.seconds != predict(best, asked.costs, UNEQUAL).seconds
+    assert best.predicted.seconds == expect(best, costs, UNEQUAL).seconds
+    assert best.predicted.seconds != expect(best, asked.costs, UNEQUAL).seconds
 
 
 def test_what_a_plan_cannot_say_of_the_program_is_noted() -> None:

@@ -5,13 +5,14 @@ import pytest
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.device_orders import alike_in
 from hetu_fx.planner.search.heteroauto.adapter import placed_groups, shapes
 from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import search
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.regions import MOST_CLASSES
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
@@ -42,7 +43,7 @@ def test_the_plan_is_one_of_ours_priced_by_the_cost_of_all_searches() -> None:
     plan = make_plan(MODEL, BOTH.cluster, search="heteroauto")
     plan.check(num_blocks=12, world_size=8)
     assert plan.predicted is not None
-    assert plan.predicted.seconds == predict(plan, MODEL.costs, BOTH.cluster).seconds
+    assert plan.predicted.seconds == expect(plan, MODEL.costs, BOTH.cluster).seconds
 
 
 def test_a_stage_stands_on_one_kind_and_slower_kinds_hold_fewer_blocks() -> None:

@@ -7,10 +7,11 @@ from benchmarks.cases.published_malleus import LLAMA_32B, LLAMA_70B, Published, 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan, make_plans
-from hetu_fx.planner.price.step import memory_problems, predict
+from hetu_fx.planner.price.step import memory_problems
 from hetu_fx.planner.search.malleus.adapter import Adapter, Shape, degrees, layer_seconds, situation
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.simulate.simulate import expect
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.profile_file import BlockTime, Profile, Slowdown
@@ -32,7 +33,7 @@ def test_the_plan_is_one_of_ours_priced_by_the_cost_of_all_searches() -> None:
     plan = make_plan(MODEL, cluster, search="malleus")
     plan.check(num_blocks=16, world_size=8)
     assert plan.predicted is not None
-    assert plan.predicted.seconds == predict(plan, MODEL.costs, cluster).seconds
+    assert plan.predicted.seconds == expect(plan, MODEL.costs, cluster).seconds
     assert {device.limit_bytes for device in plan.predicted.devices} == {1 << 40}
 
 
@@ -41,7 +42,7 @@ def test_a_straggler_gets_less_than_in_the_plan_for_healthy_devices() -> None:
     healthy = make_plan(MODEL, eight({}), search="malleus")
     aware = make_plan(MODEL, slow, search="malleus")
     assert aware.predicted is not None
-    assert aware.predicted.seconds < 0.75 * predict(healthy, MODEL.costs, slow).seconds
+    assert aware.predicted.seconds < 0.75 * expect(healthy, MODEL.costs, slow).seconds
     assert healthy.predicted is not None
     assert aware.predicted.seconds >= healthy.predicted.seconds * (1 - 1e-9)
 
@@ -160,9 +161,9 @@ def test_a_stragglers_pipeline_is_mended_and_the_other_stays() -> None:
     assert [stage.devices for stage in other.stages] == [(8, 9, 10, 11), (12, 13, 14, 15)]
     assert hurt.share <= other.share
     assert (4, 5, 6, 7) not in [stage.devices for stage in hurt.stages]
-    now = predict(plan, COSTS, slowed.cluster).seconds
+    now = expect(plan, COSTS, slowed.cluster).seconds
     assert abs(now / adapted.seconds - 1) < 0.1
-    assert now < 0.7 * predict(PLAN, COSTS, slowed.cluster).seconds
+    assert now < 0.7 * expect(PLAN, COSTS, slowed.cluster).seconds
 
 
 def test_a_hopeless_straggler_is_left_out() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetu_fx.base.progress import telling
 from hetu_fx.checkpoint.checkpoint import load_model, save_model
 from hetu_fx.checkpoint.on_signal import SaveOnSignal
 from hetu_fx.checkpoint.snapshots import STOPPED_SECONDS, Snapshots
@@ -263,7 +264,8 @@ class Handle:
         Raises:
             HetuFxError: on every process. What fails on the way beside a step is raised by what waits for it.
         """
-        return self._rehoming.switch_home(home, optimizer, overlap=overlap)
+        with telling("changing homes"):
+            return self._rehoming.switch_home(home, optimizer, overlap=overlap)
 
     @property
     def homes_follow(self) -> bool:
@@ -477,4 +479,5 @@ class Handle:
         Raises:
             ExportError: on every rank; the folder is as it was.
         """
-        export_runtime(self._runtime, Path(folder), weights=weights, onnx=onnx)
+        with telling("exporting"):
+            export_runtime(self._runtime, Path(folder), weights=weights, onnx=onnx)

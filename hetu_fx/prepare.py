@@ -16,6 +16,7 @@ from torch import nn
 
 from hetu_fx.base.forked import settle_after_fork
 from hetu_fx.base.frameworks import launchers, torch_optimizer
+from hetu_fx.base.progress import telling
 from hetu_fx.base.torch_private import get_default_group
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import LocalFacts, agree, by_first, together
@@ -83,8 +84,10 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         planner: Planner = program.at(costs).plan
         if plans is None:
             device = str(next(wanted.model.parameters()).device)
-            cluster = table.topology = cluster or Cluster.measure(table, device=device)
-            plans = (by_first(table, partial(planner, cluster, "auto")),)
+            with telling("measuring devices and links"):
+                cluster = table.topology = cluster or Cluster.measure(table, device=device)
+            with telling("planning"):
+                plans = (by_first(table, partial(planner, cluster, "auto")),)
         priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:

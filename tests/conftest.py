@@ -27,6 +27,8 @@ from hypothesis import settings
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+os.environ.setdefault("HETU_FX_PROGRESS", "0")  # what is said on stderr depends on how busy the machine is
+
 SECONDS_PER_WAIT = 60
 SECONDS_IN_ALL = 420
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hetu_fx.base.checks import size_parts
 from hetu_fx.base.frameworks import config_writer
+from hetu_fx.base.progress import telling
 from hetu_fx.checkpoint.folders import MANIFEST, check_folder, replaced_folder, settle
 from hetu_fx.checkpoint.optimizer_files import Parameters, TrainingFiles, write_training_state
 from hetu_fx.checkpoint.tensor_files import WeightFiles, whole_tensor, write_weights
@@ -56,7 +57,7 @@ def save_model(
         CheckpointError: on every rank, if it cannot be written.
     """
     runtime.in_flight.settle()
-    with using(runtime.table):
+    with using(runtime.table), telling("saving a checkpoint"):
         runtime.writes.compare("model.hetu.save()")
         runtime.buffers.sync()
         save_checkpoint(
@@ -89,7 +90,7 @@ def load_model(
         CheckpointError: on every rank; nothing has been changed then.
     """
     runtime.in_flight.settle()
-    with using(runtime.table):
+    with using(runtime.table), telling("loading a checkpoint"):
         extra = load_checkpoint(
             folder,
             tensors_of(runtime),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hetu_fx.base.progress import telling
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -74,10 +75,13 @@ def plan(
     costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
     if cluster is None:
         table = GroupTable()
-        planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
-        return by_first(table, lambda: planned.plan(measured, name, search, choice))
+        with telling("measuring devices and links"):
+            planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
+        with telling("planning"):
+            return by_first(table, lambda: planned.plan(measured, name, search, choice))
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    return program.at(costs).plan(devices, name, search, choice)
+    with telling("planning"):
+        return program.at(costs).plan(devices, name, search, choice)
 
 
 def profile(

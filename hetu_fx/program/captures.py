@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from hetu_fx.base.progress import telling
 from hetu_fx.errors import BatchError, CaptureError, StateError
 from hetu_fx.graph.bind import Batch, GivenBatch, as_call, input_tensors
 from hetu_fx.graph.capture import ambient_autocasts, casting, in_mode
@@ -159,7 +160,8 @@ class Programs:
         start = perf_counter()
         misfit, why = self._why(form, given)
         try:
-            program, reads = self.tracer.trace(given.batch, training)
+            with telling("capturing the model"):
+                program, reads = self.tracer.trace(given.batch, training)
         except CaptureError as error:
             if misfit:  # the model itself does not take such a size
                 raise BatchError(misfit) from error

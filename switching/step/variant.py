@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetu_fx.base.progress import telling
 from hetu_fx.comm_ops.wire.process_group import GroupCreation
 from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
@@ -40,7 +41,8 @@ class FirstUse:
     def making(self) -> Iterator[None]:
         """Count the time inside as that of making graphs."""
         start = perf_counter()
-        yield
+        with telling("making graphs"):
+            yield
         self.graph_seconds += perf_counter() - start
 
     def __str__(self) -> str:

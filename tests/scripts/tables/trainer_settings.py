@@ -117,10 +117,13 @@ _script(
 _script(
     "settings of batches",
     {
-        "split batches": {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 8},
+        # Trainer counts the loss of a split batch for as many rows as a whole one has, wherever processes split them.
+        "split batches": {
+            "accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 8, "eval_strategy": "no",
+        },
         "dropping the last rows": {"dataloader_drop_last": True},
     },
-)
+)  # fmt: skip
 # Several processes that go on from a checkpoint skip other batches than one does, under DistributedDataParallel too.
 _script(
     "the dispatcher of batches", {"dispatch_batches": {"accelerator_config": {"dispatch_batches": True}}}, train=once

@@ -1,7 +1,7 @@
 """Optimizers by number, in the order of their first steps: the same on all ranks. What one has loaded is cut at a step.
 
-All optimizers: those that are known may be wrapped in one without hooks of its own (accelerate's are). Their steps are
-noted in the journal, with what they go by.
+All optimizers of home parameters: those that are known may be wrapped in one without hooks of its own (accelerate's
+are). Their steps are noted in the journal, with what they go by.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _numbers = count()
 
 
 def numbered() -> tuple[tuple[Optimizer, int], ...]:
-    """Return all optimizers that have been stepped, with their numbers; from any thread."""
+    """Return all optimizers of home parameters that have been stepped, with their numbers; from any thread."""
     return tuple(_seen.items())
 
 
@@ -46,11 +46,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _begin(optimizer: Optimizer, *_: object) -> None:
-    if optimizer not in _seen:
+    has_homes = any(isinstance(p, HomeTensor) for p in _parameters(optimizer))
+    if has_homes and optimizer not in _seen:  # others may be one process's own, and would shift the numbers there
         _seen[optimizer] = next(_numbers)
         optimizer.register_load_state_dict_post_hook(cut_optimizer_state)
         cut_optimizer_state(optimizer)
-    has_homes = any(isinstance(p, HomeTensor) for p in _parameters(optimizer))
     JOURNAL.begin_step(rates_of(optimizer) if has_homes else None)
 
 

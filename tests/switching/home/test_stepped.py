@@ -26,9 +26,13 @@ def number_of(optimizer: torch.optim.Optimizer) -> int | None:
     return next((number for known, number in numbered() if known is optimizer), None)
 
 
+def home() -> nn.Parameter:
+    return nn.Parameter(HomeTensor.from_full(torch.ones(6, 4), CUT))
+
+
 def test_optimizers_are_numbered_in_the_order_of_their_first_steps() -> None:
-    never = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    first, second = (stepped(nn.Parameter(torch.ones(2))) for _ in range(2))
+    never = torch.optim.SGD([home()])
+    first, second = (stepped(home()) for _ in range(2))
     first.step()
     before = number_of(first)
     assert before is not None
@@ -37,13 +41,20 @@ def test_optimizers_are_numbered_in_the_order_of_their_first_steps() -> None:
 
 
 def test_a_number_is_not_given_again() -> None:
-    gone = stepped(nn.Parameter(torch.ones(2)))
+    gone = stepped(home())
     before = number_of(gone)
     assert before is not None
     del gone
     gc.collect()
     assert before not in [number for _, number in numbered()]
-    assert (number_of(stepped(nn.Parameter(torch.ones(2)))) or 0) > before
+    assert (number_of(stepped(home())) or 0) > before
+
+
+def test_an_optimizer_of_other_parameters_which_one_process_may_have_alone_has_no_number() -> None:
+    before = number_of(stepped(home()))
+    assert before is not None
+    assert number_of(stepped(nn.Parameter(torch.ones(2)))) is None
+    assert number_of(stepped(home())) == before + 1
 
 
 def test_state_that_is_loaded_whole_is_cut_before_and_after_the_first_step() -> None:

@@ -24,7 +24,7 @@ EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class Rhythm:
     """How a stream is told: after how many seconds, how often then, and whether each line replaces the one before."""
 
     first_seconds: float
@@ -32,18 +32,18 @@ class Manner:
     replaces: bool
 
 
-TERMINAL = Manner(PATIENCE_SECONDS, 1.0, True)
-LOG = Manner(EVERY_SECONDS, EVERY_SECONDS, False)
+TERMINAL = Rhythm(PATIENCE_SECONDS, 1.0, True)
+LOG = Rhythm(EVERY_SECONDS, EVERY_SECONDS, False)
 
 
 @contextmanager
-def telling(what: str, stream: TextIO | None = None, manner: Manner | None = None) -> Iterator[None]:
+def telling(what: str, stream: TextIO | None = None, rhythm: Rhythm | None = None) -> Iterator[None]:
     """Say what is done for as long as a block lasts, if it lasts; `what` is like "capturing the model"."""
     if not speaks():
         yield
         return
     stream = sys.stderr if stream is None else stream
-    line = _Line(what, stream, manner or (TERMINAL if stream.isatty() else LOG))
+    line = _Line(what, stream, rhythm or (TERMINAL if stream.isatty() else LOG))
     ended = threading.Event()
     speaker = threading.Thread(target=line.tell_until, args=(ended.wait,), daemon=True, name="hetu_fx progress")
     speaker.start()
@@ -63,16 +63,16 @@ def speaks() -> bool:
 class _Line:
     """What is said of one piece of work."""
 
-    def __init__(self, what: str, stream: TextIO, manner: Manner) -> None:
-        self._what, self._stream, self._manner = what, stream, manner
+    def __init__(self, what: str, stream: TextIO, rhythm: Rhythm) -> None:
+        self._what, self._stream, self._rhythm = what, stream, rhythm
         self._start, self._told = time.monotonic(), False
 
     def tell_until(self, ends: Callable[[float], bool]) -> None:
         """Tell from time to time, until `ends`, which waits for so many seconds, says that it is over."""
-        seconds = self._manner.first_seconds
+        seconds = self._rhythm.first_seconds
         while not ends(seconds):
             self._write(f"{self._what} ... {self._seconds} s")
-            self._told, seconds = True, self._manner.every_seconds
+            self._told, seconds = True, self._rhythm.every_seconds
 
     def end(self) -> None:
         """Say how long it took, if anything was said."""
@@ -84,7 +84,7 @@ class _Line:
         return f"{time.monotonic() - self._start:.0f}"
 
     def _write(self, text: str, last: str = "") -> None:
-        begin, end = ("\r", last) if self._manner.replaces else ("", "\n")
+        begin, end = ("\r", last) if self._rhythm.replaces else ("", "\n")
         try:
             self._stream.write(f"{begin}hetu_fx: {text}{end}")
             self._stream.flush()

@@ -22,7 +22,7 @@ from hetu_fx.report.summary import steps_of
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """What a log, as `read_log` returns it, says of a run."""
 
     log: Sequence[Entry]

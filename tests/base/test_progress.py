@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hetu_fx.base.progress import VARIABLE, Manner, speaks, telling
+from hetu_fx.base.progress import VARIABLE, Rhythm, speaks, telling
 
 AT_ONCE, NEVER = 0.0, 3600.0
 
@@ -31,7 +31,7 @@ class Heard(io.StringIO):
 
 def told(replaces: bool) -> str:
     heard = Heard()
-    with telling("capturing", heard, Manner(AT_ONCE, NEVER, replaces)):
+    with telling("capturing", heard, Rhythm(AT_ONCE, NEVER, replaces)):
         assert heard.written.wait(60)
     return heard.getvalue()
 
@@ -46,21 +46,21 @@ def test_a_terminals_line_is_written_anew() -> None:
 
 def test_what_is_soon_over_is_not_told_and_leaves_no_thread() -> None:
     heard = Heard()
-    with telling("capturing", heard, Manner(NEVER, NEVER, False)):
+    with telling("capturing", heard, Rhythm(NEVER, NEVER, False)):
         pass
     assert heard.getvalue() == ""
     assert not [thread for thread in threading.enumerate() if thread.name == "hetu_fx progress"]
 
 
 def test_an_error_ends_it_too_and_comes_through() -> None:
-    with pytest.raises(KeyError), telling("capturing", Heard(), Manner(NEVER, NEVER, False)):
+    with pytest.raises(KeyError), telling("capturing", Heard(), Rhythm(NEVER, NEVER, False)):
         raise KeyError
     assert not [thread for thread in threading.enumerate() if thread.name == "hetu_fx progress"]
 
 
 def test_a_closed_stream_stops_no_work() -> None:
     heard = Heard()
-    with telling("capturing", heard, Manner(AT_ONCE, NEVER, False)):
+    with telling("capturing", heard, Rhythm(AT_ONCE, NEVER, False)):
         assert heard.written.wait(60)
         heard.close()
 

@@ -18,7 +18,7 @@ from hetu_fx.report.page.page import SECTIONS, html_page, report_json
 from hetu_fx.report.page.timeline import drawn
 from hetu_fx.report.page.traffic import by_kind
 from hetu_fx.report.read import read_log
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from tests.report.logs import NAMES, log
 
@@ -139,7 +139,7 @@ def test_the_predicted_step_stands_beside_the_measured_one_by_device() -> None:
 
 
 def test_traffic_by_kind_and_by_link_add_up_to_the_same() -> None:
-    run = Run(log(4, 9))
+    run = LoggedRun(log(4, 9))
     for name, kinds in zip(NAMES, ({"gather", "gradients"}, {"gather", "gradients", "send"}), strict=True):
         step = run.on_paper[name]
         assert by_kind(step).keys() == kinds
@@ -155,10 +155,10 @@ def test_memory_is_told_by_term_with_what_processes_have_had() -> None:
 
 def test_devices_are_those_that_the_first_steps_have_corrected() -> None:
     entries = log(2, 3)
-    assert Run(entries).cluster.device(1).flops_per_second == 3e9  # type: ignore[union-attr]
+    assert LoggedRun(entries).cluster.device(1).flops_per_second == 3e9  # type: ignore[union-attr]
     corrected: dict[str, Any] = json.loads(json.dumps(entries[0]["cluster"]).replace("3000000000.0", "9e9"))
     entries.append({"event": "cluster", "step": 3, "cluster": corrected})
-    assert Run(entries).cluster.device(1).flops_per_second == 9e9  # type: ignore[union-attr]
+    assert LoggedRun(entries).cluster.device(1).flops_per_second == 9e9  # type: ignore[union-attr]
 
 
 def test_the_command_writes_the_page_beside_the_log_or_prints_json(

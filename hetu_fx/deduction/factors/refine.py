@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import count
 
 from hetu_fx.deduction.factors.factors import ClassDims, FactorClass, FactorMap, OpFactors
 
@@ -13,14 +14,15 @@ Pairs = Mapping[FactorClass, tuple[FactorClass, FactorClass]]
 
 def pairs_of(classes: Iterable[FactorClass], outer: int, factors: FactorMap) -> Pairs:
     """Return new classes, the outer ones of size `outer`, for each of these, whose size it divides."""
-    ordered = sorted(classes, key=lambda c: c.id)
-    numbers = iter(range(len(factors.classes), len(factors.classes) + 2 * len(ordered)))
-    found = {}
-    for factor in ordered:
+    found: dict[FactorClass, tuple[FactorClass, FactorClass]] = {}
+    for number, factor in zip(count(len(factors.classes), 2), sorted(classes, key=lambda c: c.id), strict=False):
         assert factor.size is not None
-        sizes = outer, factor.size // outer
-        found[factor] = tuple(FactorClass(next(numbers), size, False, str(size), size) for size in sizes)
-    return found  # type: ignore[return-value]
+        found[factor] = _numbered(number, outer), _numbered(number + 1, factor.size // outer)
+    return found
+
+
+def _numbered(number: int, size: int) -> FactorClass:
+    return FactorClass(number, size, False, str(size), size)
 
 
 def is_plain(factor: FactorClass, factors: FactorMap) -> bool:

@@ -116,7 +116,7 @@ class TimedArrangement:
 
 def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
     """Yield the homogeneous plans that are estimated to fit and may be near the best; none is context parallel."""
-    trial, bounds = _Trial(problem, manner), Bounds(problem)
+    trial, bounds = _Estimating(problem, manner), Bounds(problem)
     best = math.inf
     for degrees in sorted(_all_degrees(problem), key=lambda one: one.least_seconds(bounds)):
         if problem.time_limit.ends(best < math.inf):
@@ -129,7 +129,7 @@ def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrang
 
 def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
     """Yield homogeneous plans whose stages share the sequence, by as few devices as are enough."""
-    trial_of, bounds = cache(partial(_Trial, problem)), Bounds(problem)
+    trial_of, bounds = cache(partial(_Estimating, problem)), Bounds(problem)
     best = math.inf
     for family in sorted(_context_degrees(problem), key=lambda one: min(d.least_seconds(bounds) for d in one)):
         if problem.time_limit.ends(best < math.inf):
@@ -152,7 +152,7 @@ def _is_roomy(found: Iterable[TimedArrangement]) -> bool:
     return any(not any(candidate.run.recompute) for candidate in found)
 
 
-class _Trial:
+class _Estimating:
     """Estimates plans that share sequences in one manner."""
 
     def __init__(self, problem: Problem, manner: Manner) -> None:

@@ -6,19 +6,19 @@ from html import escape
 from typing import Any
 
 from hetu_fx.report.page.markup import note
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.summary import CHANGES, entry_text
 
 MOST = 300
 """So many of the last changes stand on the page."""
 
 
-def data(run: Run) -> list[dict[str, Any]]:
+def data(run: LoggedRun) -> list[dict[str, Any]]:
     """Return all changes, as the log has them."""
     return [dict(entry) for entry in run.log if entry["event"] in CHANGES]
 
 
-def html(run: Run) -> str:
+def html(run: LoggedRun) -> str:
     """Return a line for each of the last ones."""
     changes = data(run)
     lines = "\n".join(map(entry_text, changes[-MOST:]))

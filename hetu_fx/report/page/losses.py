@@ -6,19 +6,19 @@ from typing import Any
 
 from hetu_fx.report.page.charts import Scale, curve, finite, places, plot
 from hetu_fx.report.page.markup import note, number
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 
 _COLOUR = "#4a7fd0"
 
 
-def data(run: Run) -> list[dict[str, Any]]:
+def data(run: LoggedRun) -> list[dict[str, Any]]:
     """Return step and loss of every step that has one; null where that is no finite number."""
     known = [entry for entry in run.steps if entry["loss"] is not None]
     shown = {id(entry) for entry in finite(known, lambda entry: entry["loss"])}
     return [{"step": entry["step"], "loss": entry["loss"] if id(entry) in shown else None} for entry in known]
 
 
-def html(run: Run) -> str:
+def html(run: LoggedRun) -> str:
     """Return a curve, the first and the last loss, and those of evaluations."""
     known = [entry for entry in data(run) if entry["loss"] is not None]
     if not known:
@@ -32,7 +32,7 @@ def html(run: Run) -> str:
     return plot(picture, f"{number(scale.high)}", *ends, f"lowest {number(scale.low)}") + _remarks(run, len(values))
 
 
-def _remarks(run: Run, known: int) -> str:
+def _remarks(run: LoggedRun, known: int) -> str:
     lost = sum(entry["loss"] is not None for entry in run.steps) - known
     seen = finite(run.evaluations, lambda entry: entry["loss"])
     remarks = [f"{lost} losses are no finite numbers."] * bool(lost)

@@ -10,7 +10,7 @@ from hetu_fx.planner.values.device_memory import TERMS
 from hetu_fx.plans.prediction import DeviceCost
 from hetu_fx.report.page.charts import COLOURS
 from hetu_fx.report.page.markup import bar, cells_table, keys, note, number
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 
 _COLOURS = {term: COLOURS[index % len(COLOURS)] for index, term in enumerate(TERMS)}
 _MEASURED = (
@@ -19,13 +19,13 @@ _MEASURED = (
 )
 
 
-def data(run: Run) -> dict[str, Any]:
+def data(run: LoggedRun) -> dict[str, Any]:
     """Return the predicted bytes by variant, device and term, with the limit, and the measured peak by process."""
     predicted = {name: [_device(cost) for cost in _costs(run, name)] for name in run.shown}
     return {"predicted": predicted, "peak_bytes": run.peak_bytes}
 
 
-def _costs(run: Run, name: str) -> tuple[DeviceCost, ...]:
+def _costs(run: LoggedRun, name: str) -> tuple[DeviceCost, ...]:
     predicted = run.plans[name].predicted
     return () if predicted is None else predicted.devices
 
@@ -35,7 +35,7 @@ def _device(cost: DeviceCost) -> dict[str, Any]:
     return {"device": cost.rank, **whole, "terms": dict(cost.bytes)}
 
 
-def html(run: Run) -> str:
+def html(run: LoggedRun) -> str:
     """Return a table for each variant, or of what was measured alone."""
     tables = [f"<h3>{escape(name)}</h3>{_table(run, name)}" for name in run.shown if _costs(run, name)]
     if not (tables or any(run.peak_bytes)):
@@ -46,18 +46,18 @@ def html(run: Run) -> str:
     return keys({term: _COLOURS[term] for term in _terms(run)}) + "".join(tables) + note(_MEASURED)
 
 
-def _terms(run: Run) -> list[str]:
+def _terms(run: LoggedRun) -> list[str]:
     """Return the terms that any device has anything of."""
     found = {term for name in run.shown for cost in _costs(run, name) for term, count in cost.bytes if count}
     return [term for term in TERMS if term in found]
 
 
-def _table(run: Run, name: str) -> str:
+def _table(run: LoggedRun, name: str) -> str:
     header = ["device", "MB", "limit MB", "of it", "measured peak MB", "predicted", *(f"{t} MB" for t in _terms(run))]
     return cells_table(header, _rows(run, name))
 
 
-def _rows(run: Run, name: str) -> Iterator[list[str]]:
+def _rows(run: LoggedRun, name: str) -> Iterator[list[str]]:
     costs, terms = _costs(run, name), _terms(run)
     most = max(cost.total_bytes for cost in costs)
     peaks = dict(enumerate(run.peak_bytes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from hetu_fx.report.page import changes, cluster, losses, memory, plans, steps, timeline, traffic
 from hetu_fx.report.page.markup import STYLE
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import entry_text
 
@@ -25,8 +25,8 @@ class Section:
     """
 
     title: str
-    html: Callable[[Run], str]
-    data: Callable[[Run], Any]
+    html: Callable[[LoggedRun], str]
+    data: Callable[[LoggedRun], Any]
 
 
 SECTIONS: Mapping[str, Section] = {
@@ -45,7 +45,7 @@ SECTIONS: Mapping[str, Section] = {
 
 def html_page(log: Sequence[Entry], title: str) -> str:
     """Return the page of a log that `read_log` has read."""
-    run = Run(log)
+    run = LoggedRun(log)
     bodies = {key: section.html(run) for key, section in SECTIONS.items()}
     shown = {key: body for key, body in bodies.items() if body}
     contents = " ".join(f'<a href="#{key}">{escape(SECTIONS[key].title)}</a>' for key in shown)
@@ -64,5 +64,5 @@ def _section(key: str, body: str) -> str:
 
 def report_json(log: Sequence[Entry]) -> dict[str, Any]:
     """Return what the page says as what JSON can say, by the keys of `SECTIONS`."""
-    run = Run(log)
+    run = LoggedRun(log)
     return {"processes": run.processes, **{key: section.data(run) for key, section in SECTIONS.items()}}

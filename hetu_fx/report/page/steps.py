@@ -10,7 +10,7 @@ from typing import Any
 
 from hetu_fx.report.page.charts import Scale, boxes, colours_of, levels, places, plot, shares
 from hetu_fx.report.page.markup import keys, note, number, table
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import HEADER, summaries, variant_row
 
@@ -18,24 +18,24 @@ HIGHEST = 2.0
 """A picture is this many times the median high at most, so that steps that make graphs leave room to the others."""
 
 
-def variants(run: Run) -> list[dict[str, Any]]:
+def variants(run: LoggedRun) -> list[dict[str, Any]]:
     """Return what each variant took."""
     return [asdict(summary) for summary in summaries(run.log)]
 
 
-def variants_html(run: Run) -> str:
+def variants_html(run: LoggedRun) -> str:
     """Return the same as a table."""
     found = summaries(run.log)
     return table(HEADER, map(variant_row, found)) if found else ""
 
 
-def data(run: Run) -> list[dict[str, Any]]:
+def data(run: LoggedRun) -> list[dict[str, Any]]:
     """Return variant, seconds, predicted seconds and rows of every step."""
     names = ("step", "variant", "seconds", "predicted_seconds", "rows", "longest")
     return [{name: entry.get(name) for name in names} for entry in run.steps]
 
 
-def html(run: Run) -> str:
+def html(run: LoggedRun) -> str:
     """Return a box for each step, or for each few where there are many."""
     if not run.steps:
         return ""

@@ -11,7 +11,7 @@ from hetu_fx.planner.simulate.timeline import COLORS, OTHER, Event
 from hetu_fx.plans.schedule import Phase
 from hetu_fx.report.page.cluster import UNKNOWN
 from hetu_fx.report.page.markup import keys, note, number, table
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 
 WIDTH = 1000.0
 _WORK = frozenset({*Phase, "optimizer"})
@@ -19,12 +19,12 @@ _MEASURED = "#4a7fd0"
 _HEADER = ("device", "predicted compute ms", "measured ms", "ratio", "predicted idle", "measured not computing")
 
 
-def data(run: Run) -> dict[str, Any]:
+def data(run: LoggedRun) -> dict[str, Any]:
     """Return what was predicted and measured of each variant's step, and of each device."""
     return {name: _variant_data(run, name) for name in run.shown}
 
 
-def _variant_data(run: Run, name: str) -> dict[str, Any]:
+def _variant_data(run: LoggedRun, name: str) -> dict[str, Any]:
     computed = dict(enumerate(run.compute_seconds(name)))
     ranks = sorted({*run.plans[name].devices, *computed})
     return {
@@ -34,14 +34,14 @@ def _variant_data(run: Run, name: str) -> dict[str, Any]:
     }
 
 
-def _predicted_seconds(run: Run, name: str) -> float | None:
+def _predicted_seconds(run: LoggedRun, name: str) -> float | None:
     """Return the seconds of the step on paper; where it is not there, those that the log tells."""
     if name in run.on_paper:
         return run.on_paper[name].seconds
     return next((entry["predicted_seconds"] for entry in reversed(run.settled(name))), None)
 
 
-def _device(run: Run, name: str, rank: int, measured: float | None) -> dict[str, Any]:
+def _device(run: LoggedRun, name: str, rank: int, measured: float | None) -> dict[str, Any]:
     """Return the seconds that a device was predicted to compute, to idle, and that it has computed; None: unknown."""
     predicted = run.plans[name].predicted
     terms = next((dict(d.seconds) for d in predicted.devices if d.rank == rank), {}) if predicted else {}
@@ -54,7 +54,7 @@ def _device(run: Run, name: str, rank: int, measured: float | None) -> dict[str,
     }
 
 
-def html(run: Run) -> str:
+def html(run: LoggedRun) -> str:
     """Return lanes of devices for each variant, a predicted and a measured one, on one scale, and the numbers."""
     if not run.shown:
         return note(UNKNOWN) * bool(run.steps and run.cluster is None)
@@ -64,7 +64,7 @@ def html(run: Run) -> str:
     return keys(colours) + "".join(_variant(run, name) for name in run.shown)
 
 
-def _variant(run: Run, name: str) -> str:
+def _variant(run: LoggedRun, name: str) -> str:
     step, told = run.on_paper.get(name), _variant_data(run, name)
     predicted, measured = told["predicted_seconds"], told["measured_seconds"]
     whole = max(predicted or 0.0, measured or 0.0) or 1.0

@@ -9,7 +9,7 @@ from typing import Any
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline import COLORS, OTHER
 from hetu_fx.report.page.markup import bar, cells_table, keys, note, number
-from hetu_fx.report.run import Run
+from hetu_fx.report.run import LoggedRun
 
 KINDS: Mapping[str, str] = {
     "gather": "parameters from their homes",
@@ -23,7 +23,7 @@ MOST_LINKS = 200
 """So many links stand on the page, those that carry most."""
 
 
-def data(run: Run) -> dict[str, Any]:
+def data(run: LoggedRun) -> dict[str, Any]:
     """Return the bytes of a step of each variant, by kind and by link (sender, receiver)."""
     return {name: {"by_kind": by_kind(step), "by_link": _links(step)} for name, step in run.on_paper.items()}
 
@@ -40,7 +40,7 @@ def _links(step: Simulation) -> list[dict[str, Any]]:
     return [{"sender": a, "receiver": b, "bytes": count} for (a, b), count in step.link_bytes.items()]
 
 
-def html(run: Run) -> str:
+def html(run: LoggedRun) -> str:
     """Return both as tables; nothing where nobody sends anything."""
     steps = {name: step for name, step in run.on_paper.items() if step.sent_bytes}
     if not steps:

@@ -59,7 +59,7 @@ def test_zero_is_what_plans_must_have() -> None:
 
 def test_what_is_allowed_is_forbidden_no_longer() -> None:
     strict = PlanOptions().chosen(Choice.of(forbid=["uneven", "tensor_parallel"]))
-    assert strict.off == ("tensor_parallel", "sequence_parallel", "uneven")
+    assert strict.off == ("tensor_parallel", "uneven")
     assert strict.chosen(Choice.of(allow=["uneven", "tensor_parallel"])) == PlanOptions()
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hetu_fx.deduction.rules.registry import register_rule as register_rule
     from hetu_fx.errors import HetuFxError as HetuFxError
     from hetu_fx.handle import Handle as Handle
+    from hetu_fx.planner.api import measure as measure
     from hetu_fx.planner.api import plan as plan
     from hetu_fx.planner.api import profile as profile
     from hetu_fx.planner.api import simulate as simulate
@@ -63,6 +64,7 @@ _HOMES = {
     "TokenBudgetSampler": "hetu_fx.batches.sampler",
     "WeightNames": "hetu_fx.base.frameworks",
     "auto_parallelize": "hetu_fx.api",
+    "measure": "hetu_fx.planner.api",
     "nested_batch": "hetu_fx.batches.sampler",
     "plan": "hetu_fx.planner.api",
     "profile": "hetu_fx.planner.api",

@@ -21,6 +21,7 @@ from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.optimizer_state import Asked, state_of
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
+from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measured_on
 from hetu_fx.planner.searches import DEFAULT
 from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulate import simulate as simulate_step
@@ -117,6 +118,40 @@ def profile(
     own = together(table, lambda: _measured(model, (batch, *more), loss_fn, asked, table.rank))
     found = of_all(table, own)
     return joined([profile for profile in found if profile is not None]).with_state(state)
+
+
+def measure(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    seconds: float = SECONDS,
+) -> Cluster:
+    """Return this job's devices and links, the devices as fast as they are on the model's own blocks; collective.
+
+    Products of matrices alone, which `Cluster.measure` and `plan="auto"` begin with, do not tell what a model makes of
+    a device. Give the result as `cluster=` to `plan` and `auto_parallelize`, or write it with `Cluster.write`.
+
+    Args:
+        model: where this process computes.
+        batch: an example of the whole batch of a step, of all devices together; its values are not read.
+        loss_fn: as for `auto_parallelize`.
+        seconds: how long blocks are run, by all devices at once, after a warm-up.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        ProfileError: it has no repeated blocks, or they cannot be run apart.
+    """
+    table = GroupTable()
+    place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def ready() -> OwnBlocks:
+        program = CapturedProgram.of(Programs(model, loss_fn), batch)
+        return OwnBlocks.of(program, program.costs(memory=False), place, table.size)
+
+    with telling("measuring devices and links"):
+        blocks, cluster = together(table, ready), Cluster.measure(table, device=str(place))
+        return measured_on(blocks, cluster, table, seconds)
 
 
 def _counted(

@@ -35,6 +35,7 @@ from hetu_fx.planner.measure.fit import (
     slowdown,
 )
 from hetu_fx.planner.values.profile_file import BlockTime, Profile
+from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.program.program import Bindings, Program, deduce_program, evaluate
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
@@ -57,9 +58,9 @@ class BlockShard:
     table: GroupTable
     module: Callable[..., Sequence[Any]]
 
-    def inputs(self, length: int, place: torch.device) -> list[Tensor]:
-        """Return arguments for one row of so many tokens."""
-        bindings = self._bindings(length)
+    def inputs(self, length: int, place: torch.device, *, rows: int = 1) -> list[Tensor]:
+        """Return arguments for rows of so many tokens."""
+        bindings = self._bindings(length, rows)
         trained = {value.value.name for value in self.device.handovers_in if value.value.differentiable}
         return [self._input(slot, bindings, trained, place) for slot in self.device.slots]
 
@@ -91,11 +92,11 @@ class BlockShard:
         del results
         return sum(size for address, size in kept.items() if address not in left_out)
 
-    def _bindings(self, length: int) -> Bindings:
-        """Return what symbols stand for: one row, and sequences in proportion to the longest of the example."""
+    def _bindings(self, length: int, rows: int) -> Bindings:
+        """Return what symbols stand for: the rows, and sequences in proportion to the longest of the example."""
         hints = _symbol_hints(self.program)
-        longest = max(hints.values())
-        return {self.program.graph.batch_symbol: 1} | {
+        longest = max(hints.values(), default=1)
+        return {self.program.graph.batch_symbol: rows} | {
             symbol: max(1, round(size * length / longest)) for symbol, size in hints.items()
         }
 
@@ -210,7 +211,8 @@ def with_times(profile: Profile, program: Program, rank: int, measuring: Measuri
     Raises:
         ProfileError: the model has no sequences of any length, no repeated blocks, or they cannot be run apart.
     """
-    _check(profile, program, place)
+    check_measurable(profile.costs, program, place)
+    _check_lengths(program)
     kind = measuring.cluster.device(rank).kind
     samples = list(_Measurement(profile, program, measuring, rank, place).samples())
     times = [
@@ -229,18 +231,25 @@ def joined(profiles: Sequence[Profile]) -> Profile:
     return replace(profiles[0], times=times, alpha=alpha)
 
 
-def _check(profile: Profile, program: Program, place: torch.device) -> None:
+def check_measurable(costs: ProgramCosts, program: Program, place: torch.device) -> None:
+    """Raise `ProfileError` where blocks of a program cannot be run apart on a device."""
     reason = None
-    if not profile.costs.num_blocks:
+    if not costs.num_blocks:
         reason = "the model has no repeated blocks"
     elif program.graph.batch_symbol is None:
         reason = "its captured graph is for a fixed number of rows"
-    elif not _symbol_hints(program):
-        reason = "its captured graph has no sequences that could have other lengths"
     elif place.type == "meta":
         reason = "it is on the meta device, and blocks need one to run on (such as model.to_empty(device='cpu'))"
     if reason is not None:
         raise ProfileError(f"blocks cannot be measured: {reason}; profile it without measuring")
+
+
+def _check_lengths(program: Program) -> None:
+    if not _symbol_hints(program):
+        raise ProfileError(
+            "blocks cannot be measured: the captured graph has no sequences that could have other lengths; profile it "
+            "without measuring"
+        )
 
 
 class _Measurement:

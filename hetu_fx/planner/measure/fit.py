@@ -141,6 +141,11 @@ def fastest_of(kind: str, cluster: Cluster) -> Device:
     return max((d for d in cluster.devices if d.kind == kind), key=lambda d: (d.flops_per_second, -d.rank))
 
 
+def counted_seconds(costs: ProgramCosts, rank: int, cluster: Cluster, rows: int) -> float:
+    """Return what all blocks take a device forward and backward for so many rows, as the cluster has it."""
+    return compute_lines(Stage((rank,)), _all_blocks(costs), cluster)[0](rows)
+
+
 def slowdown(times: Sequence[BlockTime], length: int) -> Slowdown:
     """Return Malleus' alpha for sequences of `length` tokens, from one kind's times by degree."""
     largest = max(times, key=lambda time: time.tensor_parallel).seconds(length)

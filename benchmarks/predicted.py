@@ -1,0 +1,202 @@
+"""Predicted beside measured step times of the plans that are in use: the one that is chosen, and three others.
+
+The settings are those of the demo and of `benchmarks.unequal` and `benchmarks.straggler`, the last one healthy and with
+a device that has become slow. Devices are measured twice: by products of matrices (`Cluster.measure`), as before the
+first step, and on the model's own blocks by all at once (`hetu_fx.measure`). Both predictions are simulated, and stand
+beside the median of the measured steps; the second is judged. The machine is measured on the blocks again before each
+plan, as its speed changes within minutes. The table of terms says where the seconds of the slowest device go.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.kit.fleet import (
+    in_fleet,
+    measured_seconds,
+    run_workers,
+    say,
+    set_speeds,
+    worker_parser,
+    write_result,
+)
+from benchmarks.kit.models import Size, batch, llama
+from benchmarks.kit.report import Bar, Row, finish
+from benchmarks.straggler import SIZE as STRAGGLER_SIZE
+from benchmarks.straggler import SPEED as STRAGGLER_SPEED
+from benchmarks.straggler import WORLD as STRAGGLER_WORLD
+from benchmarks.unequal import SIZE as UNEQUAL_SIZE
+from benchmarks.unequal import SPEEDS as UNEQUAL_SPEEDS
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first
+from hetu_fx.comm_ops.wire.groups import GroupTable
+from hetu_fx.demo.data import Text, library_pieces, make_model
+from hetu_fx.demo.settings import FULL
+from hetu_fx.emulate.emulate import EmulateSpec
+from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.make_plan import make_plan
+from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
+from hetu_fx.planner.simulate.simulate import expect
+from hetu_fx.planner.values.options import Choice, PlanOptions
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan
+from hetu_fx.plans.tables import short_text
+from hetu_fx.program.captures import Programs
+
+BAR = 0.10
+MEASURE_SECONDS = 2.0  # how long devices are measured: several periods of a quota
+OTHERS = 3
+ROUNDS, QUICK_ROUNDS = 9, 4
+TIME_LIMIT_SECONDS = 3000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Devices, a model and its batch.
+
+    Attributes:
+        speeds: cores of each device.
+        size: of the model; None: the demo's model and text.
+        slow: how many times as long a device takes, unless it is as it should be.
+    """
+
+    speeds: tuple[float, ...]
+    size: Size | None = None
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        """Make the model, with the same weights in every process."""
+        return make_model(FULL) if self.size is None else llama(self.size)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """Make the batch of a step."""
+        if self.size is None:
+            return Text(FULL, library_pieces()).batch(0)
+        return batch(self.size.rows, self.size.tokens)
+
+    @property
+    def now(self) -> tuple[float, ...]:
+        """Return the cores of each device as it is now."""
+        return tuple(speed / self.slow.get(rank, 1.0) for rank, speed in enumerate(self.speeds))
+
+    @property
+    def equal(self) -> tuple[float, ...]:
+        """Return the same cores in equal shares: for what is not timed."""
+        return (sum(self.speeds) / len(self.speeds),) * len(self.speeds)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "demo": Setting(FULL.speeds),
+    "unequal": Setting(UNEQUAL_SPEEDS, UNEQUAL_SIZE),
+    "straggler, healthy": Setting((STRAGGLER_SPEED,) * STRAGGLER_WORLD, STRAGGLER_SIZE),
+    "straggler, one slow": Setting((STRAGGLER_SPEED,) * STRAGGLER_WORLD, STRAGGLER_SIZE, {2: 2.0}),
+}
+FORBIDDEN: Sequence[Sequence[str]] = (
+    (),
+    ("data_parallel",),
+    ("pipeline", "uneven"),
+    ("tensor_parallel", "data_parallel"),
+    ("pipeline", "data_parallel"),
+    ("zero",),
+    ("pipeline",),
+    ("uneven",),
+    ("tensor_parallel",),
+)
+"""What plans are forbidden, in turn, so that they are of all sorts; the first is the one that is chosen."""
+
+
+def main() -> int:
+    """Run every setting under the emulator, and judge."""
+    made = worker_parser("predicted", "Predicted beside measured step times of plans that are in use.")
+    made.add_argument("--setting", choices=[*SETTINGS], action="append", help="one of them (default: all)")
+    options = made.parse_args()
+    names = options.setting or [*SETTINGS]
+    if options.worker is not None:
+        return work(options.worker, names[0], quick=options.quick)
+    rows = [row for name in names for row in _rows_of(name, quick=options.quick)]
+    bars = [
+        Bar(f"{row['setting']}: {row['plan']}, predicted off by", abs(_ratio(row) - 1), BAR, at_least=False)
+        for row in rows
+    ]
+    return finish("predicted", bars, rows)
+
+
+def _rows_of(name: str, *, quick: bool) -> list[Row]:
+    spec = EmulateSpec(speeds=SETTINGS[name].equal)
+    given = ["--setting", name, *["--quick"] * quick]
+    found = run_workers("predicted", given, spec, timeout_seconds=TIME_LIMIT_SECONDS, limit="cgroups")
+    rows: list[Row] = found["rows"]
+    return rows
+
+
+def _ratio(row: Row) -> float:
+    ratio = row["predicted / measured"]
+    assert isinstance(ratio, float)
+    return ratio
+
+
+def work(result: Path, name: str, *, quick: bool) -> int:
+    """Be one rank of a setting."""
+    setting = SETTINGS[name]
+    with in_fleet():
+        table, whole = GroupTable(), setting.batch()
+        program = CapturedProgram.of(Programs(setting.model(), None), whole)
+        costs = from_first(table, program.costs(memory=False))
+        blocks = OwnBlocks.of(program, costs, torch.device("cpu"), table.size)
+        set_speeds(setting.now)
+        probed = Cluster.measure(table, seconds=MEASURE_SECONDS)
+        measured = measured_on(blocks, probed, table)
+        say(f"by products of matrices\n{probed}\non blocks\n{measured}")
+        set_speeds(setting.equal)
+        rows: list[Row] = []
+        for plan in by_first(table, lambda: plans_for(costs, measured)):
+            set_speeds(setting.now)
+            before = measured_on(blocks, probed, table)
+            seconds = measured_seconds(
+                plan,
+                setting.model,
+                whole,
+                rounds=QUICK_ROUNDS if quick else ROUNDS,
+                equal=setting.equal,
+                speeds=setting.now,
+            )
+            rows.append(row(name, plan, costs, probed, before, statistics.median(seconds)))
+            say(str(rows[-1]))
+        write_result(result, {"rows": rows})
+    return 0
+
+
+def plans_for(costs: ProgramCosts, cluster: Cluster) -> list[Plan]:
+    """Return the plan that is chosen, and others of other sorts."""
+    found: list[Plan] = []
+    for forbidden in FORBIDDEN:
+        plan = make_plan(costs, cluster, options=PlanOptions().chosen(Choice.of(forbid=forbidden)))
+        if plan not in found:
+            found.append(plan)
+    return found[: 1 + OTHERS]
+
+
+def row(name: str, plan: Plan, costs: ProgramCosts, probed: Cluster, measured: Cluster, seconds: float) -> Row:
+    """Make a line of the table."""
+    first, predicted = expect(plan, costs, probed), expect(plan, costs, measured)
+    slowest = max(predicted.devices, key=lambda device: device.total_seconds)
+    return {
+        "setting": name,
+        "plan": short_text(plan),
+        "by products": first.seconds,
+        "predicted": predicted.seconds,
+        "measured": seconds,
+        "predicted / measured": predicted.seconds / seconds,
+        **dict(slowest.seconds),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,1 @@
-"""Small mistakes in the source, for `python -m benchmarks.mutations`: does a test notice?"""
+"""Small mistakes in the source, for `python -m benchmarks.mutants`: does a test notice?"""

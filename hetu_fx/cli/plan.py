@@ -6,6 +6,7 @@ What-if options: devices gone, devices slower, another link between nodes.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from hetu_fx.plans.plan import Plan
 if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem
 
-_NEED_BOTH = ("search", *NAMES, "allow", "forbid", "zero", "seconds", "without", "rate", "link")
+_NEED_BOTH = ("search", *NAMES, "allow", "forbid", "zero", "seconds", "before", "steps", "without", "rate", "link")
 _PATIENCE_SECONDS = 2.0  # a search says how far it has come when it lasts longer, and then as often
 
 
@@ -108,7 +109,16 @@ def _problem(options: argparse.Namespace) -> Problem:
     names = ("allow", "forbid", "zero", "seconds")
     choice = Choice.of(**{name: getattr(options, name) for name in names})
     plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows, choice=choice)
-    return Problem(profile, cluster, plan_options, tell=_Progress().tell)
+    before, steps = _running(options)
+    return Problem(profile, cluster, plan_options, before, steps, tell=_Progress().tell)
+
+
+def _running(options: argparse.Namespace) -> tuple[Plan | None, float]:
+    """Return the plan that the job runs and the steps that are left; one says nothing without the other."""
+    if (options.before is None) != (options.steps is None):
+        missing = "--before FILE" if options.before is None else "--steps N"
+        raise PlanError(f"getting from the plan that runs is spread over the steps that are left; give {missing} too")
+    return (None, math.inf) if options.before is None else (Plan.read(options.before), options.steps)
 
 
 def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
@@ -172,6 +182,15 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, choices=(0, 1), help="optimizer states whole on replicas, or spread")
     parser.add_argument(
         "--seconds", type=float, metavar="S", help="give the best plan so far after this time, and what it may lack"
+    )
+    parser.add_argument(
+        "--before", metavar="FILE", help="the plan that the job runs now: getting from there counts too"
+    )
+    parser.add_argument(
+        "--steps",
+        type=float,
+        metavar="N",
+        help="so many steps are left, over which the move is spread (needs --before)",
     )
 
 

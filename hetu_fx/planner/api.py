@@ -6,6 +6,7 @@ model, so that the rest can be done elsewhere, without it; `simulate` tells what
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.graph.bind import Batch
-from hetu_fx.planner.captured_program import CapturedProgram
+from hetu_fx.planner.captured_program import CapturedProgram, PlannedProgram
 from hetu_fx.planner.count.optimizer_state import Asked, state_of
 from hetu_fx.planner.measure.blocks import Measuring, joined, with_times
 from hetu_fx.planner.measure.speeds import SECONDS, OwnBlocks, measured_on
@@ -46,6 +47,8 @@ def plan(
     zero: int | None = None,
     seconds: float | None = None,
     optimizer: Asked = None,
+    before: Plan | str | Path | None = None,
+    steps_ahead: float = math.inf,
 ) -> Plan:
     """Return the fastest plan that fits for training `model` on a cluster; nothing is run or changed.
 
@@ -65,6 +68,9 @@ def plan(
         seconds: give the best plan so far when the search takes longer, with a bound that no plan is below.
         optimizer: what keeps states beside the parameters: an optimizer, a name such as "sgd_momentum", or a
             `ParameterState`; left out: AdamW, with states of the parameters' type.
+        before: the plan that the job runs now, or the path of its file. Getting from there to the plan, which
+            parameters and optimizer states travel for, then counts too, spread over `steps_ahead`.
+        steps_ahead: how many steps there are left; with few of them the job stays as it is.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -72,17 +78,22 @@ def plan(
         ClusterError: a malformed cluster file.
     """
     choice = Choice.of(allow=allow, forbid=forbid, zero=zero, seconds=seconds)
+    running = Plan.read(before) if isinstance(before, str | Path) else before
     program = CapturedProgram.of(Programs(model, loss_fn), batch)
     costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
+
+    def find(planned: PlannedProgram, devices: Cluster) -> Plan:
+        return planned.plan(devices, name, search, choice, before=running, steps_ahead=steps_ahead)
+
     if cluster is None:
         table = GroupTable()
         with telling("measuring devices and links"):
             planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
         with telling("planning"):
-            return by_first(table, lambda: planned.plan(measured, name, search, choice))
+            return by_first(table, lambda: find(planned, measured))
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
     with telling("planning"):
-        return program.at(costs).plan(devices, name, search, choice)
+        return find(program.at(costs), devices)
 
 
 def profile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -75,13 +76,31 @@ class PlannedProgram:
         """Return the program as HAP plans for it, with the rows of `costs`."""
         return problem_of(self.program.analysed, rows=self.costs.rows)
 
-    def plan(self, cluster: Cluster, name: str, search: str = DEFAULT, choice: Choice = ANY) -> Plan:
+    def plan(
+        self,
+        cluster: Cluster,
+        name: str,
+        search: str = DEFAULT,
+        choice: Choice = ANY,
+        *,
+        before: Plan | None = None,
+        steps_ahead: float = math.inf,
+    ) -> Plan:
         """Return the best plan for a cluster; a program that mixes rows is not cut into micro-batches or stages.
 
-        Raises `PlanError` where none fits.
+        For a job that runs `before`, getting from there to the plan counts too, spread over `steps_ahead`. Raises
+        `PlanError` where none fits.
         """
         options = PlanOptions.of_program(mixes_rows=self.program.mixes_rows, name=name, choice=choice)
-        return make_plan(self.costs, cluster, options=options, search=search, captured=self)
+        return make_plan(
+            self.costs,
+            cluster,
+            options=options,
+            search=search,
+            captured=self,
+            before=before,
+            steps_ahead=steps_ahead,
+        )
 
     def costs_of(self, split: Split) -> ProgramCosts:
         """Return what a step costs where groups split these dims first; `costs` if they would anyway.

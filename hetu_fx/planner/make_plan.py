@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -57,14 +58,19 @@ def make_plan(
     options: PlanOptions | None = None,
     search: str = DEFAULT,
     captured: Captured | None = None,
+    before: Plan | None = None,
+    steps_ahead: float = math.inf,
 ) -> Plan:
     """Return the plan of least predicted seconds that fits memory, with its prediction and the runner-up.
+
+    For a job that runs `before`, getting from there to the plan counts too, spread over `steps_ahead`.
 
     Raises `PlanError` when no plan fits, with what the one that needs least lacks, and for a search whose answer is
     a plan for each length of sequences (see `make_plans`).
     """
     profile = costs if isinstance(costs, Profile) else Profile(costs)
-    plans = make_plans(Problem(profile, cluster, options or PlanOptions(), captured=captured), search)
+    problem = Problem(profile, cluster, options or PlanOptions(), before, steps_ahead, captured)
+    plans = make_plans(problem, search)
     if len(plans) > 1:
         lengths = [plan.max_length for plan in plans]
         raise PlanError(f"search {search!r} finds a plan for each longest sequence {lengths}; ask make_plans for them")

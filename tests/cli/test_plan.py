@@ -21,6 +21,7 @@ from tests.planner.examples import paper, transformer
 
 COSTS = transformer(rows=16, length=128, width=128)
 CLUSTER = paper(4, 4, 2, nodes="aab", inter=Link(1e9, 1e-5))
+RUNS = Plan.data_parallel((0, 1))
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -123,6 +124,8 @@ def test_figures_that_are_estimates_are_named(run: Run) -> None:
         (["--out", "cache"], "--out cache is a folder; name a file in it"),
         (["--forbid", "pipelines"], "plans have no feature 'pipelines' to allow or forbid (did you mean 'pipeline'?)"),
         (["--seconds", "-1"], "search has seconds -1.0"),
+        (["--steps", "10"], "spread over the steps that are left; give --before FILE too"),
+        (["--before", "plan.json"], "spread over the steps that are left; give --steps N too"),
         (["--link", "fast"], "link rate 'fast' is not a rate"),
         (["--rows", "0"], "rows 0"),
         (["no.json"], "cannot read no.json"),
@@ -160,6 +163,13 @@ def test_a_search_whose_time_is_over_says_what_it_may_lack_and_is_not_kept(run: 
     _, whole, _ = run("--seconds", "1e6")
     assert "best so far" not in whole
     assert run("--seconds", "1e-9")[1] == whole, "the answer that is known by now is the whole one"
+
+
+def test_a_job_with_few_steps_left_stays_and_one_with_many_moves(run: Run) -> None:
+    RUNS.write("runs.json")
+    few, many = (json.loads(run("--json", "--before", "runs.json", "--steps", steps)[1]) for steps in ("1e-6", "1e9"))
+    assert [*Plan.from_json(few).devices] == [*RUNS.devices]
+    assert [*Plan.from_json(many).devices] != [*RUNS.devices]
 
 
 def test_figures_of_a_kind_that_no_device_has_are_refused_before_the_search(run: Run) -> None:

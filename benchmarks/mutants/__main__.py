@@ -58,7 +58,7 @@ ON_PROCESSES = ("tests/comm_ops/test_distributed.py::test_values_and_gradients_o
 
 def main() -> int:
     """Run the tests without a mistake, which must pass, then with each."""
-    made = parser("mutations", "Breaks what resolves, moves and guards in small ways; tests must see it.")
+    made = parser("mutants", "Breaks what resolves, moves and guards in small ways; tests must see it.")
     made.add_argument("--scripts", action="store_true", help="mistakes in guards, noticed by tests.scripts")
     made.add_argument("--only", nargs="+", metavar="NAME", help="these mutants only")
     options = made.parse_args()
@@ -78,7 +78,7 @@ def by_scripts(mutants: Sequence[Mutant]) -> int:
     rows = judge_all(mutants)
     took = (_processor_seconds() - before) / len(os.sched_getaffinity(0))  # what else runs here does not count
     bars = [_share(rows), Bar("processor seconds of each core", took, SCRIPTS_SECONDS, at_least=False)]
-    return finish("mutations", bars, rows, seconds=perf_counter() - start)
+    return finish("mutants", bars, rows, seconds=perf_counter() - start)
 
 
 def _processor_seconds() -> float:
@@ -96,7 +96,7 @@ def by_tests(mutants: Sequence[Mutant], fewest: int) -> int:
                 print(f"the tests fail without any mistake (status {status}):\n{output}")
                 return 2
         rows = [judge(mutant, copy) for mutant in mutants]
-    return finish("mutations", [_share(rows), Bar("mutants", len(rows), fewest, at_least=True)], rows)
+    return finish("mutants", [_share(rows), Bar("mutants", len(rows), fewest, at_least=True)], rows)
 
 
 def _share(rows: Sequence[Row]) -> Bar:

@@ -3,8 +3,8 @@
 The settings are those of the demo and of `benchmarks.unequal` and `benchmarks.straggler`, the last one healthy and with
 a device that has become slow. Devices are measured twice: by products of matrices (`Cluster.measure`), as before the
 first step, and on the model's own blocks by all at once (`hetu_fx.measure`). Both predictions are simulated, and stand
-beside the median of the measured steps; the second is judged. The machine is measured on the blocks again before each
-plan, as its speed changes within minutes. The table of terms says where the seconds of the slowest device go.
+beside the median of the measured steps; the second is judged. Devices are measured on the blocks again before and after
+the steps of each plan, as a machine's speed changes within minutes. The table of terms says where the seconds of the slowest device go.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ from hetu_fx.plans.tables import short_text
 from hetu_fx.program.captures import Programs
 
 BAR = 0.10
+CHECK_SECONDS = 1.5  # of blocks, before and after each plan
 MEASURE_SECONDS = 2.0  # how long devices are measured: several periods of a quota
 OTHERS = 3
 ROUNDS, QUICK_ROUNDS = 9, 4
@@ -158,7 +160,7 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         rows: list[Row] = []
         for plan in by_first(table, lambda: plans_for(costs, measured)):
             set_speeds(setting.now)
-            before = measured_on(blocks, probed, table)
+            before = measured_on(blocks, probed, table, CHECK_SECONDS)
             seconds = measured_seconds(
                 plan,
                 setting.model,
@@ -167,7 +169,11 @@ def work(result: Path, name: str, *, quick: bool) -> int:
                 equal=setting.equal,
                 speeds=setting.now,
             )
-            rows.append(row(name, plan, costs, probed, before, statistics.median(seconds)))
+            after = measured_on(blocks, probed, table, CHECK_SECONDS)
+            speeds = {
+                d.rank: fmean((d.flops_per_second, after.device(d.rank).flops_per_second)) for d in before.devices
+            }
+            rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), statistics.median(seconds)))
             say(str(rows[-1]))
         write_result(result, {"rows": rows})
     return 0

@@ -42,7 +42,7 @@ TRACE: Mapping[str, Mapping[int, float]] = {
     "worse": {2: 4.0, 1: 3.0},
     "recovered": {},
 }
-OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR = 0.9, 0.03, 3, 1.5
+OPTIMUM_BAR, RATE_BAR, SWITCH_BAR, GAP_BAR, PREDICTED_BAR = 0.9, 0.03, 3, 1.5, 0.1
 ALONE_SECONDS, ALONE_ROWS = 0.25, 12  # about what slow devices have in a step: throttled ones lose more at fewer
 STEADY_STEPS, FIRST_STEPS = HealthTracker().lasting + 3, HealthTracker().settling
 NOTICED = 1.5  # a rate that is wrong by less is about right
@@ -65,6 +65,7 @@ class Watched:
         variant: what runs.
         throttled: each device's seconds of compute over those on a core, in the steps that refine rates.
         homes: why parameters' homes have changed, and the seconds that it took.
+        predicted: seconds of a step under the plan that runs at last.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -77,6 +78,7 @@ class Watched:
     variant: str = ""
     throttled: list[float] = field(default_factory=list)
     homes: list[tuple[str, float]] = field(default_factory=list)
+    predicted: float = 0.0
 
 
 def main() -> int:
@@ -99,6 +101,7 @@ def judge(result: Mapping[str, Any]) -> int:
         *(Bar(f"{row['phase']}: of the optimum", row["of optimum"], OPTIMUM_BAR, at_least=True) for row in rows[1:]),
         Bar("least gain over no adaptation", min(row["over fixed"] for row in slow), 1.0, at_least=True),
         Bar("least gain over dropping", min(row["over dropping"] for row in slow), 1.0, at_least=True),
+        Bar("predicted off by, most", max(map(off_by, rows)), PREDICTED_BAR, at_least=False),
         Bar("worst error of a rate", max(errors), RATE_BAR, at_least=False),
         Bar("steps from plan to switch, most", max(w["after"] for w in changes), SWITCH_BAR, at_least=False),
         Bar("longest step beside planning / before it", max(map(gap, changes)), GAP_BAR, at_least=False),
@@ -118,6 +121,8 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "of optimum by quotas": healthy * WORLD / sum(quota_speeds(name)) / seconds[ADAPTING],
         "over fixed": seconds[FIXED] / seconds[ADAPTING],
         "over dropping": seconds[DROPPING] / seconds[ADAPTING],
+        "predicted s": watched["predicted"],
+        "predicted / measured": watched["predicted"] / seconds[ADAPTING],
         "detected after": watched["detected"],
         "switched after": watched["switched"],
         "planning s": watched["planning_seconds"],
@@ -128,6 +133,13 @@ def phase_row(name: str, phases: Mapping[str, Any]) -> Row:
         "variant": watched["variant"],
         "homes moved in s": " ".join(f"{seconds:.2g}" for _, seconds in watched["homes"]),
     }
+
+
+def off_by(row: Row) -> float:
+    """Return by how much a phase's steps were predicted wrong."""
+    ratio = row["predicted / measured"]
+    assert isinstance(ratio, float)
+    return abs(ratio - 1)
 
 
 def rates_text(rates: Mapping[Any, float]) -> str:
@@ -261,6 +273,7 @@ class Contest:
                 self.alone.run()
         watched.throttled = of_all(hetu._runtime.table, statistics.median(throttles[-STEADY_STEPS:]))
         watched.rates, watched.variant = dict(hetu.health), hetu.current
+        watched.predicted = hetu.plan.predicted.seconds
         for change in hetu.stats["replanned"][before:]:
             watched.planning_seconds = change.planning_seconds
             watched.switched = change.step - change.asked

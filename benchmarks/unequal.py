@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ SPEEDS = (0.8, 0.4, 0.2, 0.2)
 SIZE = Size(width=256, layers=4, rows=64, tokens=256)
 IDEAL_BAR = 0.90
 DDP_BAR = 1.8
+PREDICTED_BAR = 0.1
 SETTLING_STEPS = HealthTracker().lasting + 2  # a first one, those that correct the devices' speeds, one that asks
 EVEN, FAIR, AUTO = "DDP, even rows", "DDP, rows by speed (inexact mean)", "hetu_fx, plan auto"
 
@@ -40,14 +42,16 @@ def main() -> int:
     return judge(run_workers("unequal", ["--quick"] * options.quick, EmulateSpec(speeds=SPEEDS), timeout_seconds=1800))
 
 
-def judge(result: Mapping[str, dict[str, list[float]]]) -> int:
+def judge(result: Mapping[str, Any]) -> int:
     """Turn the seconds per round into bars and rows."""
-    seconds, ideal = result["seconds"], result["ideal"]["seconds"]
+    seconds, ideal, predicted = result["seconds"], result["ideal"]["seconds"], result["predicted"]["seconds"]
     bars = [
         Bar("throughput against the ideal", median_ratio(ideal, seconds[AUTO]), IDEAL_BAR, at_least=True),
         Bar("speed-up over DDP, even rows", median_ratio(seconds[EVEN], seconds[AUTO]), DDP_BAR, at_least=True),
+        Bar("predicted off by", abs(predicted / statistics.median(seconds[AUTO]) - 1), PREDICTED_BAR, at_least=False),
     ]
     rows = [row(name, values, ideal) for name, values in {**seconds, "ideal": ideal}.items()]
+    rows.append({"who": f"{AUTO}, predicted", "seconds a step": predicted})
     return finish("unequal", bars, rows, speeds=SPEEDS, size=str(SIZE), **result["about"])
 
 
@@ -65,7 +69,7 @@ def row(name: str, seconds: list[float], ideal: list[float]) -> Row:
 def work(result: Path, *, rounds: int) -> int:
     """Be one rank of the contest."""
     with in_fleet():
-        steps = contestants()
+        steps, predicted = contestants()
         ideal = Ideal()
         ideal_seconds = []
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -74,12 +78,13 @@ def work(result: Path, *, rounds: int) -> int:
             for name, values in run_rounds(steps, rounds=1, warm_up=2 if number == 0 else 0).items():
                 seconds[name] += values
         about = {"parameters": num_parameters(llama(SIZE)), "rounds": rounds}
-        write_result(result, {"seconds": seconds, "ideal": {"seconds": ideal_seconds}, "about": about})
+        found = {"seconds": seconds, "ideal": {"seconds": ideal_seconds}, "predicted": {"seconds": predicted}}
+        write_result(result, {**found, "about": about})
     return 0
 
 
-def contestants() -> dict[str, Step]:
-    """Make the steps that are compared: each a whole training step of all the rows."""
+def contestants() -> tuple[dict[str, Step], float]:
+    """Make the steps that are compared, each a whole training step of all the rows; return what auto's is predicted."""
     import hetu_fx
 
     whole = batch(SIZE.rows, SIZE.tokens)
@@ -93,7 +98,8 @@ def contestants() -> dict[str, Step]:
     while model.hetu.is_planning:
         step()
     say(model.hetu.explain())
-    return {EVEN: ddp_step(SIZE.rows // dist.get_world_size()), FAIR: ddp_step(fair_rows()), AUTO: step}
+    steps = {EVEN: ddp_step(SIZE.rows // dist.get_world_size()), FAIR: ddp_step(fair_rows()), AUTO: step}
+    return steps, model.hetu.plan.predicted.seconds
 
 
 def ddp_step(rows: int) -> Step:

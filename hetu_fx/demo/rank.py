@@ -21,8 +21,10 @@ from hetu_fx.demo.record import RunRecord, Throughput
 from hetu_fx.demo.screen import make_screen
 from hetu_fx.demo.settings import DemoSettings, settings_for
 from hetu_fx.demo.training import Training, even_shares, rows_of_this_rank
+from hetu_fx.planner.captured_program import CapturedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.make_plan import PlanOptions, make_plan
+from hetu_fx.planner.measure.speeds import OwnBlocks, measured_on
 from hetu_fx.planner.simulate.simulate import simulate
 from hetu_fx.planner.simulate.timeline import Timeline
 from hetu_fx.plans.plan import Plan
@@ -60,8 +62,12 @@ class Rank:
         self._save(training, shares, cluster, predicted)
 
     def _measure(self) -> Cluster:
+        """Measure the devices, on the model's own blocks; these are made ready while all are equally fast."""
+        self.devices.make_equal()
+        program = CapturedProgram.of(Programs(self.model, None), self.text.batch(0))
+        blocks = OwnBlocks.of(program, program.costs(memory=False), torch.device("cpu"), self.table.size)
         self.devices.make_unequal()
-        cluster = Cluster.measure()
+        cluster = measured_on(blocks, Cluster.measure(self.table), self.table)
         self.screen.head("Devices, as measured")
         self.screen.say(str(cluster))
         return cluster

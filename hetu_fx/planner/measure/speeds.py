@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from hetu_fx.planner.values.program import ProgramCosts
 
 SECONDS = 3.0
 """How long devices run blocks: several periods of a quota, and many runs of a block."""
+
+WINDOWS = 5
+"""Into so many parts that time is cut."""
 
 MOST_ROWS = 4
 """Rows of a run: what an op takes besides its work counts as little as in training."""
@@ -59,10 +62,11 @@ class OwnBlocks:
     def speed_up(self, cluster: Cluster, rank: int, seconds: float = SECONDS) -> float:
         """Return how many times as fast this device is as the cluster says; takes about so many seconds, on any device.
 
-        The first fifth of the time is not counted: it warms up, and uses up what quota was saved before.
+        The median of means is taken: a mean has what a quota withholds, and the median leaves out what disturbs. The
+        first window is not counted: it warms up, and uses up what quota was saved before.
         """
-        self._mean_seconds(seconds / 5)
-        return counted_seconds(self.costs, rank, cluster, self.rows) / self._mean_seconds(seconds)
+        _, *means = [self._mean_seconds(seconds / WINDOWS) for _ in range(1 + WINDOWS)]
+        return counted_seconds(self.costs, rank, cluster, self.rows) / median(means)
 
     def _mean_seconds(self, seconds: float) -> float:
         """Return what all blocks of the model take forward and backward, on the average over so many seconds."""

@@ -4,7 +4,7 @@ The settings are those of the demo and of `benchmarks.unequal` and `benchmarks.s
 a device that has become slow. Devices are measured twice: by products of matrices (`Cluster.measure`), as before the
 first step, and on the model's own blocks by all at once (`hetu_fx.measure`). Both predictions are simulated, and stand
 beside the median of the measured steps; the second is judged. Devices are measured on the blocks again before and after
-the steps of each plan, as a machine's speed changes within minutes. The table of terms says where the seconds of the slowest device go.
+the steps of each plan, as a machine's speed changes within minutes. Terms say where the slowest device's seconds go.
 """
 
 from __future__ import annotations

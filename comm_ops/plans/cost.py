@@ -15,10 +15,11 @@ from hetu_fx.comm_ops.plans.algorithm import lanes as lanes_of
 class End:
     """What messages of several devices share, in one direction: a port, the link of a node or a rack.
 
-    `ranks` are all that send through it, or receive. None are told where a node's link is shared as far as is known.
+    `key` names it and numbers what has it: ("out of node", 0). `ranks` are all that send through it, or receive. None
+    are told where a node's link is shared as far as is known.
     """
 
-    key: Hashable
+    key: tuple[str, int]
     bytes_per_second: float
     ranks: frozenset[int]
 

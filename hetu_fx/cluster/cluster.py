@@ -17,7 +17,7 @@ from hetu_fx.cluster.devices import COLLECTIVE, DEVICE, LINKS, ClusterLinks, Col
 from hetu_fx.cluster.paces import PACE, Pace, pace_between
 from hetu_fx.cluster.show import cluster_text, level_links
 from hetu_fx.cluster.timed import seen_turn, timed_by_group
-from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, Level, Nics, Topology, ports_of
+from hetu_fx.cluster.topology import CLUSTER, LEVEL, NICS, NODE, Hierarchy, Level, Nics, Place, ports_of
 from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.errors import ClusterError
 
@@ -51,7 +51,7 @@ class Cluster(Document):
     _nodes: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _top_speeds: Mapping[str, float] = field(init=False, repr=False, compare=False)
     _paces: Mapping[str, tuple[Pace, ...]] = field(init=False, repr=False, compare=False)
-    _topology: Topology = field(init=False, repr=False, compare=False)
+    _hierarchy: Hierarchy = field(init=False, repr=False, compare=False)
     _timed: Mapping[tuple[str, int, int], list[Collective]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,15 +69,15 @@ class Cluster(Document):
         by_speed = sorted(self.devices, key=lambda device: device.speed)
         object.__setattr__(self, "_top_speeds", {device.kind: device.speed for device in by_speed})
         object.__setattr__(self, "_paces", _paces_by_kind(self.paces))
-        self._set_topology()
+        self._set_hierarchy()
         object.__setattr__(self, "_timed", timed_by_group(self.collectives, self.groups, self.node_of))
 
-    def _set_topology(self) -> None:
+    def _set_hierarchy(self) -> None:
         if self.nics is not None:  # said of each, so that it stays where others are left out
             ports = ports_of(self.devices, self.nics)
             object.__setattr__(self, "devices", tuple(replace(d, nic=ports[d.rank]) for d in self.devices))
         levels = self.levels or (_level(NODE, self.intra), _level(CLUSTER, self.inter))
-        object.__setattr__(self, "_topology", Topology(self.devices, levels, self.nics))
+        object.__setattr__(self, "_hierarchy", Hierarchy(self.devices, levels, self.nics))
         if self.levels:
             node = next(index for index, level in enumerate(levels) if level.within == NODE)
             object.__setattr__(self, "intra", levels[node].link)
@@ -158,19 +158,32 @@ class Cluster(Document):
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks, as far as both use it."""
-        return self._topology.link(self.device(a).rank, self.device(b).rank)
+        return self._hierarchy.link(self.device(a).rank, self.device(b).rank)
 
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message between two ranks shares with those of others: ports, and links of nodes and racks."""
-        return self._topology.ends(a, b)
+        return self._hierarchy.ends(a, b)
+
+    def all_ends(self, a: int, b: int) -> tuple[tuple[Place, float], ...]:
+        """Return all that a message between two ranks uses, with its bytes per second, whether it shares it or not."""
+        return self._hierarchy.all_ends(a, b)
+
+    def shared_units(self, rank: int) -> tuple[Place, ...]:
+        """Return the units that a device stands in whose links may be shared, by name and number; its node first."""
+        return self._hierarchy.shared_units(rank)
+
+    @property
+    def link_units(self) -> dict[str, str]:
+        """Return by the names of links that units have, as messages use them, what these units are called."""
+        return self._hierarchy.link_units
 
     def tiers(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return for each level, from inside out, the unit that each of some ranks stands in, numbered from 0."""
-        return self._topology.tiers(ranks)
+        return self._hierarchy.tiers(ranks)
 
     def order(self, rank: int) -> tuple[int, ...]:
         """Return what ranks are sorted by to stand beside those that they reach best."""
-        return self._topology.order(rank)
+        return self._hierarchy.order(rank)
 
     def turn_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float | None:
         """Return what a turn around a ring was seen to take such a group; None where nobody has timed one."""

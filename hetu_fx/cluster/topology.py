@@ -8,7 +8,8 @@ right above the node, links devices on ports of one number, without what stands 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetu_fx.base.checks import check_not_negative, check_positive
@@ -19,10 +20,14 @@ from hetu_fx.comm_ops.plans.cost import End
 from hetu_fx.errors import ClusterError
 
 NODE, RAIL, CLUSTER, DEVICE_UNIT, PORT = "node", "rail", "cluster", "device", "port"
+OUT_OF, INTO = "out of", "into"
 _NAMED = (NODE, RAIL, CLUSTER)
 """Levels whose units no device's place names: they follow from its node and its port."""
 
 Unit = tuple[Hashable, ...]
+
+Place = tuple[str, int]
+"""What is used, and of which device or unit, by number: ("out", 3), ("out of node", 0), ("into rack", 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def _check_levels(levels: Sequence[Level], nics: Nics | None) -> None:
             raise ClusterError(f"level {level.within!r} is per {level.per!r}{hint}; give one of {', '.join(known)}")
 
 
-class Topology:
+class Hierarchy:
     """Levels, with the units that each device of a cluster stands in."""
 
     def __init__(self, devices: Sequence[Device], levels: Sequence[Level], nics: Nics | None) -> None:
@@ -94,14 +99,13 @@ class Topology:
         # Rings of a thousand devices are priced again and again.
         self._known_links: dict[tuple[int, int], Link] = {}
         self._known_ends: dict[tuple[int, int], tuple[End, ...]] = {}
+        self._known_all_ends: dict[tuple[int, int], tuple[tuple[Place, float], ...]] = {}
         self._ports = {} if nics is None else ports_of(devices, nics)
         self._devices = {device.rank: device for device in devices}
         self._units = {device.rank: self._units_of(device) for device in devices}
         self._check_nodes(devices)
-        self._numbers = {
-            unit: n for n, unit in enumerate(dict.fromkeys(unit for own in self._units.values() for unit in own))
-        }
         self._members = _members(self._units, self._ports, devices)
+        self._numbers = _numbers(self._members)
 
     def _units_of(self, device: Device) -> tuple[Unit, ...]:
         wanted = [name for name in self._names if name not in _NAMED]
@@ -145,20 +149,65 @@ class Topology:
     def ends(self, a: int, b: int) -> tuple[End, ...]:
         """Return what a message from `a` to `b` shares with those of other devices."""
         if (a, b) not in self._known_ends:
-            index, ways = self._meeting(a, b), (("out", a), ("in", b))
+            index, ways = self._meeting(a, b), ((OUT_OF, a), (INTO, b))
             self._known_ends[a, b] = tuple(end for way, rank in ways for end in self._ends(way, rank, index, (a, b)))
         return self._known_ends[a, b]
+
+    def all_ends(self, a: int, b: int) -> tuple[tuple[Place, float], ...]:
+        """Return all that a message uses, and its bytes per second: what it shares, and links of its devices alone.
+
+        Those inside a node are other ones than outside.
+        """
+        if (a, b) not in self._known_all_ends:
+            speed = self.link(a, b).bytes_per_second
+            own = ((place, speed) for place in self._own_ends(a, b))
+            self._known_all_ends[a, b] = (*own, *((end.key, end.bytes_per_second) for end in self.ends(a, b)))
+        return self._known_all_ends[a, b]
+
+    def _own_ends(self, a: int, b: int) -> tuple[Place, ...]:
+        index = self._meeting(a, b)
+        if self._levels[index].per not in (("", DEVICE_UNIT) if index <= self._node else (DEVICE_UNIT,)):
+            return ()
+        out, into = ("out", "in") if index <= self._node else ("network out", "network in")
+        return (out, a), (into, b)
+
+    def shared_units(self, rank: int) -> tuple[Place, ...]:
+        """Return the units that a device stands in whose links may be shared, by name and number; its node first."""
+        own = self._units[rank]
+        pairs = [(self._names[index], own[index]) for index in range(len(own) - 1) if self._names[index] != RAIL]
+        pairs += [(PORT, self._port(rank))] if self._nics is not None else []
+        return tuple((name, self._numbers[unit]) for name, unit in sorted(pairs, key=lambda pair: pair[0] != NODE))
+
+    @property
+    def link_units(self) -> dict[str, str]:
+        """Return by the names of links that units have, as messages use them, what these units are called."""
+        links = {self._link_name(i): level.per or NODE for i, level in enumerate(self._levels)} | {PORT: PORT}
+        return {f"{way} {name}": unit for way in (OUT_OF, INTO) for name, unit in links.items()}
 
     def _ends(self, way: str, rank: int, index: int, pair: tuple[int, int]) -> Iterator[End]:
         for crossed, level in enumerate(self._levels[: index + 1]):
             if level.per not in ("", DEVICE_UNIT) and (crossed == index or level.within != RAIL):
                 unit = self._units[rank][self._names.index(level.per)]
-                yield End((way, crossed, unit), level.bytes_per_second, self._members[unit])
+                yield self._end(f"{way} {self._link_name(crossed)}", unit, level.bytes_per_second)
         if index > self._node and self._nics is not None:
-            port = PORT, self._devices[rank].node, self._ports[rank]
-            yield End((way, port), self._nics.bytes_per_second, self._members[port])
+            yield self._end(f"{way} {PORT}", self._port(rank), self._nics.bytes_per_second)
         elif index > self._node and not self._levels[index].per:
-            yield End((way, self._units[rank][self._node]), self.link(*pair).bytes_per_second, frozenset())
+            node = self._numbers[self._units[rank][self._node]]
+            yield End((f"{way} {NODE}", node), self.link(*pair).bytes_per_second, frozenset())
+
+    def _link_name(self, crossed: int) -> str:
+        """Return what the link is called by which units reach each other at a level; units may have several."""
+        per = self._levels[crossed].per
+        if not per:
+            return NODE
+        is_first = per not in (level.per for level in self._levels[:crossed])
+        return per if is_first else f"{per} to {self._names[crossed]}"
+
+    def _end(self, name: str, unit: Unit, bytes_per_second: float) -> End:
+        return End((name, self._numbers[unit]), bytes_per_second, self._members[unit])
+
+    def _port(self, rank: int) -> Unit:
+        return PORT, self._devices[rank].node, self._ports[rank]
 
     def _meeting(self, a: int, b: int) -> int:
         """Return the number of the level at which two devices meet."""
@@ -194,6 +243,16 @@ def ports_of(devices: Sequence[Device], nics: Nics) -> dict[int, int]:
         raise ClusterError(
             f"device {strange[0]} has nic {found[strange[0]]}; a node has {nics.per_node}, counted from 0"
         )
+    return found
+
+
+def _numbers(units: Iterable[Unit]) -> dict[Unit, int]:
+    """Return the number of each unit among those of its name, in order."""
+    counts: Counter[Hashable] = Counter()
+    found = {}
+    for unit in units:
+        found[unit] = counts[unit[0]]
+        counts[unit[0]] += 1
     return found
 
 

@@ -1,7 +1,7 @@
 """What messages want of links: who sends how much to whom, and for how long that keeps each link busy.
 
-A device has a link of its own to its node, each direction by itself; the devices of a node share the node's link to the
-others. What is priced alone, and what a simulation plays side by side, count them alike.
+Which links a message uses, and which of them devices share, is for the cluster to say: of each device, port, node,
+rack, each direction by itself. What is priced alone, and what a simulation plays side by side, count them alike.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from functools import lru_cache
 from hetu_fx.annotations.annotation import Annotation
 from hetu_fx.annotations.states import Duplicate, Split
 from hetu_fx.cluster.cluster import Cluster, Link
+from hetu_fx.cluster.topology import Level, Nics, Place
 from hetu_fx.comm_ops.plans.algorithm import by_node, lanes, spans
 from hetu_fx.comm_ops.plans.bsr_plan import TensorMove, plan_on_links
 from hetu_fx.comm_ops.plans.cost import messages_cost, ring_cost, two_level_ring_cost
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Stage
 
-Resource = tuple[str, int]
-"""What is shared, and of which device or node: ("compute", 3), ("out of node", 0)."""
+Resource = Place
+"""What is shared, and of which device, node, rack: ("compute", 3), ("out of node", 0)."""
 
 Traffic = tuple[tuple[int, int, float], ...]
 """(sender, receiver, bytes)."""
@@ -31,25 +32,17 @@ Traffic = tuple[tuple[int, int, float], ...]
 def loads_of(traffic: Traffic, cluster: Cluster) -> dict[Resource, float]:
     """Return the seconds for which messages keep each resource busy, if it does nothing else.
 
-    Messages use one direction of each end's link, across nodes that of the nodes, which their devices share. A CPU
-    copies what it sends and receives itself, as fast as it reaches its neighbours.
+    A CPU copies what it sends and receives itself, as fast as it reaches its neighbours.
     """
     loads: dict[Resource, float] = {}
     for sender, receiver, size in traffic:
-        seconds = size / cluster.bytes_per_second(sender, receiver)
-        for end in link_ends(sender, receiver, cluster):
-            loads[end] = loads.get(end, 0.0) + seconds
+        for end, bytes_per_second in cluster.all_ends(sender, receiver):
+            loads[end] = loads.get(end, 0.0) + size / bytes_per_second
         for rank in (sender, receiver):
             if (device := cluster.device(rank)).kind == "cpu":
                 copied = size / cluster.intra.between(device).bytes_per_second
                 loads["compute", rank] = loads.get(("compute", rank), 0.0) + copied
     return loads
-
-
-def link_ends(sender: int, receiver: int, cluster: Cluster) -> tuple[Resource, Resource]:
-    """Return the two ends of links that a message uses."""
-    here, there = cluster.node_of(sender), cluster.node_of(receiver)
-    return (("out", sender), ("in", receiver)) if here == there else (("out of node", here), ("into node", there))
 
 
 def ring_traffic(rings: Iterable[Sequence[int]], num_bytes: float, turns: int) -> Traffic:
@@ -104,8 +97,9 @@ class _Ends:
     Attributes:
         axes: of the sender and of the receiver, as in `Stage.axes`.
         entries, itemsize: of the value.
-        nodes: of their devices, numbered from 0 in order.
+        units: of each device, those whose links may be shared, its node first; of each name numbered from 0 in order.
         facts: what links and meetings know of each device.
+        levels, nics: what links units.
         links: between the first devices of each two nodes, and inside each node.
         cluster, ranks: where they are.
     """
@@ -113,8 +107,10 @@ class _Ends:
     axes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     entries: int
     itemsize: int
-    nodes: tuple[int, ...]
-    facts: tuple[tuple[float | None, float, bool], ...]
+    units: tuple[tuple[int, ...], ...]
+    facts: tuple[tuple[float | None, float, bool, int | None], ...]
+    levels: tuple[Level, ...]
+    nics: Nics | None
     links: tuple[Link, ...]
     cluster: Cluster = field(compare=False)
     ranks: tuple[int, ...] = field(compare=False)
@@ -122,17 +118,19 @@ class _Ends:
     @classmethod
     def of(cls, stage: Stage, other: Stage, num_bytes: float, cluster: Cluster) -> _Ends:
         ranks = (*stage.devices, *other.devices)
-        numbers: dict[int, int] = {}
-        nodes = tuple([numbers.setdefault(cluster.node_of(rank), len(numbers)) for rank in ranks])
-        firsts = [ranks[nodes.index(number)] for number in range(len(numbers))]
+        units = tuple(zip(*map(_renumbered, zip(*map(cluster.shared_units, ranks), strict=True)), strict=True))
+        nodes = [own[0] for own in units]
+        firsts = [ranks[nodes.index(node)] for node in dict.fromkeys(nodes)]
         devices = [cluster.device(rank) for rank in ranks]
         entries = _entries(stage, other)
         return cls(
             axes=(stage.axes, other.axes),
             entries=entries,
             itemsize=max(1, round(num_bytes / entries)),
-            nodes=nodes,
-            facts=tuple([(one.bytes_per_second, one.meeting_now, one.kind == "cpu") for one in devices]),
+            units=units,
+            facts=tuple([(one.bytes_per_second, one.meeting_now, one.kind == "cpu", one.nic) for one in devices]),
+            levels=cluster.levels,
+            nics=cluster.nics,
             links=tuple([cluster.link(a, b) for a, b in itertools.combinations_with_replacement(firsts, 2)]),
             cluster=cluster,
             ranks=ranks,
@@ -151,6 +149,12 @@ class _Ends:
         """Return the devices alone, with their numbers as ranks."""
         devices = (replace(self.cluster.device(rank), rank=number) for number, rank in enumerate(self.ranks))
         return replace(self.cluster, devices=tuple(devices), collectives=())
+
+
+def _renumbered(places: Sequence[Place]) -> tuple[int, ...]:
+    """Return which of some devices' units are the same, by numbers from 0 in order."""
+    numbers: dict[Place, int] = {}
+    return tuple([numbers.setdefault(place, len(numbers)) for place in places])
 
 
 _MANY = 720

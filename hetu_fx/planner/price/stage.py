@@ -15,16 +15,7 @@ Every turn around a ring of devices that compute is a meeting: an all-reduce is 
 A group that shares the sequence makes two turns around the ring too: a reduce-scatter and an all-gather.
 
 A pipeline of m micro-batches takes sum_s l_s(x) + (m - 1) max_s l_s(x) at most, x being the rows of the  (4)
-largest, which is what searches look ahead by. By its schedule, with l = f + b for forward and backward, and i running
-over the other micro-batches, it takes
-
-    GPipe  sum_s l_s(x) + max_s sum_i f_s(x_i) + max_s sum_i b_s(x_i)                                    (5)
-    1F1B   max_s sum_{r <= s} l_r(x) + sum_i l_s(x_i) + w_s                                              (6)
-
-where w_s is what stage s waits for those beyond it, D = sum_{r > s} l_r(x): for the first gradient while it does k
-forwards, and for the last while it does k backwards, k = min(S - s, m) - 1; no more than D together:
-
-    w_s = min(D, max(0, D - k f_s) + max(0, D - k b_s))
+largest, which is what searches look ahead by; what its schedule takes says `price.pipeline`.
 """
 
 from __future__ import annotations
@@ -44,7 +35,7 @@ from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.planner.values.shared import turn_seconds
-from hetu_fx.plans.plan import Pipeline, Schedule, Stage
+from hetu_fx.plans.plan import Pipeline, Stage
 
 FORWARD_AND_BACKWARD = 3  # a product's backward is two products
 OP_SECONDS = 1.5e-5  # what running an op takes besides its work, on the fastest device of a kind that nobody measured
@@ -198,17 +189,14 @@ class StageCosts:
         """Return (3): both messages of a micro-batch."""
         return self.to_next + self.to_previous
 
-    @property
-    def forward(self) -> Line:
-        """Return the seconds of the forward of one micro-batch."""
-        return reduce(Line.upper, self._forwards) + self.sums + self.to_next
+    def forward_seconds(self, rows: int) -> float:
+        """Return the seconds of the forward of a micro-batch of so many rows, with what it hands over."""
+        return max(line(rows) for line in self._forwards) + self.sums(rows) + self.to_next(rows)
 
-    @property
-    def backward(self) -> Line:
-        """Return the seconds of the backward of one micro-batch."""
+    def backward_seconds(self, rows: int) -> float:
+        """Return the seconds of the backward of a micro-batch of so many rows, with what it hands over."""
         pairs = zip(self.compute, self._forwards, strict=True)
-        slowest = reduce(Line.upper, (Line(a.fixed - b.fixed, a.slope - b.slope) for a, b in pairs))
-        return slowest + self.returns + self.to_previous
+        return max(whole(rows) - first(rows) for whole, first in pairs) + self.returns(rows) + self.to_previous(rows)
 
     @property
     def _forwards(self) -> tuple[Line, ...]:
@@ -237,40 +225,6 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
     count = min(micro_batches, rows)
     times = [line(math.ceil(rows / count)) for line in lines]
     return math.fsum(times) + (count - 1) * max(times)
-
-
-def scheduled_seconds(stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule) -> float:
-    """Return (5) or (6) for `rows` rows in up to `micro_batches` micro-batches, larger ones first."""
-    if rows == 0:
-        return 0.0
-    count = min(micro_batches, rows)
-    largest = math.ceil(rows / count)
-    forwards, backwards = ([line(largest) for line in lines] for lines in zip(*map(_directions, stages), strict=True))
-    if schedule == "gpipe":
-        more = [[_others(line, rows, count) for line in lines] for lines in zip(*map(_directions, stages), strict=True)]
-        return math.fsum((*forwards, *backwards, *map(max, more)))
-    whole = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
-    return max(
-        math.fsum(whole[: s + 1])
-        + _others(stages[s].seconds, rows, count)
-        + _waits(math.fsum(whole[s + 1 :]), min(len(whole) - s, count) - 1, forwards[s], backwards[s])
-        for s in range(len(whole))
-    )
-
-
-def _directions(stage: StageCosts) -> tuple[Line, Line]:
-    """Return the seconds of a stage's forward and of its backward, each with what it hands over."""
-    return stage.forward, stage.backward
-
-
-def _others(line: Line, rows: int, count: int) -> float:
-    """Return the seconds of all micro-batches but the largest."""
-    return (count - 1) * line.fixed + (rows - math.ceil(rows / count)) * line.slope
-
-
-def _waits(beyond: float, ahead: int, forward: float, backward: float) -> float:
-    """Return how long a stage waits for those beyond it, having so many forwards, and backwards, to do meanwhile."""
-    return min(beyond, max(0.0, beyond - ahead * forward) + max(0.0, beyond - ahead * backward))
 
 
 def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:

@@ -1,10 +1,10 @@
 """Seconds of a step under a plan.
 
-A step takes the slowest pipeline, (5) or (6) of `price.stage`, then its end (`price.step_end`);         (7)
-replicas in which rows meet sum them in between.
+A step gathers parameters (`price.ways`), has the sums over rows in its middle, takes the slowest pipeline
+(`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device takes.  (5)
 
-Nothing is overlapped: what `planner.simulate` plays may hide some of it. Communication is priced by the same functions
-as the comm ops that run. Rings that leave a node share its link at the end of a step (`price.shared_links`).
+Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it.
+Communication is priced by the same functions as the comm ops that run.
 
 A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
 more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
@@ -17,23 +17,16 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.links import Resource
-from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, holders_of, places_in, stops_of, tied_holders
-from hetu_fx.planner.price.shared_links import Pair, Sync, turn_loads, unlike_ends
-from hetu_fx.planner.price.stage import (
-    StageCosts,
-    scheduled_seconds,
-    stage_costs,
-)
-from hetu_fx.planner.price.step_end import end_seconds, sync_seconds, update_line
+from hetu_fx.planner.price.pipeline import scheduled_seconds
+from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in
+from hetu_fx.planner.price.stage import StageCosts, stage_costs
+from hetu_fx.planner.price.step_end import update_line
+from hetu_fx.planner.price.ways import Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.planner.values.shared import Tied
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 
@@ -42,106 +35,62 @@ TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "ga
 
 @dataclass(frozen=True, slots=True)
 class PricedDevice:
-    """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and time.
-
-    `peers` are the ranks that hold the same in all pipelines, this one included; `tied` are the parameters that other
-    stages read too, each with a device of every one of those.
-    """
+    """One device in a plan: its stage's costs, its position in the group, its pipeline's rows and micro-batches."""
 
     rank: int
     costs: StageCosts
     position: int
     rows: int
     micro_batches: int
-    peers: tuple[int, ...]
-    tied: tuple[tuple[Tied, tuple[int, ...]], ...] = ()
-
-    @property
-    def share(self) -> float:
-        """Return the device's share of what its stage cuts."""
-        return self.costs.share(self.position)
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Return the parameter bytes that the device holds."""
-        return self.costs.parameter_bytes(self.position)
-
-    def num_copies(self, plan: Plan) -> int:
-        """Return how many devices hold the device's parameters, near enough where replicas differ."""
-        return len(plan.pipelines) * self.costs.stage.context
-
-    def end_terms(self, plan: Plan, cluster: Cluster, sync: Sync, own: Pair | None) -> tuple[float, float, float]:
-        """Return (gradient sync, gather, optimizer) seconds, with the devices that hold the same; `sync` prices a ring.
-
-        Those of each other pipeline are `peers`, those of each other stage stand with what is `tied`. `own` is what all
-        but the tied takes where that is known.
-        """
-        ends = [own or sync(self.parameter_bytes, (*self.costs.stage.beside(self.rank), *self.peers))]
-        ends += [sync(one.at(self.share), (self.rank, *others)) for one, others in self.tied]
-        synced, gather = (math.fsum(column) for column in zip(*ends, strict=True))
-        return synced, gather, self.update_seconds(plan, cluster)
 
     def update_seconds(self, plan: Plan, cluster: Cluster) -> float:
-        """Return the seconds of the update of what the device owns, and of what a step takes besides."""
-        update = update_line(self.parameter_bytes, cluster.device(self.rank))
-        return update(1 / self.num_copies(plan) if plan.zero else 1.0)
+        """Return the seconds of the update of what the device owns, and of what a step takes besides.
+
+        As many devices hold its parameters as there are pipelines, and contexts, near enough where these differ.
+        """
+        update = update_line(self.costs.parameter_bytes(self.position), cluster.device(self.rank))
+        return update(1 / (len(plan.pipelines) * self.costs.stage.context) if plan.zero else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a step takes besides its pipelines: gradients home, parameters from there, and the updates."""
+
+    gradients: Ends
+    gather: Ends
+    updates: Mapping[int, float]
+
+    @classmethod
+    def of(cls, plan: Plan, places: Iterable[PricedDevice], costs: ProgramCosts, cluster: Cluster) -> StepEnd:
+        """Return that of a plan with all of its devices."""
+        ways = Ways(plan, costs.under(plan), cluster)
+        updates = {place.rank: place.update_seconds(plan, cluster) for place in places}
+        return cls(ways.ends("gradients"), ways.ends("gather"), updates)
+
+    @property
+    def seconds(self) -> float:
+        """Return what the slowest devices take, one term after the other."""
+        return self.gradients.seconds + self.gather.seconds + max(self.updates.values())
+
+    def of_device(self, rank: int) -> tuple[float, float, float]:
+        """Return (gradient sync, gather, optimizer) seconds of a device."""
+        return self.gradients.by_device.get(rank, 0.0), self.gather.by_device.get(rank, 0.0), self.updates[rank]
 
 
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
-    """Return the predicted step of a plan: (7), and every device's seconds and bytes by term.
+    """Return the predicted step of a plan: (5), and every device's seconds and bytes by term.
 
     `why` names the device with the least idle time, which bounds the step, and its largest term. Raises
     `PlanError` for a plan that does not fit the program.
     """
-    places = list(places_of(plan, costs, cluster))
-    rows = pipeline_rows(costs.rows, plan)
-    slowest = 0.0
-    for pipeline, count in zip(plan.pipelines, rows, strict=True):
-        stages = stage_costs(pipeline, costs.under(plan), cluster)
-        slowest = max(slowest, scheduled_seconds(stages, count, pipeline.micro_batches, plan.schedule))
-    loads = turn_loads(plan, costs, cluster)
-    alone = cache(lambda size, ranks: sync_seconds(size, ranks, cluster, plan.zero))
-    unlike = unlike_ends(plan, costs, alone)
-    most = max(loads.values(), default=0.0)
-    unlike = {rank: _shared((0.0, 0.0), pair, most, plan.zero) for rank, pair in unlike.items()}
-    ends = ends_of(plan, places, cluster, loads, unlike)
-    end = end_seconds(ends) + row_sum_seconds(plan, costs, cluster)
+    runs = list(_runs(plan, costs, cluster))
+    slowest = max(scheduled_seconds(stages, rows, p.micro_batches, plan.schedule) for p, rows, stages in runs)
+    places = [place for run in runs for place in _places(*run)]
+    end = StepEnd.of(plan, places, costs, cluster)
+    step = slowest + end.seconds + row_sum_seconds(plan, costs, cluster)
     held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
-    pairs = zip(places, ends, strict=True)
-    devices = tuple(_device_cost(place, held[place.rank], terms, slowest + end) for place, terms in pairs)
-    return Prediction(slowest + end, devices, why=_why(devices, slowest + end))
-
-
-def ends_of(
-    plan: Plan,
-    places: Iterable[PricedDevice],
-    cluster: Cluster,
-    loads: Mapping[Resource, float] | None = None,
-    unlike: Mapping[int, Pair] | None = None,
-) -> list[tuple[float, float, float]]:
-    """Return (gradient sync, gather, optimizer) seconds of each device.
-
-    Those that meet others across nodes wait for the links of their nodes too, which one turn of all parameters keeps
-    busy for `loads` seconds. `unlike` is what devices of pipelines take that are cut in unlike ways.
-    """
-    wanted = loads or {}
-
-    def sync(size: float, ranks: tuple[int, ...]) -> tuple[float, float]:
-        nodes = {cluster.node_of(rank) for rank in ranks}
-        ends = (("out of node", node) for node in nodes) if len(nodes) > 1 else ()
-        shared = max((wanted.get(end, 0.0) for end in ends), default=0.0)
-        alone = sync_seconds(size, ranks, cluster, plan.zero)
-        return _shared(sync_seconds(0.0, ranks, cluster, plan.zero), alone, shared, plan.zero) if shared else alone
-
-    known = cache(sync)
-    return [place.end_terms(plan, cluster, known, (unlike or {}).get(place.rank)) for place in places]
-
-
-def _shared(empty: Pair, alone: Pair, turn: float, zero: int) -> Pair:
-    """Return (gradient sync, gather) seconds of those who have links of which all turns want so many seconds."""
-    turns = (1, 1) if zero else (2, 0)
-    first, second = (max(a, e + n * turn) for e, a, n in zip(empty, alone, turns, strict=True))
-    return first, second
+    devices = tuple(_device_cost(place, held[place.rank], end.of_device(place.rank), step) for place in places)
+    return Prediction(step, devices, why=_why(devices, step))
 
 
 def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
@@ -149,22 +98,30 @@ def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
     return costs.row_sums.seconds([pipeline.devices[0] for pipeline in plan.pipelines], cluster)
 
 
-def places_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[PricedDevice]:
-    """Yield every device of a plan."""
-    columns, rows = Columns(plan, costs.num_blocks), pipeline_rows(costs.rows, plan)
-    for number, pipeline in enumerate(plan.pipelines):
-        stages = stage_costs(pipeline, costs.under(plan), cluster)
-        count, stops = max(1, min(pipeline.micro_batches, rows[number])), columns.stops(number)
-        for index, stage in enumerate(stages):
-            holders = tied_holders(costs.under(plan).on(stage.stage), stops)
-            tied = tuple((one, _others(pipeline, held, index)) for one, held in holders if index in held)
-            for position, rank in enumerate(stage.stage.devices):
-                peers = columns.of(number, index, position)
-                yield PricedDevice(rank, stage, position, rows[number], count, peers, tied)
+_Run = tuple[Pipeline, int, tuple[StageCosts, ...]]
+"""A pipeline, its rows, and what its stages cost."""
 
 
-def _others(pipeline: Pipeline, held: Sequence[int], index: int) -> tuple[int, ...]:
-    return tuple(pipeline.stages[stage].devices[0] for stage in held if stage != index)
+def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[_Run]:
+    for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
+        yield pipeline, rows, stage_costs(pipeline, costs.under(plan), cluster)
+
+
+def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterator[PricedDevice]:
+    """Yield every device of a pipeline."""
+    count = max(1, min(pipeline.micro_batches, rows))
+    for stage in stages:
+        for position, rank in enumerate(stage.stage.devices):
+            yield PricedDevice(rank, stage, position, rows, count)
+
+
+def end_seconds_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
+    """Return what a step takes besides its pipelines, whatever its rows are.
+
+    Raises `PlanError` for a plan that does not fit the program.
+    """
+    places = (place for run in _runs(plan, costs, cluster) for place in _places(*run))
+    return StepEnd.of(plan, places, costs, cluster).seconds
 
 
 def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
@@ -192,47 +149,6 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
         for d in prediction.devices
         if d.total_bytes > limits[d.rank]
     )
-
-
-class Columns:
-    """Groups that hold a block, and their devices that stand at the same height of them.
-
-    Devices of a column share one tuple, so that what depends on the column alone can be worked out once for all.
-    """
-
-    def __init__(self, plan: Plan, num_blocks: int) -> None:
-        """Raises `PlanError` where the plan does not fit so many blocks."""
-        self._plan, self._num_blocks = plan, num_blocks
-        known = {pipeline.blocks(num_blocks): pipeline for pipeline in plan.pipelines}
-        stops = {blocks: stops_of(pipeline, num_blocks) for blocks, pipeline in known.items()}
-        self._stops = [stops[pipeline.blocks(num_blocks)] for pipeline in plan.pipelines]
-
-    def stops(self, pipeline: int) -> tuple[int, ...]:
-        """Return where the blocks of each stage of a pipeline begin, and where the last one's end."""
-        return self._stops[pipeline]
-
-    def of(self, pipeline: int, stage: int, position: int) -> tuple[int, ...]:
-        """Return the ranks that hold the first block of a stage, in the order of pipelines, with the device asked for.
-
-        Where groups differ in size, a device meets those that stand at the same height of theirs.
-        """
-        devices = self._plan.pipelines[pipeline].stages[stage].devices
-        found = self._column(self._stops[pipeline][stage], position, len(devices))
-        return found if found[pipeline] == devices[position] else _with(found, pipeline, devices[position])
-
-    @once
-    def _column(self, block: int, position: int, size: int) -> tuple[int, ...]:
-        return tuple([devices[position * len(devices) // size] for devices in self._holders(block)])
-
-    @once
-    def _holders(self, block: int) -> list[tuple[int, ...]]:
-        """Return the group of each pipeline that holds a block."""
-        return [stage.devices for stage in holders_of(block, self._plan, self._stops)]
-
-
-def _with(column: Sequence[int], pipeline: int, rank: int) -> tuple[int, ...]:
-    """Return the column of a stage without blocks: with its own device instead of that which has the next block."""
-    return (*column[:pipeline], rank, *column[pipeline + 1 :])
 
 
 def least_blocks(count: int, fits: Callable[[int], bool]) -> int | None:

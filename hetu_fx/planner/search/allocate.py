@@ -24,8 +24,10 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 Seconds = Callable[[int], float]
 """Seconds one receiver needs for a count; must not decrease with the count."""
@@ -35,21 +37,31 @@ RangeSeconds = Callable[[int, int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Receivers:
-    costs: tuple[Seconds, ...]
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+class _Receiver:
+    """Receivers that are alike: what one of them takes for a count, its limits, and how many there are."""
 
-    def most(self, index: int, deadline: float) -> int:
-        """Return the most that receiver `index` can take by the deadline; `low - 1` when not even `low`."""
-        low, high = self.low[index], self.high[index]
-        counts = range(low, high + 1)
-        return low - 1 + bisect_left(counts, True, key=lambda count: self.costs[index](count) > deadline)
+    seconds: Seconds
+    low: int
+    high: int
+    number: int
 
-    def can_take(self, total: int, deadline: float) -> bool:
-        """Tell whether (1) has a solution in which nobody is later than the deadline."""
-        most = [self.most(index, deadline) for index in range(len(self.costs))]
-        return all(m >= low for m, low in zip(most, self.low, strict=True)) and sum(most) >= total
+    def most(self, deadline: float) -> int:
+        """Return the most that one can take by the deadline; `low - 1` when not even `low`."""
+        counts = range(self.low, self.high + 1)
+        return self.low - 1 + bisect_left(counts, True, key=lambda count: self.seconds(count) > deadline)
+
+    def least_deadline(self, total: int, receivers: Sequence[_Receiver]) -> float:
+        """Return the least that one takes for any count by which everything can be taken, or infinity."""
+        counts = range(self.low, self.high + 1)
+        first = bisect_left(counts, True, key=lambda count: _can_take(total, receivers, self.seconds(count)))
+        return self.seconds(counts[first]) if first < len(counts) else math.inf
+
+
+def _can_take(total: int, receivers: Sequence[_Receiver], deadline: float) -> bool:
+    """Tell whether (1) has a solution in which nobody is later than the deadline."""
+    most = [one.most(deadline) for one in receivers]
+    pairs = list(zip(most, receivers, strict=True))
+    return all(m >= one.low for m, one in pairs) and sum(m * one.number for m, one in pairs) >= total
 
 
 def spread(
@@ -58,31 +70,31 @@ def spread(
     """Return the counts that solve (1) and (2), or None when the limits allow none.
 
     `low` defaults to 0 and `high` to `total` for each. Among the solutions of equal maximum, the surplus is
-    taken back from the latest receivers, so the result is deterministic.
+    taken back from the latest receivers, so the result is deterministic. Receivers of one and the same cost are worked
+    out once.
     """
     low = tuple(low) or (0,) * len(costs)
     high = tuple(min(total, h) for h in high) if high else (total,) * len(costs)
     if sum(low) > total or sum(high) < total or any(h < floor for h, floor in zip(high, low, strict=True)):
         return None
-    receivers = _Receivers(tuple(costs), low, high)
-    deadline = min(_least_deadline(receivers, index, total) for index in range(len(costs)))
-    counts = [receivers.most(index, deadline) for index in range(len(costs))]
+    keys = list(zip(costs, low, high, strict=True))
+    receivers = {key: _Receiver(cache(key[0]), *key[1:], number) for key, number in Counter(keys).items()}
+    deadline = min(one.least_deadline(total, list(receivers.values())) for one in receivers.values())
+    most = {key: one.most(deadline) for key, one in receivers.items()}
+    return _given_back([most[key] for key in keys], [receivers[key] for key in keys], total)
+
+
+def _given_back(counts: list[int], receivers: Sequence[_Receiver], total: int) -> tuple[int, ...]:
+    """Return the counts less what is too much, taken one by one from who is the latest."""
+    pairs = list(enumerate(zip(counts, receivers, strict=True)))
+    heap = [(-one.seconds(count), -index) for index, (count, one) in pairs if count > one.low]
+    heapq.heapify(heap)
     for _ in range(sum(counts) - total):
-        counts[_latest(receivers, counts)] -= 1
+        index = -heapq.heappop(heap)[1]
+        counts[index] -= 1
+        if counts[index] > receivers[index].low:
+            heapq.heappush(heap, (-receivers[index].seconds(counts[index]), -index))
     return tuple(counts)
-
-
-def _least_deadline(receivers: _Receivers, index: int, total: int) -> float:
-    """Return the least t_index(x) by which everything can be taken, or infinity."""
-    counts = range(receivers.low[index], receivers.high[index] + 1)
-    cost = receivers.costs[index]
-    first = bisect_left(counts, True, key=lambda count: receivers.can_take(total, cost(count)))
-    return cost(counts[first]) if first < len(counts) else float("inf")
-
-
-def _latest(receivers: _Receivers, counts: Sequence[int]) -> int:
-    movable = [index for index, count in enumerate(counts) if count > receivers.low[index]]
-    return max(movable, key=lambda index: (receivers.costs[index](counts[index]), index))
 
 
 def deal(total: int, num_stages: int, seconds: RangeSeconds) -> tuple[int, ...] | None:

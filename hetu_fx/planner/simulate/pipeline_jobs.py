@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from hetu_fx.base.once import once
 from hetu_fx.errors import StateError
+from hetu_fx.planner.price.ways import Bucket
 from hetu_fx.planner.simulate.fold import Folding, unfolded
 from hetu_fx.planner.simulate.jobs import Jobs, Task
-from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane
+from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.schedules import PaperSchedule, table
 from hetu_fx.planner.values.footprint import highest_at
 from hetu_fx.planner.values.line import Line

@@ -10,30 +10,29 @@ Where only seconds are asked for, pipelines that are alike are simulated as one 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
-from hetu_fx.planner.price.links import turn_traffic
+from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE
+from hetu_fx.planner.price.links import Resource, turn_traffic
 from hetu_fx.planner.price.placement import shards_of, tied_holders
-from hetu_fx.planner.price.shared_links import rings_of
 from hetu_fx.planner.price.step import predict, row_sum_seconds
-from hetu_fx.planner.price.step_end import sync_seconds, update_line
+from hetu_fx.planner.price.step_end import update_line
+from hetu_fx.planner.price.ways import Bucket, Direction, Holders, Way, buckets, ring_line
 from hetu_fx.planner.simulate.events import play
 from hetu_fx.planner.simulate.fold import Fold
 from hetu_fx.planner.simulate.jobs import Jobs, Task
-from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane, buckets
+from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.pipeline_jobs import Held, PipelineJobs
 from hetu_fx.planner.simulate.schedules import PaperSchedule
 from hetu_fx.planner.simulate.simulation import Simulation, simulation
 from hetu_fx.planner.values.device_memory import HeldShard
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
-from hetu_fx.plans.plan import Plan, Stage, pipeline_rows, split_rows
+from hetu_fx.plans.plan import Plan, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import Prediction
 
 
@@ -187,7 +186,7 @@ class _StepJobs:
                     update = update_line(held, self.cluster.device(rank))
                     yield rank, update(1 / (count * stage.context) if self.plan.zero else 1.0)
 
-    def _tied(self, kind: str, waits: Mapping[int, Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+    def _tied(self, kind: Direction, waits: Mapping[int, Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
         """Add the ways of parameters that several stages read, between one device of each; return those with devices.
 
         Their memory counts with that of the buckets.
@@ -204,16 +203,11 @@ class _StepJobs:
                     found.append((self.jobs.do(task, f"{kind} tied", after), ranks))
         return found
 
-    def _tied_task(self, kind: str, size: float, ring: Sequence[int], ranks: Sequence[int], number: int) -> Task:
-        line = self._line(kind, size, tuple(ring))
-        traffic = turn_traffic(ring, size, self._turns, self.cluster)
+    def _tied_task(self, kind: Direction, size: float, ring: Sequence[int], ranks: Sequence[int], number: int) -> Task:
+        line = ring_line(kind, size, tuple(ring), self.cluster, self.plan.zero)
+        traffic = turn_traffic(ring, size, 1 if self.plan.zero else 2, self.cluster)
         folded = (self.fold.of_pipeline(number),) if self.fold else ()
         return self.jobs.transfer(kind, line, traffic, ranks, *folded)
-
-    @property
-    def _turns(self) -> int:
-        """Return how often the bytes of a bucket go around, each way."""
-        return 1 if self.plan.zero else 2
 
     def _update_memory(self, rank: int, has_gradients: bool) -> tuple[Held, Held]:
         """Return what a device holds more from the start of its update, and from its end, without gradients."""
@@ -232,95 +226,50 @@ class _StepJobs:
 
     def _travels(self, bucket: Bucket) -> bool:
         """Tell whether several devices hold the same of a bucket's parameters."""
-        groups = self._groups(bucket.holders)
-        return len(groups) > 1 or groups[0].shares_sequence
+        return self._way(bucket.holders).is_needed
 
     @once
-    def _groups(self, holders: Sequence[int]) -> list[Stage]:
-        """Return the stage of each pipeline that holds a bucket, of all pipelines."""
+    def _way(self, holders: Holders) -> Way:
+        """Return the way of what parts hold, of all pipelines."""
         of_lane = dict(zip(self.lanes, holders, strict=True))
         found = []
         for number, like in enumerate(self.like):
             lane, part = self.lanes[like], of_lane[like]
             found.append(lane.parts.stages[part] if number == like else self.plan.pipelines[number].stages[part])
-        return found
+        return Way(found, self.costs, self.cluster, self.plan.zero)
 
     @once
-    def _members(self, holders: Sequence[int]) -> list[int]:
+    def _members(self, holders: Holders) -> list[int]:
         """Return the devices that hold a bucket, of pipelines that are simulated."""
         pairs = zip(self.lanes.values(), holders, strict=True)
         return [rank for lane, part in pairs for rank in lane.parts.stages[part].devices]
 
-    def _travel(self, kind: str, bucket: Bucket, after: Sequence[int]) -> int:
+    def _travel(self, kind: Direction, bucket: Bucket, after: Sequence[int]) -> int:
         """Add a bucket's way to or from home."""
         start, end = self._travel_memory(kind, bucket) if self.fold is None else (None, None)
-        return self.jobs.do(self._way(kind, bucket), f"{kind} {bucket.start}-{bucket.stop}", after, start, end)
+        return self.jobs.do(self._travelling(kind, bucket), f"{kind} {bucket.start}-{bucket.stop}", after, start, end)
 
-    def _way(self, kind: str, bucket: Bucket) -> Task:
+    def _travelling(self, kind: Direction, bucket: Bucket) -> Task:
         """Return the sends of a bucket: around the rings of those that hold the same of it, all at once."""
-        whole = self.costs.between(bucket.start, bucket.stop).parameter_bytes
-        line = reduce(Line.upper, (self._line(kind, size, ring) for size, ring in self._sizes(bucket)))
-        around = self._around(kind, bucket.holders)
-        share = whole / BUCKET_BYTES
-        seconds = max(line.slope, share * around.seconds)
-        uses = {resource: part * share * around.seconds / seconds for resource, part in around.uses.items()}
-        traffic = () if self.fold else around.part(share).traffic
-        return Task(kind, around.devices, seconds, uses if seconds else {}, line.fixed, traffic)
+        way, blocks = self._way(bucket.holders), (bucket.start, bucket.stop)
+        line, share = way.line(kind, *blocks), way.share(*blocks)
+        seconds = max(line.slope, share * way.busiest)
+        loads = self._loads(bucket.holders)
+        uses = {resource: share * load / seconds for resource, load in loads.items() if load} if seconds else {}
+        traffic = () if self.fold else tuple((a, b, share * size) for a, b, size in way.traffic)
+        return Task(kind, tuple(self._members(bucket.holders)), seconds, uses, line.fixed, traffic)
 
     @once
-    def _around(self, kind: str, holders: Sequence[int]) -> Task:
-        """Return what so many bytes as a bucket should have want of links, whoever holds them."""
-        rings = self._rings(holders)
-        each = BUCKET_BYTES / len(rings)
-        parts = (turn_traffic(ring, each, self._turns, self.cluster) for ring in rings)
-        traffic = tuple(itertools.chain.from_iterable(parts))
-        folded = (self.fold.of_all,) if self.fold else ()
-        return self.jobs.transfer(kind, Line(), traffic, self._members(holders), *folded)
+    def _loads(self, holders: Holders) -> Mapping[Resource, float]:
+        """Return for how long as many bytes as a bucket should have keep resources, of pipelines that are simulated."""
+        loads = self._way(holders).loads
+        return self.fold.of_all(loads) if self.fold else loads
 
-    @once
-    def _line(self, kind: str, size: float, ring: tuple[int, ...]) -> Line:
-        """Return latency, and seconds, of a collective; the gather's, or that of gradients."""
-        term = 1 if kind == "gather" else 0
-        empty, full = (sync_seconds(n, ring, self.cluster, self.plan.zero)[term] for n in (0.0, size))
-        return Line(empty, full - empty)
-
-    def _sizes(self, bucket: Bucket) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """Yield the bytes of a bucket on each device, and those that it meets: one of each other group."""
-        for group, ring in self._meetings(bucket.holders):
-            for size in {size for rank, size in self._held(bucket, group).items() if rank in ring}:
-                yield size, ring
-
-    @once
-    def _meetings(self, holders: Sequence[int]) -> list[tuple[Stage, tuple[int, ...]]]:
-        """Return for groups that hold something those that their devices meet, one ring of those that go alike."""
-        groups, node_of = self._groups(holders), self.cluster.node_of
-        firsts = [group.devices[0] for group in groups]
-        known: dict[object, tuple[Stage, tuple[int, ...]]] = {}
-        for number, group in enumerate(groups):
-            for position, rank in enumerate(group.devices):
-                own = (rank, *group.beside(rank))
-                there, here = [node_of(firsts[number])], [node_of(peer) for peer in own]
-                key = group.axes, position, None if here == there else (*there, *here)
-                if key not in known:
-                    known[key] = group, tuple(sorted((*firsts[:number], *own, *firsts[number + 1 :])))
-        return list(known.values())
-
-    def _held(self, bucket: Bucket, group: Stage) -> dict[int, float]:
-        """Return the bytes of a bucket's parameters by device of a group."""
-        parts = [self.costs.on(group, i).between(bucket.start, bucket.stop) for i in range(len(group.devices))]
-        triples = zip(group.devices, group.work_shares, parts, strict=True)
-        return {rank: part.parameter_bytes_at(share) for rank, share, part in triples}
-
-    @once
-    def _rings(self, holders: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the rings that a bucket goes around, one for each part of its weights."""
-        return rings_of(self._groups(holders))
-
-    def _travel_memory(self, kind: str, bucket: Bucket) -> tuple[Held, Held]:
+    def _travel_memory(self, kind: Direction, bucket: Bucket) -> tuple[Held, Held]:
         """Return what devices hold more: gathered copies and messages until they are there, gradients' to the end."""
-        start = Held()
-        for group in self._groups(bucket.holders):
-            for rank, size in self._held(bucket, group).items():
+        way, start = self._way(bucket.holders), Held()
+        for stage in way.stages:
+            for rank, size in way.held(stage, bucket.start, bucket.stop).items():
                 shard = self.shards[rank]
                 whole = 2 * shard.copied if kind == "gather" else shard.messages
                 start[rank] = whole * size / shard.parameters if shard.parameters else 0.0

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.links import Resource, link_ends
+from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.simulate.events import Times
 from hetu_fx.planner.simulate.jobs import Job
 from hetu_fx.planner.simulate.timeline import MEMORY, Counter, Event, Timeline
@@ -271,12 +271,18 @@ def _length(spans: Spans) -> float:
     return sum(end - start for start, end in spans)
 
 
-_LINKS = {"out": "out of device", "in": "into device", "out of node": "out of node", "into node": "into node"}
+_OWN = {
+    "out": "out of device",
+    "in": "into device",
+    "network out": "to the network out of device",
+    "network in": "from the network into device",
+}
+_COMPUTE = "compute"
 
 
 def _named(resource: Resource) -> str:
     name, where = resource
-    return f"{_LINKS[name]} {where}"
+    return f"{_OWN.get(name, name)} {where}"
 
 
 def _link_uses(
@@ -285,11 +291,11 @@ def _link_uses(
     seconds: dict[Resource, float] = {}
     for job in jobs:
         for resource, share in job.task.uses.items():
-            if resource[0] in _LINKS:
+            if resource[0] != _COMPUTE:
                 seconds[resource] = seconds.get(resource, 0.0) + share * job.task.seconds
     sizes: dict[Resource, float] = {}
     for (_, sender, receiver), count in sent.items():
-        for end in link_ends(sender, receiver, cluster):
+        for end, _ in cluster.all_ends(sender, receiver):
             sizes[end] = sizes.get(end, 0.0) + count
     order = sorted(seconds, key=lambda resource: (-seconds[resource], resource))
     return tuple(LinkUse(_named(r), sizes.get(r, 0.0), seconds[r], seconds[r] / step if step else 0.0) for r in order)
@@ -301,7 +307,7 @@ def _busy_counters(pairs: Pairs) -> Iterator[Counter]:
     for job, at in pairs:
         start = at.start + job.task.latency_seconds
         for resource, share in job.task.uses.items():
-            if resource[0] in _LINKS and at.end > start:
+            if resource[0] != _COMPUTE and at.end > start:
                 part = share * job.task.seconds / (at.end - start)
                 changes.setdefault(resource, []).extend(((start, part), (at.end, -part)))
     for resource in sorted(changes):

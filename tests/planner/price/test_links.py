@@ -2,9 +2,8 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.price.links import hand_over, hand_over_line, loads_of, ring_traffic, turn_traffic
-from hetu_fx.planner.price.shared_links import rings_of, turn_loads
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
-from tests.planner.examples import paper, transformer
+from hetu_fx.plans.plan import Stage
+from tests.planner.examples import paper
 
 TWO_NODES = paper(1, 1, 1, 1, nodes="aabb", inter=Link(1e8))
 
@@ -53,12 +52,3 @@ def test_a_shard_of_the_sequence_comes_from_its_owners() -> None:
     cluster = paper(1, 1, 1)
     (messages,) = hand_over(Stage((0, 1), (2, 1), context=2), Stage((2,)), 3e6, cluster).rounds
     assert messages == ((0, 2, pytest.approx(2 / 3)), (1, 2, pytest.approx(1 / 3)))
-
-
-def test_rings_that_leave_a_node_share_its_link() -> None:
-    costs = transformer()
-    pipelines = [Pipeline((Stage(devices),)) for devices in ((0, 1), (2, 3))]
-    loads = turn_loads(Plan(tuple(pipelines)), costs, TWO_NODES)
-    assert loads["out of node", 0] == pytest.approx(costs.whole.parameter_bytes / 2 / 1e8)
-    assert rings_of([pipeline.stages[0] for pipeline in pipelines]) == [(0, 2), (1, 3)]
-    assert turn_loads(Plan(tuple(pipelines)), costs, paper(1, 1, 1, 1)) == {}

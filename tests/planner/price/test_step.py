@@ -7,10 +7,9 @@ from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.cluster.devices import FLOPS_PER_BYTE
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.make_plan import make_plan
-from hetu_fx.planner.price import step
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.stage import GATHER, SUM, pipeline_seconds, stage_costs
-from hetu_fx.planner.price.step import TERMS, Columns, fitted, least_blocks, memory_problems, predict
+from hetu_fx.planner.price.step import TERMS, fitted, least_blocks, memory_problems, predict
 from hetu_fx.planner.price.step_end import TURN_MOVES, sync_seconds
 from hetu_fx.planner.search.estimates import Builder
 from hetu_fx.planner.search.replica import ReplicaRules
@@ -78,7 +77,8 @@ def test_a_grid_sums_in_its_tensor_groups_and_gathers_between_them() -> None:
     assert priced.sums.slope == pytest.approx((gathers.forward / 2 + sums.forward) / 1e10)
     devices = predict(Plan((Pipeline((stage,)),)), costs, cluster).devices
     synced = [dict(device.seconds)["gradient_sync"] for device in devices]
-    assert synced[0] == synced[2] > synced[1] == synced[3] > 0
+    assert len(set(synced)) == 1  # a bucket takes all of its devices the same
+    assert synced[0] > 0
 
 
 def test_blocks_that_are_recomputed_keep_little_and_cost_their_forward_once_more() -> None:
@@ -208,27 +208,6 @@ def pipeline(*stages: tuple[tuple[int, ...], int]) -> Pipeline:
     return Pipeline(tuple(Stage(devices, blocks=blocks) for devices, blocks in stages))
 
 
-def test_devices_at_the_same_height_of_equal_pipelines_meet() -> None:
-    columns = Columns(Plan((pipeline(((0, 1), 2), ((2, 3), 2)), pipeline(((4, 5), 2), ((6, 7), 2)))), 4)
-    assert [columns.of(0, 0, 0), columns.of(0, 0, 1), columns.of(1, 1, 0)] == [(0, 4), (1, 5), (2, 6)]
-    assert columns.of(0, 0, 1) is columns.of(1, 0, 1)
-
-
-def test_a_stage_meets_the_groups_that_hold_its_first_block() -> None:
-    plan = Plan((pipeline(((0, 1), 1), ((2,), 3)), pipeline(((3, 4, 5, 6), 4)), pipeline(((7,), 3), ((8,), 1))))
-    columns = Columns(plan, 4)
-    assert columns.of(0, 0, 1) == (1, 5, 7)
-    assert columns.of(0, 1, 0) == (2, 3, 7)
-    assert columns.of(2, 1, 0) == (2, 3, 8)
-    assert columns.of(1, 0, 3) == (1, 6, 7)
-
-
-def test_a_stage_without_blocks_stands_in_its_own_column() -> None:
-    columns = Columns(Plan((pipeline(((0,), 0), ((1,), 4)), pipeline(((2,), 4)))), 4)
-    assert columns.of(0, 0, 0) == (0, 2)
-    assert columns.of(0, 1, 0) == (1, 2)
-
-
 def test_stages_sync_inside_their_node_where_those_that_hold_the_same_stand_there() -> None:
     plan = Plan((pipeline(((0,), 2), ((1,), 2)), pipeline(((2,), 2), ((3,), 2))))
     within, across = (paper(1, 1, 1, 1, nodes=nodes, inter=SLOW_LINK) for nodes in ("abab", "aabb"))
@@ -241,18 +220,6 @@ def test_stages_sync_inside_their_node_where_those_that_hold_the_same_stand_ther
     # the rings of both stages share the link between the nodes
     assert found[1] == pytest.approx((first + last) / 2 / across.inter.bytes_per_second, rel=0.01)
     assert predict(plan, FOUR_BLOCKS, within).seconds < predict(plan, FOUR_BLOCKS, across).seconds
-
-
-def test_a_ring_is_priced_once_for_all_that_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    priced = []
-
-    def counted(num_bytes: float, ranks: tuple[int, ...], *others: object) -> tuple[float, float]:
-        priced.append(ranks)
-        return 0.0, 0.0
-
-    monkeypatch.setattr(step, "sync_seconds", counted)
-    predict(Plan.data_parallel(range(8)), FOUR_BLOCKS, paper(*[1] * 8))
-    assert priced == [tuple(range(8))]
 
 
 COSTS = transformer(layers=6, rows=8, length=256, width=256)

@@ -26,7 +26,7 @@ def test_pipelines_that_see_alike_nodes_are_one() -> None:
 
 def test_what_goes_around_all_counts_as_at_the_busiest_of_those_alike() -> None:
     fold = Fold.of(staged((0, 1), (2, 3)), (8, 8), paper(*[1] * 4, nodes="aabb"))
-    assert fold.node_like == {0: 0, 1: 0}
+    assert fold.unit_like == {("node", 0): ("node", 0), ("node", 1): ("node", 0)}
     assert fold.of_all({("out", 0): 1.0, ("out", 2): 3.0, ("out of node", 1): 2.0}) == {
         ("out", 0): 3.0,
         ("out of node", 0): 2.0,

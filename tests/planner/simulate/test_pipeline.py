@@ -1,11 +1,9 @@
 import pytest
 
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.simulate.pipeline import Bucket, PipelineLane, buckets
+from hetu_fx.planner.simulate.pipeline import PipelineLane
 from hetu_fx.planner.simulate.schedules import Interleaved, PaperSchedule
 from hetu_fx.planner.values.line import Line
-from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
 from hetu_fx.plans.schedule import Phase
 from tests.planner.examples import paper, transformer
@@ -43,22 +41,3 @@ def test_work_falls_on_blocks_in_proportion() -> None:
     weights = lane("1f1b").weights(1, [(7, 8), (5, 7)])
     assert sum(weights) == pytest.approx(1)
     assert lane("1f1b").weights(0, [(4, 5), (3, 4)])[0] == pytest.approx(0.5)
-
-
-def program(*mega_bytes: float) -> ProgramCosts:
-    parts = tuple(PartCosts(parameter_bytes=size * (1 << 20)) for size in mega_bytes)
-    return ProgramCosts(1, PartCosts(), parts, PartCosts(), (0.0,) * max(0, len(parts) - 1))
-
-
-def test_buckets_go_from_the_last_block_to_the_first_and_hold_no_more_than_the_runtimes() -> None:
-    found = buckets(program(10, 10, 10, 10, 30), [(0, 5), (0, 5)])
-    assert found == (Bucket(4, 5, (0, 0)), Bucket(2, 4, (0, 0)), Bucket(0, 2, (0, 0)))
-
-
-def test_a_bucket_ends_where_other_stages_hold_the_blocks() -> None:
-    found = buckets(program(1, 1, 1, 1), [(0, 3, 4), (0, 2, 4)])
-    assert found == (Bucket(3, 4, (1, 1)), Bucket(2, 3, (0, 1)), Bucket(0, 2, (0, 0)))
-
-
-def test_a_program_without_blocks_is_one_bucket() -> None:
-    assert buckets(program(), [(0, 0)]) == (Bucket(0, 0, (0,)),)

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 
 from hetu_fx.cluster.cluster import Device
@@ -34,8 +34,9 @@ from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, Template, classes_of, estimate, estimated
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.values.device_memory import fixed_bytes
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
-from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.plan import Plan, Stage
 
 Ranks = tuple[int, ...]
 
@@ -304,7 +305,11 @@ def _found(problem: Problem, shape: Shape, recompute: bool, below: float) -> Pla
 
 def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with rows shared so that its pipelines end together: Malleus' micro-batches have one size."""
-    costs = [_seconds_by_rows(pipeline, problem) for pipeline in plan.pipelines]
+    of_alike = cache(_seconds_by_rows)
+    costs = [
+        of_alike(tuple([stage.seconds for stage in stage_costs(p, problem.costs, problem.cluster)]), p.micro_batches)
+        for p in plan.pipelines
+    ]
     rows = spread(problem.costs.rows, costs, low=(1,) * len(costs))
     assert rows is not None, "there are no more pipelines than rows"
     pairs = zip(plan.pipelines, rows, strict=True)
@@ -312,9 +317,8 @@ def _with_rows_shared(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, pipelines=shared)
 
 
-def _seconds_by_rows(pipeline: Pipeline, problem: Problem) -> Seconds:
-    lines = [stage.seconds for stage in stage_costs(pipeline, problem.costs, problem.cluster)]
-    return lambda rows: pipeline_seconds(lines, rows, pipeline.micro_batches)
+def _seconds_by_rows(lines: tuple[Line, ...], micro_batches: int) -> Seconds:
+    return lambda rows: pipeline_seconds(lines, rows, micro_batches)
 
 
 def _lacks(problem: Problem) -> str:

@@ -1,0 +1,266 @@
+"""Ways between home and those that compute: how parameters are gathered and gradients summed, bucket by bucket.
+
+Replicas whose stages have other borders meet in other groups: blocks that the same stages hold share buckets, each of
+about the bytes of the runtime's. Gradients become ready from the last block to the first.
+
+A bucket goes around the rings of those that hold the same of it, one stage of each pipeline: so many seconds as one of
+its rings takes alone, or as all of them keep the busiest link. A device takes part in one way after another, in the
+order of the buckets; ways of other devices go on meanwhile, and all of them share the links. What is priced here is
+what a simulation plays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Literal
+
+from hetu_fx.base.once import once
+from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.planner.price.links import Resource, Traffic, loads_of, turn_traffic
+from hetu_fx.planner.price.placement import stops_of, tied_holders
+from hetu_fx.planner.price.step_end import sync_seconds
+from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.program import ProgramCosts
+from hetu_fx.plans.plan import Plan, Stage
+
+Ring = tuple[int, ...]
+
+Direction = Literal["gather", "gradients"]
+"""From home, or home."""
+
+Holders = tuple[int, ...]
+"""For every pipeline the number of its stage that holds a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The blocks [start, stop), with what stands before and after them all, and who holds them."""
+
+    start: int
+    stop: int
+    holders: Holders
+
+
+def buckets(costs: ProgramCosts, stops: Sequence[Sequence[int]]) -> tuple[Bucket, ...]:
+    """Return the buckets of a program from its last block to its first.
+
+    Args:
+        costs: of the program.
+        stops: where the blocks of each part of a pipeline begin, and where the last one's end; for every pipeline.
+    """
+    if not costs.num_blocks:
+        return (Bucket(0, 0, (0,) * len(stops)),)
+    return tuple(_cut(costs, [_holders(block, stops) for block in range(costs.num_blocks)]))
+
+
+def _holders(block: int, stops: Sequence[Sequence[int]]) -> Holders:
+    return tuple(next(i for i, stop in enumerate(own[1:]) if block < stop) for own in stops)
+
+
+def _cut(costs: ProgramCosts, holders: Sequence[Holders]) -> Iterator[Bucket]:
+    stop, filled = costs.num_blocks, 0.0
+    for block in reversed(range(costs.num_blocks)):
+        size = costs.between(block, block + 1).parameter_bytes
+        if block + 1 < stop and (holders[block] != holders[stop - 1] or filled + size > BUCKET_BYTES):
+            yield Bucket(block + 1, stop, holders[stop - 1])
+            stop, filled = block + 1, 0.0
+        filled += size
+    yield Bucket(0, stop, holders[0])
+
+
+def rings_of(holders: Sequence[Stage]) -> list[Ring]:
+    """Return the rings that what these stages hold goes around, one for each part of its weights."""
+    columns = [stage.context_groups for stage in holders]
+    largest = max(map(len, columns))
+    rings = ({rank for column in columns for rank in column[i % len(column)]} for i in range(largest))
+    return [tuple(sorted(ring)) for ring in rings]
+
+
+class Way:
+    """The way of what some stages hold, one of each pipeline."""
+
+    def __init__(self, stages: Sequence[Stage], costs: ProgramCosts, cluster: Cluster, zero: int) -> None:
+        self.stages, self._costs, self._cluster, self._zero = stages, costs, cluster, zero
+
+    @property
+    def is_needed(self) -> bool:
+        """Tell whether several devices hold the same."""
+        return len(self.stages) > 1 or self.stages[0].shares_sequence
+
+    @property
+    def turns(self) -> int:
+        """Return how often bytes go around, each way."""
+        return 1 if self._zero else 2
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Return what so many bytes as a bucket should have send around all rings."""
+        rings = rings_of(self.stages)
+        each = BUCKET_BYTES / len(rings)
+        parts = (turn_traffic(ring, each, self.turns, self._cluster) for ring in rings)
+        return tuple(itertools.chain.from_iterable(parts))
+
+    @cached_property
+    def loads(self) -> Mapping[Resource, float]:
+        """Return for how long that keeps each resource busy."""
+        return loads_of(self.traffic, self._cluster)
+
+    @cached_property
+    def busiest(self) -> float:
+        """Return for how long it keeps the busiest resource."""
+        return max(self.loads.values(), default=0.0)
+
+    def share(self, start: int, stop: int) -> float:
+        """Return what some blocks have of the bytes that `traffic` sends."""
+        return self._costs.between(start, stop).parameter_bytes / BUCKET_BYTES
+
+    @once
+    def line(self, direction: Direction, start: int, stop: int) -> Line:
+        """Return latency, and seconds, of the slowest ring of some blocks, if it has all links for itself."""
+        return reduce(Line.upper, (self._ring_line(direction, *one) for one in self._sizes(start, stop)))
+
+    def seconds(self, direction: Direction, start: int, stop: int) -> float:
+        """Return how long the way of some blocks takes, whatever else uses the links."""
+        line = self.line(direction, start, stop)
+        return line.fixed + max(line.slope, self.share(start, stop) * self.busiest)
+
+    @once
+    def _ring_line(self, direction: Direction, size: float, ring: Ring) -> Line:
+        return ring_line(direction, size, ring, self._cluster, self._zero)
+
+    def _sizes(self, start: int, stop: int) -> list[tuple[float, Ring]]:
+        """Return the bytes of blocks on each device, and those that it meets: one of each other stage."""
+        found: dict[tuple[float, Ring], None] = {}
+        for stage, ring in self._meetings:
+            held = self.held(stage, start, stop)
+            found |= dict.fromkeys((size, ring) for rank, size in held.items() if rank in ring)
+        return list(found)
+
+    @cached_property
+    def _meetings(self) -> list[tuple[Stage, Ring]]:
+        """Return for stages those that their devices meet, one ring of those that go alike."""
+        node_of = self._cluster.node_of
+        firsts = [stage.devices[0] for stage in self.stages]
+        known: dict[object, tuple[Stage, Ring]] = {}
+        for number, stage in enumerate(self.stages):
+            there = [node_of(firsts[number])]
+            for position, rank in enumerate(stage.devices):
+                own = (rank, *stage.beside(rank))
+                here = [node_of(peer) for peer in own]
+                key = stage.axes, position, None if here == there else (*there, *here)
+                if key not in known:
+                    known[key] = stage, tuple(sorted((*firsts[:number], *own, *firsts[number + 1 :])))
+        return list(known.values())
+
+    @once
+    def held(self, stage: Stage, start: int, stop: int) -> dict[int, float]:
+        """Return the bytes of blocks' parameters by device of a stage."""
+        parts = [self._costs.on(stage, i).between(start, stop) for i in range(len(stage.devices))]
+        triples = zip(stage.devices, stage.work_shares, parts, strict=True)
+        return {rank: part.parameter_bytes_at(share) for rank, share, part in triples}
+
+
+def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, zero: int) -> Line:
+    """Return latency, and seconds, of a gather, or of a sum of gradients, of `size` bytes around a ring."""
+    term = 1 if direction == "gather" else 0
+    empty, full = (sync_seconds(count, ring, cluster, zero)[term] for count in (0.0, size))
+    return Line(empty, full - empty)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What all ways in one direction take: the seconds until the last has ended, and those of each device's."""
+
+    seconds: float
+    by_device: Mapping[int, float]
+
+
+class Ways:
+    """All ways of a plan."""
+
+    def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> None:
+        """`costs` are those under the plan. Raises `PlanError` where the plan does not fit so many blocks."""
+        self._plan, self._costs, self._cluster = plan, costs, cluster
+        self._stops = [stops_of(pipeline, costs.num_blocks) for pipeline in plan.pipelines]
+        self._kinds = list(dict.fromkeys(self._stops))
+        self._buckets = buckets(costs, self._kinds)
+
+    def ends(self, direction: Direction) -> Ends:
+        """Return what all ways in one direction take, if devices do nothing else."""
+        if direction == "gather" and not self._plan.zero:
+            return Ends(0.0, {})
+        free, spent = _Free(), defaultdict[int, float](float)
+        busy, done = defaultdict[Resource, float](float), list[float]()
+        for bucket in self._travelling(direction):
+            way, ranks = self._way(bucket.holders), self._members(bucket.holders)
+            seconds, share = way.seconds(direction, bucket.start, bucket.stop), way.share(bucket.start, bucket.stop)
+            done.append(free.take(ranks, seconds, _turn(done) if direction == "gather" else 0.0))
+            for rank in ranks:
+                spent[rank] += seconds
+            for resource, load in way.loads.items():
+                busy[resource] += share * load
+        for readers, seconds in self._tied(direction):
+            done.append(free.take(readers, seconds))
+            for rank in readers:
+                spent[rank] += seconds
+        return Ends(max([*done, *busy.values()], default=0.0), self._with_waits(spent, busy, direction))
+
+    def _travelling(self, direction: Direction) -> list[Bucket]:
+        """Return the buckets that travel, in order."""
+        found = [bucket for bucket in self._buckets if self._way(bucket.holders).is_needed]
+        return found[::-1] if direction == "gather" else found
+
+    def _with_waits(
+        self, spent: Mapping[int, float], busy: Mapping[Resource, float], direction: Direction
+    ) -> Mapping[int, float]:
+        """Return the seconds of each device, not less than the links that its ways use are busy."""
+        found = dict(spent)
+        for holders in dict.fromkeys(bucket.holders for bucket in self._travelling(direction)):
+            least = max((busy[resource] for resource in self._way(holders).loads), default=0.0)
+            found |= {rank: max(least, found[rank]) for rank in self._members(holders)}
+        return found
+
+    @once
+    def _way(self, holders: Holders) -> Way:
+        of_kind = dict(zip(self._kinds, holders, strict=True))
+        pairs = zip(self._plan.pipelines, self._stops, strict=True)
+        stages = [pipeline.stages[of_kind[stops]] for pipeline, stops in pairs]
+        return Way(stages, self._costs, self._cluster, self._plan.zero)
+
+    @once
+    def _members(self, holders: Holders) -> list[int]:
+        return [rank for stage in self._way(holders).stages for rank in stage.devices]
+
+    def _tied(self, direction: Direction) -> Iterator[tuple[Sequence[int], float]]:
+        """Yield the devices and seconds of the way of each parameter that several stages of a pipeline read."""
+        for pipeline, stops in zip(self._plan.pipelines, self._stops, strict=True):
+            for one, held in tied_holders(self._costs, stops):
+                stages = [pipeline.stages[part] for part in held]
+                ring = tuple(dict.fromkeys(stage.devices[0] for stage in stages))
+                line = ring_line(direction, one.bytes, ring, self._cluster, self._plan.zero)
+                traffic = turn_traffic(ring, one.bytes, 1 if self._plan.zero else 2, self._cluster)
+                busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
+                yield [r for stage in stages for r in stage.devices], line.fixed + max(line.slope, busiest)
+
+
+def _turn(done: Sequence[float]) -> float:
+    """Return when another bucket may be gathered, as so many are at once."""
+    return done[-BUCKETS_AT_ONCE] if len(done) >= BUCKETS_AT_ONCE else 0.0
+
+
+class _Free:
+    """From when on devices are free."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def take(self, ranks: Sequence[int], seconds: float, after: float = 0.0) -> float:
+        """Take devices for so many seconds, not before `after`; return when they are done."""
+        end = max(after, *(self._since.get(rank, 0.0) for rank in ranks)) + seconds
+        self._since |= dict.fromkeys(ranks, end)
+        return end

@@ -1,0 +1,40 @@
+import pytest
+
+from hetu_fx.planner.price.pipeline import scheduled_seconds
+from hetu_fx.planner.price.stage import StageCosts
+from hetu_fx.planner.values.line import Line
+from hetu_fx.planner.values.part_costs import PartCosts
+from hetu_fx.plans.plan import Stage
+
+
+def stage(seconds: float, again: float = 0.0) -> StageCosts:
+    """Return a stage of so many seconds per row, a third of it forward, `again` of it forward once more."""
+    nothing = Line()
+    lines = (Line(0.0, seconds),), nothing, nothing, nothing, nothing, (Line(0.0, again),)
+    return StageCosts(Stage((0,)), (PartCosts(),), (), *lines)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_equal_stages_fill_drain_and_are_busy_in_between(schedule: str) -> None:
+    assert scheduled_seconds([stage(3.0)] * 4, 8, 8, schedule) == pytest.approx(3 * (8 + 4 - 1))
+    assert scheduled_seconds([stage(3.0)], 8, 3, schedule) == pytest.approx(3 * 8)
+    assert scheduled_seconds([stage(3.0)] * 2, 0, 3, schedule) == 0.0
+
+
+def test_larger_micro_batches_come_first_and_there_are_no_more_than_rows() -> None:
+    # the first stage: forwards of 2 rows and of 1, waits for 8, backwards of both
+    assert scheduled_seconds([stage(3.0)] * 2, 3, 2, "1f1b") == pytest.approx(8 + 4 + 2)
+    assert scheduled_seconds([stage(3.0)] * 2, 2, 8, "1f1b") == pytest.approx(3 * 3)
+
+
+def test_a_slow_stage_sets_the_pace_wherever_it_stands() -> None:
+    for place in range(3):
+        stages = [stage(9.0) if index == place else stage(3.0) for index in range(3)]
+        found = scheduled_seconds(stages, 16, 16, "1f1b")
+        assert 16 * 9 <= found <= 16 * 9 + 2 * 3  # others fill and drain, all but hidden where it stands in front
+
+
+def test_a_forward_that_is_done_once_more_counts_with_the_backward() -> None:
+    plain, again = stage(3.0), stage(4.0, again=1.0)
+    assert (plain.forward_seconds(2), again.forward_seconds(2)) == (2.0, 2.0)
+    assert (plain.backward_seconds(2), again.backward_seconds(2)) == (4.0, 6.0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hetu_fx.base.once import once
 from hetu_fx.comm_ops.plans.algorithm import by_node, spans, tiers_of
 from hetu_fx.comm_ops.plans.algorithm import lanes as lanes_of
 
@@ -108,12 +109,14 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
     hops = len(ranks) - 1
     if hops < 1:
         return 0.0
+    latency, speed = _slowest_link(topology, tuple(ranks), lanes)
+    return hops * (latency + num_bytes / len(ranks) / speed)
+
+
+@once
+def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tuple[float, float]:
+    """Return the latency and the bytes per second of the slowest link of a ring, as it is shared."""
     latency = max(topology.latency_seconds(a, b) for a, b in _links(ranks))
-    return hops * (latency + num_bytes / len(ranks) / _ring_speed(ranks, topology, lanes))
-
-
-def _ring_speed(ranks: Sequence[int], topology: Topology, lanes: int) -> float:
-    """Return the bytes per second of the slowest link of a ring, as it is shared."""
     links, crossings, ends = _links(ranks), Counter[Hashable](), dict[Hashable, End]()
     for a, b in links:
         for end in topology.ends(a, b):
@@ -124,7 +127,7 @@ def _ring_speed(ranks: Sequence[int], topology: Topology, lanes: int) -> float:
         end.bytes_per_second / (crossings[key] * len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)
         for key, end in ends.items()
     ]
-    return min([*(topology.bytes_per_second(a, b) for a, b in links), *shared])
+    return latency, min([*(topology.bytes_per_second(a, b) for a, b in links), *shared])
 
 
 def there_and_back_cost(num_bytes: float, ranks: Sequence[int], topology: Topology) -> float:
@@ -159,14 +162,14 @@ def _levels_ring_cost(
     return inside + max(_levels_ring_cost(size, lane, rest, topology, together) for lane, rest in pairs)
 
 
-def _useful_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """Return those tiers by which a collective of `ranks` can go in levels, from inside out."""
-    return tuple(tier for tier in topology.tiers(ranks) if spans(tier))
-
-
 def cheapest_tiers(ranks: Sequence[int], topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return the tiers by which a large collective is cheapest in levels: one, all, or none that there are."""
-    tiers = _useful_tiers(ranks, topology)
+    return _cheapest_tiers(topology, tuple(ranks))
+
+
+@once
+def _cheapest_tiers(topology: Topology, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    tiers = tuple(tier for tier in topology.tiers(ranks) if spans(tier))
     if len(tiers) < 2:
         return tiers
     return min([*((tier,) for tier in tiers), tiers], key=lambda one: _levels_ring_cost(_MANY, ranks, one, topology))
@@ -187,7 +190,7 @@ def cheapest_ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topolog
     if (seen := topology.turn_seconds(num_bytes, ranks)) is not None:
         return seen
     flat = ring_cost(num_bytes, ranks, topology)
-    if not _useful_tiers(ranks, topology):
+    if not cheapest_tiers(ranks, topology):
         return flat
     return min(flat, two_level_ring_cost(num_bytes, ranks, topology))
 

@@ -29,7 +29,7 @@ __all__ = ["FORMAT", "Cluster", "Collective", "Device", "Link"]
 FORMAT = "hetu_fx.cluster/1"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what rings of it cost is kept beside it
 class Cluster(Document):
     """The `devices` in order of rank, and the links inside a node (`intra`) and between nodes (`inter`).
 

@@ -198,7 +198,7 @@ def hand_over(stage: Stage, other: Stage, num_bytes: float, cluster: Cluster) ->
     return _planned(ends).on(ends.ranks)
 
 
-def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster) -> Line:
-    """Return the seconds of a hand-over by the rows of a micro-batch, sent in the way of one row."""
-    lines = _planned(_Ends.of(stage, other, bytes_per_row, cluster)).lines
+def hand_over_line(stage: Stage, other: Stage, bytes_per_row: float, cluster: Cluster, rows: int = 1) -> Line:
+    """Return the seconds of a hand-over by the rows of a micro-batch, sent in the way of so many rows."""
+    lines = _planned(_Ends.of(stage, other, rows * bytes_per_row, cluster)).lines
     return Line(sum(line.fixed for line in lines), sum(line.slope for line in lines) * bytes_per_row)

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain
+from itertools import chain, pairwise
 from operator import add
 
 from hetu_fx.cluster.cluster import Cluster, Device
@@ -227,14 +227,37 @@ def pipeline_seconds(lines: Sequence[Line], rows: int, micro_batches: int) -> fl
     return math.fsum(times) + (count - 1) * max(times)
 
 
-def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster) -> tuple[StageCosts, ...]:
-    """Return the costs of every stage of a pipeline whose blocks are written out."""
+def stage_costs(pipeline: Pipeline, costs: ProgramCosts, cluster: Cluster, rows: int = 1) -> tuple[StageCosts, ...]:
+    """Return the costs of every stage of a pipeline whose blocks are written out.
+
+    Hand-overs are sent in the way that is best for micro-batches of so many rows.
+    """
     stops = stops_of(pipeline, costs.num_blocks)
-    return tuple(_stage_costs(pipeline, i, stops, costs, cluster) for i in range(len(pipeline.stages)))
+    edges = _hand_overs(pipeline, stops, costs, cluster, rows)
+    found = enumerate(pairwise([(Line(), Line()), *edges, (Line(), Line())]))
+    return tuple(_stage_costs(pipeline, i, stops, costs, cluster, (e[1][0], e[0][1])) for i, e in found)
+
+
+def _hand_overs(
+    pipeline: Pipeline, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster, rows: int
+) -> Iterator[tuple[Line, Line]]:
+    """Yield the seconds of a hand-over between stages that follow each other: to the later one, and back."""
+    for (stage, other), block in zip(pairwise(pipeline.stages), stops[1:], strict=False):
+        size = costs.boundary(block)
+        there, back = (
+            hand_over_line(stage, other, size, cluster, rows),
+            hand_over_line(other, stage, size, cluster, rows),
+        )
+        yield there, back
 
 
 def _stage_costs(
-    pipeline: Pipeline, index: int, stops: Sequence[int], costs: ProgramCosts, cluster: Cluster
+    pipeline: Pipeline,
+    index: int,
+    stops: Sequence[int],
+    costs: ProgramCosts,
+    cluster: Cluster,
+    hand_overs: tuple[Line, Line],
 ) -> StageCosts:
     stage = pipeline.stages[index]
     positions = range(len(stage.devices))
@@ -242,12 +265,6 @@ def _stage_costs(
     repeated = [costs.again(stage, stops[index], i) for i in positions]
     again = forward_lines(device_lines(stage, repeated, cluster))
     compute = tuple(map(add, device_lines(stage, parts, cluster), again))
-    to_next = to_previous = Line()
-    if index + 1 < len(pipeline.stages):
-        size = costs.boundary(stops[index + 1])
-        to_next = hand_over_line(stage, pipeline.stages[index + 1], size, cluster)
-    if index > 0:
-        to_previous = hand_over_line(stage, pipeline.stages[index - 1], costs.boundary(stops[index]), cluster)
     rounds = tuple(rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
     sums, returns = round_lines(rounds, cluster)
-    return StageCosts(stage, parts, rounds, compute, sums, returns, to_next, to_previous, again)
+    return StageCosts(stage, parts, rounds, compute, sums, returns, *hand_overs, again)

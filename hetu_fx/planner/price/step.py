@@ -104,7 +104,8 @@ _Run = tuple[Pipeline, int, tuple[StageCosts, ...]]
 
 def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[_Run]:
     for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
-        yield pipeline, rows, stage_costs(pipeline, costs.under(plan), cluster)
+        largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
+        yield pipeline, rows, stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
 
 
 def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterator[PricedDevice]:

@@ -33,9 +33,9 @@ from hetu_fx.planner.search.replica import Family
 MARGINS = (1.0, 0.85, 0.7)
 """Parts of the memory to plan for, one after the other until a plan fits: passing buffers are not in HeteroAuto's."""
 
-_WORTH = 1.1  # what HeteroAuto's own prices say is slower than the best of a region by this factor is not tried
+_WORTH = 1.03  # what HeteroAuto's own prices say is slower than the best of a region by this factor is not tried
 
-_WORTH_ALONE = 1.5  # the same where a region is of one kind, which takes little to search
+_WORTH_ALONE = 1.15  # the same where a region is of one kind, which takes little to search
 
 
 Shape = tuple[int, int]

@@ -24,11 +24,11 @@ stage in row q is followed by q - 1 others, which says how many micro-batches it
 stage whose activations fit keeps them, as computing them again is never faster; one where only inputs fit recomputes;
 else it takes infinitely long.
 
-What no arrangement of given groups is faster than leaves out the order of the groups, what is handed over, and what
-stands before and after the layers; the j-th stage of some groups is at least the j-th from the end. Then for a limit B
-on the maximum of (1) each stage takes so many layers at most, all of them together have to take all, and the sum is
-least where the layers that add least to it are filled first. So the bound is min_B B + sum(B), over all B that some
-stage can have.
+What no arrangement of given groups is faster than leaves out the order of the groups, and what the first stage has
+before the layers; each stage but the last hands over to the groups that it reaches fastest, and the j-th stage of some
+groups is at least the j-th from the end. Then for a limit B on the maximum of (1) each stage takes so many layers at
+most, all of them together have to take all, and the sum is least where the layers that add least to it are filled first. So the
+bound is min_B B + sum(B), over all B that some stage can have; where these are many, some stand for those above them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -45,7 +46,9 @@ from numpy.typing import NDArray
 from hetu_fx.cluster.cluster import Link
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, HeteroProblem, Layer
 from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
+from hetu_fx.planner.values.state import ParameterState
 
+NOTHING = EndCosts()
 Numbers = NDArray[np.float64]
 Amount = TypeVar("Amount", float, Numbers)
 """A number, or many at once."""
@@ -104,6 +107,16 @@ def state_bytes(problem: HeteroProblem, replicas: int, groups: Groups, layers: i
     parameters = groups.layer.parameter_bytes * (layers + edge.parameters)
     held = fixed_bytes(parameters, zero=problem.zero, num_replicas=replicas, state=problem.state)
     return sum(count for _, count in held)
+
+
+@lru_cache(maxsize=1024)
+def _state_bytes(
+    layer_bytes: float, edge: float, num_layers: int, zero: int, replicas: int, state: ParameterState
+) -> Numbers:
+    """Return `state_bytes` for all numbers of layers."""
+    parameters = (layer_bytes * (layers + edge) for layers in range(num_layers + 1))
+    held = (fixed_bytes(count, zero=zero, num_replicas=replicas, state=state) for count in parameters)
+    return np.array([sum(count for _, count in parts) for parts in held], dtype=np.float64)
 
 
 def activation_bytes(layer: Layer, layers: Amount, edge: EndCosts, flying: Amount, recompute: bool) -> Amount:
@@ -215,7 +228,7 @@ class Tables:
         self._flying = np.array([0.0, *flying])[:, None]
         self._costs: dict[StageGroups, Costs] = {}
         self._work: dict[tuple[Groups, EndCosts], Numbers] = {}
-        self._least: dict[Groups, Numbers] = {}
+        self._least: dict[tuple[Groups, float, EndCosts], Numbers] = {}
 
     def costs(self, place: StageGroups) -> Costs:
         """Return the costs of stages at a place."""
@@ -225,11 +238,12 @@ class Tables:
             self._costs[place] = self._priced(place.groups, edge, behind)
         return self._costs[place]
 
-    def least_bounds(self, groups: Groups) -> Numbers:
-        """Return bounds that no place is below: nothing stands before or after, and nothing is handed over."""
-        if groups not in self._least:
-            self._least[groups] = self._priced(groups, EndCosts(), 0.0).bound
-        return self._least[groups]
+    def least_bounds(self, groups: Groups, hand_over: float, edge: EndCosts = NOTHING) -> Numbers:
+        """Return bounds that no place is below which has that edge at least, and hands over in so many seconds."""
+        key = groups, hand_over, edge
+        if key not in self._least:
+            self._least[key] = self._priced(groups, edge, hand_over).bound
+        return self._least[key]
 
     def least_share(self, groups: Groups) -> float:
         """Return what a layer adds to the bubble's sum at least."""
@@ -256,8 +270,8 @@ class Tables:
 
     def _new_seconds(self, groups: Groups, edge: EndCosts) -> Numbers:
         problem, layer = self.problem, groups.layer
-        states = [state_bytes(problem, self.replicas, groups, n, edge) for n in range(problem.num_layers + 1)]
-        left = groups.kind.memory_bytes - np.array(states, dtype=np.float64)[None, :]
+        whole = layer.parameter_bytes, edge.parameters, problem.num_layers
+        left = groups.kind.memory_bytes - _state_bytes(*whole, problem.zero, self.replicas, problem.state)[None, :]
         result: Numbers = np.full((len(self._flying), problem.num_layers + 1), np.inf)
         for recompute in (True, False) if problem.freedom.recompute else (False,):
             kept = activation_bytes(layer, self._layers, edge, self._flying, recompute)
@@ -272,29 +286,55 @@ def _times(factor: float, seconds: Numbers) -> Numbers:
     return np.where(fits, factor * np.where(fits, seconds, 0.0), np.inf)
 
 
+_MOST_LIMITS = 512
+
+
 class Bounds:
     """Lower bounds for choices of some groups, for one number of replicas."""
 
     def __init__(self, tables: Tables, groups: Iterable[Groups]) -> None:
         self._tables = tables
-        self._bounds = {one: tables.least_bounds(one) for one in groups}
-        values = np.unique(np.concatenate([bounds.ravel() for bounds in self._bounds.values()]))
-        self._limits: Numbers = values[np.isfinite(values)]
-        self._most: dict[GroupChoice, Numbers] = {}
+        values = np.unique(np.concatenate([tables.least_bounds(one, 0.0).ravel() for one in groups]))
+        values = values[np.isfinite(values)]
+        self._limits: Numbers = values[:: 1 + len(values) // _MOST_LIMITS]
+        self._until = np.append(self._limits[1:], np.inf)  # limits stand for all up to here
+        self._most: dict[tuple[GroupChoice, float, EndCosts], Numbers] = {}
+        self._hand_overs: dict[tuple[Groups, Groups], float] = {}
 
     def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
-        left = np.full(len(self._limits), float(self._tables.problem.num_layers))
-        seconds = self._limits.copy()
-        for choice in sorted(choices, key=lambda choice: self._tables.least_share(choice.groups)):
-            taken = np.minimum(left, self._most_layers(choice))
-            seconds += self._tables.least_share(choice.groups) * taken
-            left -= taken
-        return float(seconds[left == 0].min(initial=math.inf))
+        problem, share = self._tables.problem, self._tables.least_share
+        by_share = sorted(choices, key=lambda choice: share(choice.groups))
+        hand_overs = [min(self._hand_over(one.groups, other.groups) for other in choices) for one in by_share]
+        pairs = list(zip(by_share, hand_overs, strict=True))
+        most = [self._most_layers(choice, hand_over) for choice, hand_over in pairs]
+        spared = self._spared(pairs)
+        added = np.maximum(spared, 0.0)  # whoever takes them
+        seconds = self._limits + share(by_share[0].groups) * (added + problem.before.work + problem.after.work)
+        left = problem.num_layers - added
+        for choice, taken in zip(by_share, most, strict=True):
+            seconds += share(choice.groups) * np.minimum(left, taken)
+            left = np.maximum(left - taken, 0.0)
+        fits = np.add.reduce(most) + spared >= problem.num_layers
+        return float(seconds[fits].min(initial=math.inf))
 
-    def _most_layers(self, choice: GroupChoice) -> Numbers:
-        """Return how many layers the stages of a choice take at most within each limit."""
-        if choice not in self._most:
-            bounds = np.sort(self._bounds[choice.groups][1 : choice.most_stages + 1].ravel())
-            self._most[choice] = np.searchsorted(bounds, self._limits, side="right").astype(np.float64)
-        return self._most[choice]
+    def _hand_over(self, front: Groups, behind: Groups) -> float:
+        if (front, behind) not in self._hand_overs:
+            self._hand_overs[front, behind] = hand_over_seconds(self._tables.problem, front, behind)
+        return self._hand_overs[front, behind]
+
+    def _spared(self, pairs: Iterable[tuple[GroupChoice, float]]) -> Numbers:
+        """Return how many layers more the last stage takes within each limit: it hands nothing over, but has an end."""
+        ones = ((replace(choice, most_stages=1), hand_over) for choice, hand_over in pairs)
+        after = self._tables.problem.after
+        more = [self._most_layers(one, 0.0, after) - self._most_layers(one, hand_over) for one, hand_over in ones]
+        return np.maximum.reduce(more)
+
+    def _most_layers(self, choice: GroupChoice, hand_over: float, edge: EndCosts = NOTHING) -> Numbers:
+        """Return how many layers the stages of a choice take at most within each limit, all of which hand over."""
+        key = choice, hand_over, edge
+        if key not in self._most:
+            rows = self._tables.least_bounds(choice.groups, hand_over, edge)[1 : choice.most_stages + 1]
+            found = np.searchsorted(np.sort(rows.ravel()), self._until, side="left")
+            self._most[key] = found.astype(np.float64)
+        return self._most[key]

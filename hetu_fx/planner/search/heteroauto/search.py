@@ -90,13 +90,17 @@ class Upper:
         return HeteroResult(chosen.replicas, arranged.stages, arranged.seconds, coarse_seconds, self._num_arranged)
 
     def _coarse(self, below: float) -> _Best | None:
-        """Return the best plan of less than `below` seconds in which every kind has groups of one size."""
-        for slack in _SLACKS if self._candidates else ():
+        """Return the best plan of less than `below` seconds in which every kind has groups of one size.
+
+        That of the least bound is arranged first, within limits that rise until it can be; it limits all others.
+        """
+        first, best = self._candidates[:1], None
+        for slack in _SLACKS if first else ():
             limit = min(below, self.least_seconds * slack)
-            found = self._best(self._candidates, limit)
-            if found is not None or limit == below:
-                return found
-        return None
+            best = self._best(first, limit)
+            if best is not None or limit == below:
+                break
+        return self._best(self._candidates[1:], below if best is None else best[1].seconds) or best
 
     def _refined(self, best: _Best) -> _Best:
         """Return the best plan that splitting kinds, one after the other, leads to."""

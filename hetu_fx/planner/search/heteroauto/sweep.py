@@ -109,11 +109,21 @@ class Sweep:
         if not rows.size:
             return result
         low, high = rows[0], rows[-1] + 1
-        for layers in np.flatnonzero(np.isfinite(share[low + 1 : high + 1]).any(axis=0)).tolist():
-            target = result[low + 1 : high + 1, layers:]
-            added = end[low:high, : self._num_layers + 1 - layers] + share[low + 1 : high + 1, layers, None]
-            np.minimum(target, added, out=target)
+        shares, ends = share[low + 1 : high + 1], end[low:high]
+        sizes = np.flatnonzero(np.isfinite(shares).any(axis=0))
+        if sizes.size:
+            added = self._behind_each(ends)[:, :, sizes] + shares[:, None, sizes]
+            result[low + 1 : high + 1] = added.min(axis=2)
         return result
+
+    def _behind_each(self, ends: Numbers) -> Numbers:
+        """Return, by rows, layers x and layers l of a stage more, the ends with x - l layers; infinite below 0."""
+        count = self._num_layers
+        padded = np.full((len(ends), 2 * count + 1), np.inf)
+        padded[:, count:] = ends
+        row, column = padded.strides
+        shape = (len(ends), count + 1, count + 1)
+        return np.lib.stride_tricks.as_strided(padded[:, count:], shape, (row, column, -column), writeable=False)
 
     def _first_stage(self, end: Numbers, place: StageGroups, used: Used, front: int, before: int) -> Iterator[_Closing]:
         """Yield the best pipeline that a first stage makes of an end, if there is one."""
@@ -212,7 +222,7 @@ def _may_hold(tables: Tables, choices: Sequence[GroupChoice], limit: float, size
     """Tell whether all stages together could hold all layers within the limit, wherever they stand."""
     held = 0
     for choice in choices:
-        fits = tables.least_bounds(choice.groups)[1 : choice.most_stages + 1, sizes] <= limit
+        fits = tables.least_bounds(choice.groups, 0.0)[1 : choice.most_stages + 1, sizes] <= limit
         held += int((fits * sizes).max(axis=1, initial=0).sum())
     return held >= tables.problem.num_layers
 

@@ -27,8 +27,9 @@ else it takes infinitely long.
 What no arrangement of given groups is faster than leaves out the order of the groups, and what the first stage has
 before the layers; each stage but the last hands over to the groups that it reaches fastest, and the j-th stage of some
 groups is at least the j-th from the end. Then for a limit B on the maximum of (1) each stage takes so many layers at
-most, all of them together have to take all, and the sum is least where the layers that add least to it are filled first. So the
-bound is min_B B + sum(B), over all B that some stage can have; where these are many, some stand for those above them.
+most, all of them together have to take all, and the sum is least where the layers that add least to it are filled
+first. So the bound is min_B B + sum(B), over all B that some stage can have; where these are many, some stand for those
+above them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.dispatch.strategy import Scheme, TimeFit, fit_times
 from hetu_fx.planner.price.stage import stage_costs
-from hetu_fx.planner.price.step import end_seconds_of
+from hetu_fx.planner.price.step import PricedStep
 from hetu_fx.planner.values.program import ProgramCosts, costs_at
 from hetu_fx.plans.plan import Pipeline, Plan
 
@@ -158,7 +158,7 @@ def candidate_of(name: str, plan: Plan, by_length: Mapping[int, ProgramCosts], c
         Scheme(len(pipeline.stages[0].devices), len(pipeline.stages), times_of(pipeline, by_length, cluster), held)
         for pipeline, held in ((p, p.max_length or plan.max_length or ANY_LENGTH) for p in written.pipelines)
     )
-    return EligibleVariant(name, plan, schemes, end_seconds_of(written, some, cluster))
+    return EligibleVariant(name, plan, schemes, PricedStep(written, some, cluster).end_seconds)
 
 
 def times_of(pipeline: Pipeline, by_length: Mapping[int, ProgramCosts], cluster: Cluster) -> TimeFit:

@@ -8,6 +8,7 @@ overlapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hetu_fx.planner.price.stage import StageCosts
@@ -15,55 +16,87 @@ from hetu_fx.plans.plan import Schedule, micro_batch_rows
 from hetu_fx.plans.schedule import Phase, actions
 
 Columns = tuple[tuple[float, ...], ...]
-"""Seconds of each stage's micro-batches, by stage."""
+"""Seconds by stage of each micro-batch's forward, and then of each one's backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a pipeline's schedule ends: when each stage is done, and how long its last backward took till then."""
+
+    ends: tuple[float, ...]
+    last_backwards: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return when all stages are done."""
+        return max(self.ends)
+
+    def done(self, stage: int, part: float) -> float:
+        """Return when a stage has done a part of its last backward."""
+        return self.ends[stage] - (1 - part) * self.last_backwards[stage]
 
 
 def scheduled_seconds(stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule) -> float:
     """Return the seconds of `rows` rows in up to `micro_batches` micro-batches, larger ones first."""
+    return finish(stages, rows, micro_batches, schedule).seconds
+
+
+def finish(
+    stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule, *, overlaps: bool = False
+) -> Finish:
+    """Return how `rows` rows end in up to `micro_batches` micro-batches, larger ones first.
+
+    Where it `overlaps`, a stage goes on while what it hands over is under way.
+    """
     if rows == 0:
-        return 0.0
+        return Finish((0.0,) * len(stages), (0.0,) * len(stages))
     sizes = micro_batch_rows(rows, min(micro_batches, rows))
-    forwards = tuple(_by_size(stage.forward_seconds, sizes) for stage in stages)
-    backwards = tuple(_by_size(stage.backward_seconds, sizes) for stage in stages)
-    return _played(forwards, backwards, schedule)
+    work = tuple(_columns(stage.forward_seconds, stage.backward_seconds, sizes) for stage in stages)
+    sent = tuple(_columns(stage.to_next, stage.to_previous, sizes) for stage in stages)
+    return _played(work, sent, schedule, overlaps)
 
 
-def _by_size(seconds: Callable[[int], float], sizes: Sequence[int]) -> tuple[float, ...]:
-    """Return the seconds of micro-batches, those of one size worked out once."""
-    known = {size: seconds(size) for size in dict.fromkeys(sizes)}
-    return tuple([known[size] for size in sizes])
+Seconds = Callable[[int], float]
+
+
+def _columns(forward: Seconds, backward: Seconds, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Return the seconds of forwards and then of backwards, those of micro-batches of one size worked out once."""
+    known = [{size: seconds(size) for size in dict.fromkeys(sizes)} for seconds in (forward, backward)]
+    return tuple([of_size[size] for of_size in known for size in sizes])
 
 
 @lru_cache(maxsize=4096)
-def _played(forwards: Columns, backwards: Columns, schedule: Schedule) -> float:
-    """Return when the last stage has done its last entry."""
-    board = _Board(forwards, backwards, schedule)
+def _played(work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) -> Finish:
+    board = _Board(work, sent, schedule, overlaps)
     while board.left:
         before = board.left
-        for stage in range(len(forwards)):
+        for stage in range(len(work)):
             board.go_on(stage)
         assert board.left < before, "an order in which stages wait for each other"
-    return max(board.free)
+    return Finish(tuple(board.free), tuple(column[-1] for column in board.busy))
 
 
 class _Board:
-    """How far stages have come: when each is free, and when its entries are done."""
+    """How far stages have come: when each is free, and when what its entries make has come to others."""
 
-    def __init__(self, forwards: Columns, backwards: Columns, schedule: Schedule) -> None:
-        count, self._last = len(forwards[0]), len(forwards) - 1
-        self._seconds = [first + second for first, second in zip(forwards, backwards, strict=True)]
-        self._orders = [_numbered(schedule, stage, len(forwards), count) for stage in range(len(forwards))]
-        self._done: list[list[float | None]] = [[None] * (2 * count) for _ in forwards]
-        self._places, self._count = [0] * len(forwards), count
-        self.free, self.left = [0.0] * len(forwards), 2 * count * len(forwards)
+    def __init__(self, work: Columns, sent: Columns, schedule: Schedule, overlaps: bool) -> None:
+        self._count, self._last = len(work[0]) // 2, len(work) - 1
+        both = [[one + other for one, other in zip(*pair, strict=True)] for pair in zip(work, sent, strict=True)]
+        self.busy: Sequence[Sequence[float]] = work if overlaps else both
+        self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
+        self._orders = [_numbered(schedule, stage, len(work), self._count) for stage in range(len(work))]
+        self._there: list[list[float | None]] = [[None] * len(column) for column in work]
+        self._places = [0] * len(work)
+        self.free, self.left = [0.0] * len(work), 2 * self._count * len(work)
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""
-        order, seconds, done = self._orders[stage], self._seconds[stage], self._done[stage]
+        order, busy, sent, there = (of[stage] for of in (self._orders, self.busy, self._under_way, self._there))
         free, place = self.free[stage], self._places[stage]
         while place < len(order) and (came := self._came(stage, order[place])) is not None:
-            free = max(free, came) + seconds[order[place]]
-            done[order[place]] = free
+            entry = order[place]
+            free = max(free, came) + busy[entry]
+            there[entry] = free + sent[entry]
             place += 1
         self.left -= place - self._places[stage]
         self.free[stage], self._places[stage] = free, place
@@ -71,7 +104,7 @@ class _Board:
     def _came(self, stage: int, entry: int) -> float | None:
         """Return when what an entry needs of another stage has come; None if it has not."""
         other = stage - 1 if entry < self._count else stage + 1
-        return self._done[other][entry] if 0 <= other <= self._last else 0.0
+        return self._there[other][entry] if 0 <= other <= self._last else 0.0
 
 
 @lru_cache(maxsize=512)

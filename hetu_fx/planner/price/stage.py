@@ -190,13 +190,13 @@ class StageCosts:
         return self.to_next + self.to_previous
 
     def forward_seconds(self, rows: int) -> float:
-        """Return the seconds of the forward of a micro-batch of so many rows, with what it hands over."""
-        return max(line(rows) for line in self._forwards) + self.sums(rows) + self.to_next(rows)
+        """Return the seconds of the forward of a micro-batch of so many rows, without what it hands over."""
+        return max(line(rows) for line in self._forwards) + self.sums(rows)
 
     def backward_seconds(self, rows: int) -> float:
-        """Return the seconds of the backward of a micro-batch of so many rows, with what it hands over."""
+        """Return the seconds of the backward of a micro-batch of so many rows, without what it hands over."""
         pairs = zip(self.compute, self._forwards, strict=True)
-        return max(whole(rows) - first(rows) for whole, first in pairs) + self.returns(rows) + self.to_previous(rows)
+        return max(whole(rows) - first(rows) for whole, first in pairs) + self.returns(rows)
 
     @property
     def _forwards(self) -> tuple[Line, ...]:

@@ -3,7 +3,8 @@
 A step gathers parameters (`price.ways`), has the sums over rows in its middle, takes the slowest pipeline
 (`price.pipeline`), sums gradients (`price.ways`), and updates. Each takes what its slowest device takes.  (5)
 
-Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it.
+Nothing is overlapped but what devices do beside each other: what `planner.simulate` plays may hide some of it. Searches
+compare plans by what the step takes if gradients, and what stages hand over, travel beside work on links of their own.
 Communication is priced by the same functions as the comm ops that run.
 
 A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.planner.price.pipeline import scheduled_seconds
-from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in
+from hetu_fx.planner.price.pipeline import Finish, finish
+from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in, stops_of
 from hetu_fx.planner.price.stage import StageCosts, stage_costs
 from hetu_fx.planner.price.step_end import update_line
-from hetu_fx.planner.price.ways import Ends, Ways
+from hetu_fx.planner.price.ways import Bucket, Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
@@ -52,29 +56,86 @@ class PricedDevice:
         return update(1 / (len(plan.pipelines) * self.costs.stage.context) if plan.zero else 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """What a step takes besides its pipelines: gradients home, parameters from there, and the updates."""
+class PricedStep:
+    """A step under a plan, priced: what it takes one thing after the other, and with what is sent on its way meanwhile.
 
-    gradients: Ends
-    gather: Ends
-    updates: Mapping[int, float]
+    Raises `PlanError` for a plan that does not fit the program.
+    """
 
-    @classmethod
-    def of(cls, plan: Plan, places: Iterable[PricedDevice], costs: ProgramCosts, cluster: Cluster) -> StepEnd:
-        """Return that of a plan with all of its devices."""
-        ways = Ways(plan, costs.under(plan), cluster)
-        updates = {place.rank: place.update_seconds(plan, cluster) for place in places}
-        return cls(ways.ends("gradients"), ways.ends("gather"), updates)
+    def __init__(self, plan: Plan, costs: ProgramCosts, cluster: Cluster) -> None:
+        self.plan, self._costs, self._cluster = plan, costs, cluster
+        self._runs = list(_runs(plan, costs, cluster))
+        self._places = [place for run in self._runs for place in _places(*run)]
+        self._ways = Ways(plan, costs.under(plan), cluster)
+        self._updates = {place.rank: place.update_seconds(plan, cluster) for place in self._places}
+
+    @once
+    def _finishes(self, overlaps: bool) -> list[Finish]:
+        """Return how each pipeline ends."""
+        schedule = self.plan.schedule
+        return [finish(stages, n, p.micro_batches, schedule, overlaps=overlaps) for p, n, stages in self._runs]
+
+    @cached_property
+    def _gather(self) -> Ends:
+        return self._ways.ends("gather")
+
+    @cached_property
+    def _gradients(self) -> Ends:
+        return self._ways.ends("gradients")
 
     @property
-    def seconds(self) -> float:
-        """Return what the slowest devices take, one term after the other."""
-        return self.gradients.seconds + self.gather.seconds + max(self.updates.values())
+    def end_seconds(self) -> float:
+        """Return what the step takes besides its pipelines and the sums in its middle, whatever its rows are."""
+        return self._gradients.seconds + self._gather.seconds + max(self._updates.values())
 
-    def of_device(self, rank: int) -> tuple[float, float, float]:
+    @property
+    def overlapped_seconds(self) -> float:
+        """Return what the step takes if what is sent travels beside work: what searches compare by."""
+        done = max(finished.seconds for finished in self._finishes(overlaps=True))
+        home = self._ways.home_by(self._ready)
+        update = max(self._updates.values())
+        return self._gather.seconds + self._row_sums + max(done, home) + update
+
+    def _ready(self, bucket: Bucket) -> float:
+        """Return when all pipelines have done the backward of a bucket's blocks."""
+        return max(by_stage[bucket.holders[kind]](bucket.start) for kind, by_stage in self._ready_by_kind)
+
+    @cached_property
+    def _ready_by_kind(self) -> list[tuple[int, list[Callable[[int], float]]]]:
+        """Return for pipelines that differ the number of their kind, and when each stage has come down to a block."""
+        kinds = {stops: number for number, stops in enumerate(self._ways.kinds)}
+        found: dict[tuple[int, Finish], list[Callable[[int], float]]] = {}
+        for (pipeline, _, _), finished in zip(self._runs, self._finishes(overlaps=True), strict=True):
+            stops = stops_of(pipeline, self._costs.num_blocks)
+            key = kinds[stops], finished
+            if key not in found:
+                found[key] = [partial(_done_down_to, finished, i, pair) for i, pair in enumerate(pairwise(stops))]
+        return [(kind, by_stage) for (kind, _), by_stage in found.items()]
+
+    @property
+    def _row_sums(self) -> float:
+        return row_sum_seconds(self.plan, self._costs, self._cluster)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Return the predicted step, and every device's seconds and bytes by term."""
+        step = max(finished.seconds for finished in self._finishes(overlaps=False)) + self.end_seconds + self._row_sums
+        speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
+        held = device_bytes(self.plan, self._costs, speeds)
+        devices = tuple(
+            _device_cost(place, held[place.rank], self._ends_of(place.rank), step) for place in self._places
+        )
+        return Prediction(step, devices, why=_why(devices, step))
+
+    def _ends_of(self, rank: int) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds of a device."""
-        return self.gradients.by_device.get(rank, 0.0), self.gather.by_device.get(rank, 0.0), self.updates[rank]
+        return self._gradients.by_device.get(rank, 0.0), self._gather.by_device.get(rank, 0.0), self._updates[rank]
+
+
+def _done_down_to(finished: Finish, stage: int, blocks: tuple[int, int], start: int) -> float:
+    """Return when a stage of these blocks has done the backward of those from `start` on."""
+    first, stop = blocks
+    return finished.done(stage, (stop - start) / (stop - first) if stop > first else 1.0)
 
 
 def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
@@ -83,14 +144,7 @@ def predict(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Prediction:
     `why` names the device with the least idle time, which bounds the step, and its largest term. Raises
     `PlanError` for a plan that does not fit the program.
     """
-    runs = list(_runs(plan, costs, cluster))
-    slowest = max(scheduled_seconds(stages, rows, p.micro_batches, plan.schedule) for p, rows, stages in runs)
-    places = [place for run in runs for place in _places(*run)]
-    end = StepEnd.of(plan, places, costs, cluster)
-    step = slowest + end.seconds + row_sum_seconds(plan, costs, cluster)
-    held = device_bytes(plan, costs, {rank: cluster.device(rank).speed for rank in plan.devices})
-    devices = tuple(_device_cost(place, held[place.rank], end.of_device(place.rank), step) for place in places)
-    return Prediction(step, devices, why=_why(devices, step))
+    return PricedStep(plan, costs, cluster).prediction
 
 
 def row_sum_seconds(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
@@ -114,15 +168,6 @@ def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iter
     for stage in stages:
         for position, rank in enumerate(stage.stage.devices):
             yield PricedDevice(rank, stage, position, rows, count)
-
-
-def end_seconds_of(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> float:
-    """Return what a step takes besides its pipelines, whatever its rows are.
-
-    Raises `PlanError` for a plan that does not fit the program.
-    """
-    places = (place for run in _runs(plan, costs, cluster) for place in _places(*run))
-    return StepEnd.of(plan, places, costs, cluster).seconds
 
 
 def _device_cost(place: PricedDevice, held: Terms, ends: Sequence[float], step: float) -> DeviceCost:
@@ -161,20 +206,16 @@ def least_blocks(count: int, fits: Callable[[int], bool]) -> int | None:
     return bisect_left(range(1, count), True, key=fits) + 1
 
 
-def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> tuple[Plan, Prediction] | None:
-    """Return a plan with the least recompute that fits memory, and its prediction; None where nothing fits.
+def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
+    """Return a plan with the least recompute that fits memory, priced; None where nothing fits.
 
     Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
     """
-    bare = _with_counts(plan, {}) if options.recompute else plan
-    prediction = predict(bare, costs, cluster)
-    if not memory_problems(prediction, cluster, options.memory_fraction):
-        return bare, prediction
-    counts = _least_counts(bare, costs, cluster, options.memory_fraction) if options.recompute else None
-    if counts is None:
-        return None
-    found = _with_counts(bare, counts)
-    return found, predict(found, costs, cluster)
+    bare = PricedStep(_with_counts(plan, {}) if options.recompute else plan, costs, cluster)
+    if not memory_problems(bare.prediction, cluster, options.memory_fraction):
+        return bare
+    counts = _least_counts(bare.plan, costs, cluster, options.memory_fraction) if options.recompute else None
+    return None if counts is None else PricedStep(_with_counts(bare.plan, counts), costs, cluster)
 
 
 def _least_counts(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Literal
@@ -198,7 +198,7 @@ class Ways:
         busy, done = defaultdict[Resource, float](float), list[float]()
         for bucket in self._travelling(direction):
             way, ranks = self._way(bucket.holders), self._members(bucket.holders)
-            seconds, share = way.seconds(direction, bucket.start, bucket.stop), way.share(bucket.start, bucket.stop)
+            seconds, share = self._seconds_of(direction, bucket), way.share(bucket.start, bucket.stop)
             done.append(free.take(ranks, seconds, _turn(done) if direction == "gather" else 0.0))
             for rank in ranks:
                 spent[rank] += seconds
@@ -209,6 +209,31 @@ class Ways:
             for rank in readers:
                 spent[rank] += seconds
         return Ends(max([*done, *busy.values()], default=0.0), self._with_waits(spent, busy, direction))
+
+    def home_by(self, ready: Callable[[Bucket], float]) -> float:
+        """Return when all gradients are home, each bucket of which is ready at some time; 0 where none travel.
+
+        Links are shared as if each had room for all that comes after the first bucket is ready.
+        """
+        free, busy, done = _Free(), defaultdict[Resource, float](float), [0.0]
+        travelling = self._travelling("gradients")
+        for bucket in travelling:
+            way, seconds = self._way(bucket.holders), self._seconds_of("gradients", bucket)
+            done.append(free.take(self._members(bucket.holders), seconds, ready(bucket)))
+            for resource, load in way.loads.items():
+                busy[resource] += way.share(bucket.start, bucket.stop) * load
+        first = min(map(ready, travelling), default=0.0)
+        done += [first + seconds for seconds in busy.values()]
+        done += [free.take(readers, seconds) for readers, seconds in self._tied("gradients")]
+        return max(done)
+
+    def _seconds_of(self, direction: Direction, bucket: Bucket) -> float:
+        return self._way(bucket.holders).seconds(direction, bucket.start, bucket.stop)
+
+    @property
+    def kinds(self) -> list[tuple[int, ...]]:
+        """Return where the stages of each kind of pipelines begin, in the order of a bucket's holders."""
+        return self._kinds
 
     def _travelling(self, direction: Direction) -> list[Bucket]:
         """Return the buckets that travel, in order."""

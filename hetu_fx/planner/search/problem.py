@@ -111,7 +111,7 @@ class Problem:
         """
         costs = self.costs_of(plan)
         found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
-        return None if found is None or self.options.refused(found[0]) else (found[0], found[1].seconds)
+        return None if found is None or self.options.refused(found.plan) else (found.plan, found.overlapped_seconds)
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

@@ -252,7 +252,7 @@ def test_a_plan_that_fits_recomputes_nothing() -> None:
     asked = replace(TWO_STAGES, pipelines=(replace(TWO_STAGES.pipelines[0], stages=again),))
     found = fitted(asked, COSTS, paper(1, 1, 1, 1), OPTIONS)
     assert found is not None
-    assert found[0] == TWO_STAGES
+    assert found.plan == TWO_STAGES
 
 
 def test_stages_recompute_as_few_blocks_as_fit() -> None:
@@ -260,7 +260,7 @@ def test_stages_recompute_as_few_blocks_as_fit() -> None:
     assert not fits(TWO_STAGES, cluster)
     found = fitted(TWO_STAGES, COSTS, cluster, OPTIONS)
     assert found is not None
-    plan, prediction = found
+    plan, prediction = found.plan, found.prediction
     assert fits(plan, cluster)
     assert prediction.seconds == predict(plan, COSTS, cluster).seconds
     assert prediction.seconds > predict(TWO_STAGES, COSTS, cluster).seconds
@@ -274,7 +274,7 @@ def test_stages_recompute_as_few_blocks_as_fit() -> None:
 def test_the_front_of_a_pipeline_recomputes_more_than_its_end() -> None:
     found = fitted(TWO_STAGES, COSTS, paper(1, 1, 1, 1, memory_bytes=ROOMIER), OPTIONS)
     assert found is not None
-    front, end = recomputed(found[0])
+    front, end = recomputed(found.plan)
     assert front > end
 
 

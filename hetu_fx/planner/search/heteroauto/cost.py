@@ -298,7 +298,7 @@ class Bounds:
         values = np.unique(np.concatenate([tables.least_bounds(one, 0.0).ravel() for one in groups]))
         values = values[np.isfinite(values)]
         self._limits: Numbers = values[:: 1 + len(values) // _MOST_LIMITS]
-        self._until = np.append(self._limits[1:], np.inf)  # limits stand for all up to here
+        self._until = np.append(self._limits, np.inf)[1:]  # limits stand for all up to here
         self._most: dict[tuple[GroupChoice, float, EndCosts], Numbers] = {}
         self._hand_overs: dict[tuple[Groups, Groups], float] = {}
 

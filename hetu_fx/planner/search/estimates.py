@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster, Device
@@ -52,6 +52,23 @@ def even(devices: Sequence[Device]) -> Stage:
 def ranks_of(devices: Iterable[Device]) -> tuple[int, ...]:
     """Return the ranks of devices, in order."""
     return tuple(device.rank for device in devices)
+
+
+@dataclass(frozen=True, slots=True)
+class EndEstimate:
+    """What a step takes besides its pipelines: gradients home, in so many pieces, parameters from there, the update."""
+
+    gradients: float = 0.0
+    gather: float = 0.0
+    update: float = 0.0
+    pieces: int = 1
+
+    def seconds(self, backward: float) -> float:
+        """Return it for pipelines whose last backward takes so long: gradients travel meanwhile, but for a piece."""
+        return self.gather + max(self.gradients / self.pieces, self.gradients - backward) + self.update
+
+
+NO_END = EndEstimate()
 
 
 class Estimates:
@@ -140,18 +157,57 @@ class Estimates:
         nodes = [self._node[group[0]] for group in groups]
         return tuple(map(self._kind, groups)), tuple([a != b for a, b in itertools.pairwise(nodes)])
 
-    def ends(self, replicas: Iterable[Replica], firsts: Sequence[tuple[int, ...]], last: int, zero: int) -> float:
-        """Return seconds of gradient sync, gather and update, for pipelines whose first stages are given.
+    def ends(
+        self,
+        replicas: Iterable[Replica],
+        firsts: Sequence[tuple[int, ...]],
+        last: int,
+        zero: int,
+        shared_bytes: float = 0.0,
+    ) -> EndEstimate:
+        """Return what a step takes besides its pipelines, whose first stages are given.
 
-        `last` is the last device of the first pipeline, which may stand on another node than all first ones.
+        `last` is the last device of the first pipeline, which may stand on another node than all first ones;
+        `shared_bytes` is what one turn of all parameters sends through the link of a node.
         """
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
         update = reduce(Line.upper, (replica.update for replica in found))
         ring = tuple(rank for devices in firsts for rank in self._stage_of(devices).context_groups[0])
-        sync = max(sum(sync_seconds(parameters, one, self._cluster, zero)) for one in (ring, (last, *ring[1:])))
-        sync += self._costs.row_sums.seconds([devices[0] for devices in firsts], self._cluster)
-        return sync + update(1 / len(ring) if zero else 1.0)
+        pieces = max(1, *(stage.blocks or 0 for replica in found for stage in replica.pipeline.stages))
+        rings = [self._turns(parameters, one, zero, pieces) for one in (ring, (last, *ring[1:]))]
+        gradients, gather = (max(column) for column in zip(*rings, strict=True))
+        turn = shared_bytes / self._cluster.inter.bytes_per_second
+        sums = self._costs.row_sums.seconds([devices[0] for devices in firsts], self._cluster)
+        return EndEstimate(
+            gradients=max(gradients, turn if zero else 2 * turn),
+            gather=max(gather, turn if zero else 0.0) + sums,
+            update=update(1 / len(ring) if zero else 1.0),
+            pieces=pieces,
+        )
+
+    def _turns(self, num_bytes: float, ring: Sequence[int], zero: int, pieces: int) -> tuple[float, float]:
+        """Return (gradient sync, gather) seconds of so many pieces around a ring, one after the other."""
+        empty, full = (sync_seconds(size, ring, self._cluster, zero) for size in (0.0, num_bytes))
+        first, second = (pieces * a + b - a for a, b in zip(empty, full, strict=True))
+        return first, second
+
+    def shared_bytes(self, pipelines: Sequence[Groups], replica: Replica, *, are_all: bool = True) -> float:
+        """Return the most bytes of parameters that one turn sends through the link of a node; 0 within one node.
+
+        Every node gets all that its devices hold of what others hold too. `are_all`: there are no other pipelines.
+        """
+        node_of, stages = self._node, range(len(pipelines[0]))
+        held = [{node_of[rank] for groups in pipelines for rank in groups[stage]} for stage in stages]
+        blocks = [stage.blocks or 0 for stage in replica.pipeline.stages]
+        stops = list(itertools.accumulate(blocks))
+        total: dict[int, float] = {}
+        for nodes, count, stop in zip(held, blocks, stops, strict=True):
+            if len(nodes) > 1 or not are_all:
+                size = self._costs.stage(stop - count, stop).parameter_bytes
+                for node in nodes:
+                    total[node] = total.get(node, 0.0) + size
+        return max(total.values(), default=0.0)
 
     def _kind(self, devices: Sequence[int]) -> Hashable:
         """Return what a group is: the classes of its devices, and which share a node."""

@@ -20,7 +20,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import Groups
-from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.estimates import NO_END, Estimates, rules_of
 from hetu_fx.planner.search.manners import (
     IN_SEQUENCE,
     PLAIN,
@@ -169,13 +169,16 @@ class _Estimating:
     def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
         costs, degrees = self._problem.costs, arrangement.degrees
         replicas = _replicas(arrangement, costs.num_blocks, self._estimates)
-        firsts = [arrangement.groups(i)[0] for i in range(degrees.pipelines)]
-        last = arrangement.groups(0)[-1][-1]
+        groups = [arrangement.groups(i) for i in range(degrees.pipelines)]
+        firsts, last = [one[0] for one in groups], groups[0][-1][-1]
+        rows, shared = costs.rows // degrees.pipelines, self._estimates.shared_bytes(groups, replicas[0])
         for given in self._rules:
             ways = list(_ways(replicas, degrees, costs.rows, given))
-            end = self._estimates.ends(replicas, firsts, last, given.zero) if ways else 0.0
+            end = self._estimates.ends(replicas, firsts, last, given.zero, shared) if ways else NO_END
             for way in ways:
-                yield TimedArrangement(way.seconds + end, arrangement, way, given.zero, self._manner)
+                backward = min(replica.last_backward(rows, way.micro_batches) for replica in replicas)
+                seconds = way.seconds + end.seconds(backward)
+                yield TimedArrangement(seconds, arrangement, way, given.zero, self._manner)
 
 
 def _replicas(arrangement: Arrangement, num_blocks: int, estimates: Estimates) -> list[Replica]:

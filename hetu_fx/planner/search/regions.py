@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
-from hetu_fx.planner.search.estimates import Estimates, rules_of
+from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, rules_of
 from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family
@@ -39,11 +39,23 @@ Region = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Equal pipelines over a region, the ways to run one of them, and the seconds at the end of a step."""
+    """Equal pipelines over a region, the ways to run one of them, and what a step takes besides.
+
+    `shared_bytes` are those that one turn of all parameters sends through the link of a node if there are others too.
+    """
 
     pipelines: tuple[Groups, ...]
     family: Family
-    end_seconds: float
+    end: EndEstimate = NO_END
+    shared_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int) -> Template:
+        """Return the template with what a step of it alone takes besides."""
+        replica = family.replica
+        alone, beside = (estimates.shared_bytes(pipelines, replica, are_all=are_all) for are_all in (True, False))
+        made = cls(pipelines, family, shared_bytes=beside)
+        return replace(made, end=estimates.ends([replica], *made.ends, zero, alone))
 
     @property
     def ends(self) -> tuple[list[tuple[int, ...]], int]:
@@ -53,6 +65,14 @@ class Template:
     def seconds(self, rows: int) -> float:
         """Return the seconds of so many rows over all pipelines."""
         return self.family.seconds(math.ceil(rows / len(self.pipelines)))
+
+    def step_seconds(self, rows: int) -> float:
+        """Return the seconds of a step of so many rows over all pipelines, if there are no others."""
+        return self.seconds(rows) + self.end.seconds(self.last_backward(rows))
+
+    def last_backward(self, rows: int) -> float:
+        """Return the seconds of the backward with which a pipeline ends, the fewest that one has."""
+        return self.family.last_backward(max(1, rows // len(self.pipelines)))
 
     def made(self, rows: int) -> Iterator[Pipeline]:
         """Yield the pipelines with their rows."""
@@ -91,8 +111,8 @@ class Draft:
 
     def template(self, estimates: Estimates, zero: int) -> Template:
         """Return the template, with all of its pipelines."""
-        made = Template(tuple(map(self.deal.pipeline, range(self.deal.count))), self.family, 0.0)
-        return replace(made, end_seconds=estimates.ends([self.family.replica], *made.ends, zero))
+        pipelines = tuple(map(self.deal.pipeline, range(self.deal.count)))
+        return Template.of(pipelines, self.family, estimates, zero)
 
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
@@ -113,17 +133,18 @@ class Templates:
     def best(self, region: Region) -> list[Template]:
         """Return the fastest for the rows that the region's speed stands for, fastest first."""
         if region not in self._found:
-            self._found[region] = self._fastest(self._all(region, self.rows_of(region)))
+            rows = self.rows_of(region)
+            self._found[region] = self._fastest(self._all(region, rows), rows)
         return self._found[region]
 
-    def _fastest(self, drafts: Iterable[Draft]) -> list[Template]:
+    def _fastest(self, drafts: Iterable[Draft], rows: int) -> list[Template]:
         """Return the templates that are fastest with what ends a step, which is priced as long as it can matter."""
         kept: list[tuple[float, int, Template]] = []
         for number, draft in sorted(enumerate(drafts), key=lambda pair: pair[1].seconds):
             if len(kept) == KEPT and draft.seconds > kept[-1][0]:
                 break
             made = draft.template(self.estimates, self._problem.options.zero)
-            insort(kept, (draft.seconds + made.end_seconds, number, made), key=lambda one: one[:2])
+            insort(kept, (made.step_seconds(rows), number, made), key=lambda one: one[:2])
             del kept[KEPT:]
         return [made for *_, made in kept]
 
@@ -232,10 +253,16 @@ def _rows_of_templates(chosen: Sequence[Template], total: int) -> tuple[int, ...
 
 
 def seconds_of(chosen: Sequence[Template], rows: Sequence[int], problem: Problem, estimates: Estimates) -> float:
-    longest = max(template.seconds(count) for template, count in zip(chosen, rows, strict=True))
+    """Return what a step takes with so many rows of each template."""
+    if len(chosen) == 1:
+        return chosen[0].step_seconds(rows[0])
+    pairs = list(zip(chosen, rows, strict=True))
+    longest = max(template.seconds(count) for template, count in pairs)
     firsts = [first for template in chosen for first in template.ends[0]]
     replicas = [template.family.replica for template in chosen]
-    return longest + estimates.ends(replicas, firsts, chosen[0].ends[1], problem.options.zero)
+    shared = max(template.shared_bytes for template in chosen)
+    end = estimates.ends(replicas, firsts, chosen[0].ends[1], problem.options.zero, shared)
+    return longest + end.seconds(min(template.last_backward(count) for template, count in pairs))
 
 
 def _find(problem: Problem) -> Candidates:

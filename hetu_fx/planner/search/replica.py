@@ -12,7 +12,14 @@ from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.placement import BlockRange
-from hetu_fx.planner.price.stage import device_lines, forward_lines, pipeline_seconds, round_lines, rounds_of
+from hetu_fx.planner.price.stage import (
+    FORWARD_AND_BACKWARD,
+    device_lines,
+    forward_lines,
+    pipeline_seconds,
+    round_lines,
+    rounds_of,
+)
 from hetu_fx.planner.price.step import least_blocks
 from hetu_fx.planner.price.step_end import update_line
 from hetu_fx.planner.search.device_orders import Groups
@@ -154,6 +161,10 @@ class Replica:
         """Return the seconds that the pipeline takes for so many rows, some blocks of each stage being recomputed."""
         return pipeline_seconds(self._lines(recompute), rows, micro_batches)
 
+    def last_backward(self, rows: int, micro_batches: int) -> float:
+        """Return the seconds of the backward with which the first stage ends."""
+        return (1 - 1 / FORWARD_AND_BACKWARD) * self.lines[0](rows // max(1, min(micro_batches, rows)))
+
     def _lines(self, recompute: Sequence[int]) -> Sequence[Line]:
         if not any(recompute):
             return self.lines
@@ -254,6 +265,11 @@ class Family:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""
         best = self.best(rows)
         return math.inf if best is None else best.seconds
+
+    def last_backward(self, rows: int) -> float:
+        """Return the seconds of the backward with which the fastest way to do `rows` rows ends; 0 if none fits."""
+        best = self.best(rows)
+        return 0.0 if best is None else self.replica.last_backward(rows, best.micro_batches)
 
     def pipeline(self, rows: int) -> Pipeline:
         """Return the pipeline with its rows, in no more micro-batches than rows."""

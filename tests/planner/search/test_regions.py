@@ -24,17 +24,14 @@ def test_classes_in_order_are_cut_in_regions_some_of_which_are_left_out() -> Non
     assert found == {((0,), (1,)), ((0,),), ((1,),), ((0, 1),), ()}
 
 
-def test_two_kinds_are_used_in_proportion_to_their_speed() -> None:
+def test_slow_devices_are_used_only_where_that_is_faster() -> None:
     cluster = of(*[1000] * 16, *[300] * 16)
     plan = make_plan(COSTS, cluster, search="classes")
     assert plan.predicted is not None
     assert plan.predicted.seconds == expect(plan, COSTS, cluster).seconds
     alone = make_plan(COSTS, of(*[1000] * 16), search="classes")
     assert alone.predicted is not None
-    lowered, without = plan.predicted.formula_seconds, alone.predicted.formula_seconds
-    assert lowered is not None
-    assert without is not None
-    assert lowered < 0.97 * without
+    assert plan.predicted.seconds <= alone.predicted.seconds  # the slow ones may be left out
     plan.check(num_blocks=12, world_size=32)
 
 

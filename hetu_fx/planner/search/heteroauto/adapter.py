@@ -67,7 +67,7 @@ class HeteroTemplates(Templates):
             part = self._part(region)
             rows = part.costs.rows
             unlike: dict[Hashable, Template] = {}
-            for one in sorted(self._searched(part), key=lambda one: one.seconds(rows) + one.end_seconds):
+            for one in sorted(self._searched(part), key=lambda one: one.step_seconds(rows)):
                 unlike.setdefault((self.estimates.key(one.pipelines[0]), len(one.pipelines)), one)
             self._best[region] = list(unlike.values())[:KEPT]
         return self._best[region]
@@ -122,11 +122,7 @@ class HeteroTemplates(Templates):
             dealt = self.estimates.family(pipelines[0], result.replicas, rows)
             for family in (self._family(pipelines[0], layers, result.replicas), dealt):
                 if family is not None:
-                    yield self._template(pipelines, family)
-
-    def _template(self, pipelines: tuple[Groups, ...], family: Family) -> Template:
-        made = Template(pipelines, family, 0.0)
-        return replace(made, end_seconds=self.estimates.ends([family.replica], *made.ends, self._rules.zero))
+                    yield Template.of(pipelines, family, self.estimates, self._rules.zero)
 
     def _family(self, groups: Groups, blocks: Blocks, replicas: int) -> Family:
         key = self.estimates.key(groups), blocks, replicas

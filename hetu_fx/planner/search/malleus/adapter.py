@@ -69,7 +69,8 @@ class Adapter:
                 family, groups = mended
                 families[id(family)] = family
                 members.setdefault(id(family), []).append(groups)
-        return tuple(Template(tuple(members[number]), family, 0.0) for number, family in families.items())
+        zero, estimates = self._problem.options.zero, self._estimates
+        return tuple(Template.of(tuple(members[n]), family, estimates, zero) for n, family in families.items())
 
     def _mended(self, groups: Groups, count: int, rows: int) -> tuple[Family, Groups] | None:
         pairs = ((self._estimates.family(choice, count, rows), choice) for choice in self._choices(groups))

@@ -304,6 +304,8 @@ class Bounds:
 
     def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""
+        if not choices:
+            return math.inf
         problem, share = self._tables.problem, self._tables.least_share
         by_share = sorted(choices, key=lambda choice: share(choice.groups))
         hand_overs = [min(self._hand_over(one.groups, other.groups) for other in choices) for one in by_share]

@@ -145,6 +145,13 @@ class Stage:
         """Return the other devices that hold the same of all weights as one of the stage does."""
         return tuple(other for group in self.context_groups if rank in group for other in group if other != rank)
 
+    def repeating(self, rank: int, parts: int) -> tuple[int, ...]:
+        """Return the devices of a rank's tensor parallel group that hold the same of what is split in `parts` alone."""
+        group = next(group for group in self.tensor_groups if rank in group)
+        each = max(1, len(group) // parts)
+        first = group.index(rank) // each * each
+        return group[first : first + each]
+
     def __str__(self) -> str:
         devices = ",".join(map(str, self.devices))
         ratios = "" if _is_even(self.ratios) else f" {ratios_text(self.ratios)}"

@@ -26,7 +26,7 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
-from hetu_fx.transforms.layouts.work_shares import Split, WorkShares, work_shares
+from hetu_fx.transforms.layouts.work_shares import Split, WorkShares, wide_work_shares, work_shares
 from hetu_fx.transforms.passes import run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
 from hetu_fx.transforms.specialize.device_graph import LogicalShape
@@ -178,6 +178,14 @@ class Program:
         Raises `PlanError` where a parameter has no such dim.
         """
         return work_shares(self.analysed, split)
+
+    @once
+    def wide_work_shares(self, split: Split = ()) -> WorkShares | None:
+        """Return what a group shares of more devices than what it cuts has parts; None where none can be so large.
+
+        Raises `PlanError` where a parameter has no such dim.
+        """
+        return wide_work_shares(self.analysed, split)
 
 
 def make_program(graph: Graph, frozen: frozenset[str]) -> Program:

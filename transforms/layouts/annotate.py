@@ -172,6 +172,11 @@ def _looked_across(graph: Graph, factors: FactorMap) -> frozenset[FactorClass]:
     return frozenset(factor for op in ops for factor in op.sharded)
 
 
+def finer_than(analysed: AnalysedGraph, classes: Splits, widest: int) -> FinerCut | None:
+    """Return how a group of `widest` devices cuts classes that have fewer parts; None where none does, or none can."""
+    return finer_cut(analysed.graph, analysed.factors, classes, _rivals, widest)
+
+
 def part_sizes(factor: FactorClass, ratios: tuple[int, ...], factors: FactorMap) -> tuple[int, ...]:
     """Return each device's part of `factor`, in proportion to `ratios`, at least one each.
 

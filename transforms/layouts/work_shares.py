@@ -5,7 +5,9 @@ The costs of a program for groups are told from it. It is that of two typical de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 from torch import fx
 
@@ -13,8 +15,8 @@ from hetu_fx.deduction.factors.dual_roles import elsewhere
 from hetu_fx.deduction.factors.factors import FactorClass, FactorMap
 from hetu_fx.plans.plan import Plan
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
-from hetu_fx.transforms.layouts.annotate import Annotate
-from hetu_fx.transforms.layouts.annotated_graph import TENSOR, AnnotatedGraph, read_outside
+from hetu_fx.transforms.layouts.annotate import Annotate, finer_than
+from hetu_fx.transforms.layouts.annotated_graph import FINE, TENSOR, AnnotatedGraph, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduce import prices_of
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
@@ -35,6 +37,11 @@ class WorkShares:
         summed: the values that are summed over the group.
         returned: the values whose cotangents are.
         in_sequence: the ops that can run on a part of a sequence besides.
+        coarse: those that are cut in `parts` alone, each of which several devices hold; groups are larger than that.
+        parts: see `coarse`; groups have whole multiples of it.
+        most: the most devices that a group may have; None: as `classes` have parts.
+        added_late: parameters that several devices hold, of whose gradients each has a summand.
+        asked: (parameter, dim) of what is to be cut first.
     """
 
     factors: FactorMap
@@ -42,23 +49,39 @@ class WorkShares:
     summed: frozenset[fx.Node] = frozenset()
     returned: frozenset[fx.Node] = frozenset()
     in_sequence: frozenset[fx.Node] = frozenset()
+    coarse: frozenset[FactorClass] = frozenset()
+    parts: int = 1
+    most: int | None = None
+    added_late: frozenset[fx.Node] = frozenset()
+    asked: Split = ()
 
     @property
     def units(self) -> int:
         """Return the size of the smallest class: no device of a group may be left without a part."""
-        return min((factor.size or 1 for factor in self.classes), default=1)
+        return self.most or min((factor.size or 1 for factor in self.classes), default=1)
 
     def shares_work(self, node: fx.Node) -> bool:
         """Tell whether a cut class stands in an operand or a result of the op, and may be cut there."""
-        if not self.factors.is_op(node):
+        return self._shares(node, self.classes)
+
+    def repeats_work(self, node: fx.Node) -> bool:
+        """Tell whether an op is cut in `parts` alone."""
+        return not self.shares_work(node) and self._shares(node, self.coarse)
+
+    def _shares(self, node: fx.Node, classes: frozenset[FactorClass]) -> bool:
+        if not classes or not self.factors.is_op(node):
             return False
         op = self.factors.op(node)
         present = op.made.union(*(operand.classes for operand in op.operands))
-        return not self.classes.isdisjoint(present - op.whole)
+        return not classes.isdisjoint(present - op.whole)
 
     def splits(self, node: fx.Node) -> bool:
         """Tell whether a cut class stands in a dim of the value."""
         return any(not self.classes.isdisjoint(dim) for dim in self.factors.dims(node))
+
+    def repeats(self, node: fx.Node) -> bool:
+        """Tell whether the value is cut in `parts` alone, so that several devices hold each of them."""
+        return not self.splits(node) and any(not self.coarse.isdisjoint(dim) for dim in self.factors.dims(node))
 
     def sums(self, node: fx.Node) -> bool:
         """Tell whether the value is summed over the group."""
@@ -86,16 +109,55 @@ def work_shares(analysed: AnalysedGraph, split: Split = ()) -> WorkShares:
     Raises `PlanError` where a parameter has no such dim.
     """
     plan = replace(Plan.tensor_parallel((0, 1)), split=split)
-    graph, factors, flow = analysed.graph, analysed.factors, analysed.flow
     annotated = Annotate(plan, wants_values=False)(analysed)
-    classes, outside = annotated.classes, read_outside(annotated)
-    axis = deduce_tensor_axis(graph, factors, flow, classes, prices_of(annotated, TENSOR), outside=outside)
+    outside = read_outside(annotated)
+    axis = _deduced(annotated, annotated.classes, TENSOR, outside)
+    shared = _shared(annotated, axis, outside)
+    return WorkShares(analysed.factors, annotated.classes, *_added_up(axis), shared, asked=split)
+
+
+def wide_work_shares(analysed: AnalysedGraph, split: Split = ()) -> WorkShares | None:
+    """Return what a group of more devices shares than what it cuts first has parts; None where it cannot be so large.
+
+    It is that of two typical devices for each part.
+    """
+    plan = replace(Plan.tensor_parallel((0, 1)), split=split)
+    narrow = WorkShares(analysed.factors, Annotate(plan, wants_values=False)(analysed).classes)
+    able = list(_widths(analysed, narrow))
+    if not able:
+        return None
+    wide = replace(plan, pipelines=Plan.tensor_parallel(range(2 * narrow.units)).pipelines)
+    annotated = Annotate(wide, wants_values=False)(analysed)
+    outside = read_outside(annotated)
+    coarse = _deduced(annotated, annotated.classes, TENSOR, outside)
+    fine = _deduced(annotated, annotated.fine, FINE, outside)
+    pairs = zip(_added_up(coarse), _added_up(fine), strict=True)
+    summed, returned = (first | second for first, second in pairs)
+    late = fine.summed_cotangents & annotated.flow.parameters
+    rest = annotated.classes, narrow.units, able[-1], frozenset(late)
+    return WorkShares(annotated.factors, annotated.fine, summed, returned, frozenset(), *rest, asked=split)
+
+
+def _widths(analysed: AnalysedGraph, narrow: WorkShares) -> Iterator[int]:
+    """Yield the multiples of the parts of the smallest class that a group can have devices, without a gap."""
+    sizes = (narrow.units * each for each in count(2))
+    return takewhile(lambda size: finer_than(analysed, narrow.classes, size) is not None, sizes)
+
+
+def _deduced(
+    annotated: AnnotatedGraph, splits: frozenset[FactorClass], axis: int, outside: frozenset[fx.Node]
+) -> AxisDeduction:
+    graph, factors, flow = annotated.graph, annotated.factors, annotated.flow
+    return deduce_tensor_axis(graph, factors, flow, splits, prices_of(annotated, axis), outside=outside)
+
+
+def _added_up(axis: AxisDeduction) -> tuple[frozenset[fx.Node], frozenset[fx.Node]]:
+    """Return the values that are summed along an axis, and those whose cotangents are."""
     needs = [need for decision in axis.decisions.values() for need in decision.needs]
     later = {need.node for need in needs if _is_summed(axis, need.node) and not isinstance(need.state, Summed)}
     at_once = {node for node, made in axis.made.items() if isinstance(made, Summed) and not _is_summed(axis, node)}
     back = {need.node for need in needs if need.summed_cotangent} - axis.summed_cotangents
-    shared = _shared(annotated, axis, outside)
-    return WorkShares(factors, classes, frozenset(later | at_once), frozenset(back), shared)
+    return frozenset(later | at_once), frozenset(back)
 
 
 def _is_summed(axis: AxisDeduction, node: fx.Node) -> bool:

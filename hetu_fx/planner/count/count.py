@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -97,14 +97,35 @@ def program_costs(
         program: its example batch gives the sequence length that the costs are for, where `sizes` says no other.
         rows: rows of a step over all replicas; None: as many as the example has.
         shares: what a tensor parallel group shares; None: what it would choose.
-        memory: find out what parts hold by running them without data, and whether a sequence can be shared, which takes
-            a while; only planning needs it.
+        memory: find out what parts hold by running them without data, whether a sequence can be shared, and what groups
+            of more devices share than what they cut has parts, which takes a while; only planning needs it.
         sizes: what the graph's symbols stand for, instead of the example's sizes; what parts hold is told for those
             alone.
     """
     assert not (memory and sizes), "what parts hold is known at the example's sizes"
+    own = shares or program.work_shares()
+    costs = _counted(program, own, rows=rows, memory=memory, sizes=sizes)
+    wide = program.wide_work_shares(own.asked) if memory and _is_of(own, program) else None
+    if wide is None:
+        return costs
+    return replace(costs, wide=_counted(program, wide, rows=rows, memory=memory, sizes=sizes))
+
+
+def _is_of(shares: WorkShares, program: Program) -> bool:
+    """Tell whether groups would share that, not something of the caller's own."""
+    return shares.classes == (program.work_shares(shares.asked) if shares.asked else program.work_shares()).classes
+
+
+def _counted(
+    program: Program,
+    shares: WorkShares,
+    *,
+    rows: int | None,
+    memory: bool,
+    sizes: Mapping[sympy.Symbol, int] | None,
+) -> ProgramCosts:
     graph = program.graph
-    profile = _Profile(graph, shares or program.work_shares(), partial(meta.size_at, sizes or {}))
+    profile = _Profile(graph, shares, partial(meta.size_at, sizes or {}))
     summed = [profile.bytes_of(node) for node in program.summed_over_rows]
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -120,6 +141,7 @@ def program_costs(
         after=parts[-1],
         boundary_bytes=tuple(profile.boundary_bytes(block) for block in range(count - 1)),
         units=profile.shares.units,
+        repeated_parts=shares.parts,
         memory=profile.memory() if memory else None,
         tied=tuple(profile.tied),
         row_sums=RowSums(len(summed), float(sum(summed))),
@@ -189,25 +211,26 @@ class _Profile:
         if node not in self._of_batch:
             return
         flops, is_cut = self._flops(node), self.shares.shares_work(node)
-        part.add("flops", flops / self.example_rows, is_cut)
+        rows = self.example_rows * (self.shares.parts if self.shares.repeats_work(node) else 1)
+        part.add("flops", flops / rows, is_cut)
         if flops:
             self._keep([node, *node.all_input_nodes])
         elif not is_view(node):
             moved = sum(self.bytes_of(other) for other in (node, *node.all_input_nodes))
-            part.add("traffic_bytes", moved / self.example_rows, is_cut, self.shares.shares_sequence(node))
+            part.add("traffic_bytes", moved / rows, is_cut, self.shares.shares_sequence(node))
         for source in self.shares.gathered(node):
             if source in self._gathered or source not in self._mixed:
                 continue
             self._gathered.add(source)
-            part.add("gathered_bytes", self.bytes_of(source) / self.example_rows)
+            part.add("gathered_bytes", self._held_bytes(source) / self.example_rows)
             part.add("num_gathers", 1)
         if self.shares.sums(node):
-            part.add("reduced_bytes", self.bytes_of(node) / self.example_rows)
+            part.add("reduced_bytes", self._held_bytes(node) / self.example_rows)
             part.add("num_reductions", 1)
         if self.shares.returns(node):
             # what reads a value gives its cotangent back
             reader = self.parts[min(map(self.part_of, self._mixed & node.users.keys()), default=0)]
-            reader.add("returned_bytes", self.bytes_of(node) / self.example_rows)
+            reader.add("returned_bytes", self._held_bytes(node) / self.example_rows)
             reader.add("num_returns", 1)
 
     def _flops(self, node: fx.Node) -> int:
@@ -228,14 +251,18 @@ class _Profile:
                 self._kept.add(base)
                 part = self.parts[self.part_of(base)]
                 is_cut = meta.is_tensor(base) and self.shares.splits(base)
-                size, shared = self.bytes_of(base) / self.example_rows, self.shares.shares_sequence(base)
+                size, shared = self._held_bytes(base) / self.example_rows, self.shares.shares_sequence(base)
                 part.add("activation_bytes", size, is_cut, shared)
 
     def add_parameter(self, node: fx.Node) -> None:
         """Count a parameter where it is read first, and note where it is read again."""
-        size, is_split = self.bytes_of(node), self.shares.splits(node)
+        size, is_split = self._held_bytes(node), self.shares.splits(node)
         readers = sorted({self.part_of(user) for user in node.users if user.op == "call_function"})
-        self.parts[readers[0] if readers else 0].add("parameter_bytes", size, is_split)
+        part = self.parts[readers[0] if readers else 0]
+        part.add("parameter_bytes", size, is_split)
+        if self.shares.repeats(node):
+            part.add("repeated_parameter_bytes", size)
+            part.add("late_parameter_bytes", size if node in self.shares.added_late else 0)
         if len(readers) > 1:
             self.tied.append(Tied(size, size if is_split else 0, tuple(readers)))
 
@@ -248,6 +275,10 @@ class _Profile:
         """Return the bytes per row that cross from a block (and all before it) to the next ones."""
         crossing = (n for n in self._mixed if self.part_of(n) <= block + 1 and self._last_use(n) > block + 1)
         return sum(self.bytes_of(node) for node in crossing) / self.example_rows
+
+    def _held_bytes(self, node: fx.Node) -> float:
+        """Return the bytes of a value, or of the part of it that several devices hold each."""
+        return self.bytes_of(node) / (self.shares.parts if self.shares.repeats(node) else 1)
 
     def bytes_of(self, node: fx.Node) -> int:
         """Return the bytes of a value."""

@@ -44,7 +44,7 @@ def program_memory(
         second = runner.run(2 * rows) if grows else first
     except (RuntimeError, NotImplementedError):
         return None  # an op whose result depends on data, or that cannot run without
-    measured = _Measured(first, second, rows, grows)
+    measured = _Measured(first, second, rows, grows, shares.parts)
     again = _again(graph, shares, part_of, measured) if graph.num_blocks else []
     largest = _largest(graph, shares, part_of)
     (parts, everywhere), (more_parts, more_everywhere) = (run.peaks(num_parts) for run in (first, second))
@@ -68,7 +68,9 @@ def _largest(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -
     """Return the largest parameter that each part reads."""
     found: dict[int, Amount] = {}
     for leaf in graph.leaves_of(LeafKind.PARAMETER):
-        size = meta.numel(leaf.node) * meta.dtype(leaf.node).itemsize
+        size = (
+            meta.numel(leaf.node) * meta.dtype(leaf.node).itemsize / (shares.parts if shares.repeats(leaf.node) else 1)
+        )
         for part in {max(0, part_of[user]) for user in leaf.node.users}:
             if size > found.get(part, Amount()).fixed:
                 found[part] = Amount(fixed=size, split_fixed=size if shares.splits(leaf.node) else 0)
@@ -77,12 +79,16 @@ def _largest(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Runs of `rows` rows and of twice as many; where rows are fixed, one run, from which lines go through zero."""
+    """Runs of `rows` rows and of twice as many; where rows are fixed, one run, from which lines go through zero.
+
+    `parts` are those of which several devices hold the same one.
+    """
 
     first: Run
     second: Run
     rows: int
     grows: bool
+    parts: int = 1
 
     def amounts(self, one: Iterable[Held], other: Iterable[Held]) -> Iterator[Amount]:
         """Yield the line through each two measurements."""
@@ -95,9 +101,13 @@ class _Measured:
 
     def _amount(self, first: Held, second: Held) -> Amount:
         more = second - first if self.grows else first
-        per_row = more.whole / self.rows, more.split / self.rows, more.sequence / self.rows
+        per_row = self._held(more) / self.rows, more.split / self.rows, more.sequence / self.rows
         rest = first - more
-        return Amount(rest.whole, per_row[0], rest.split, per_row[1], rest.sequence, per_row[2])
+        return Amount(self._held(rest), per_row[0], rest.split, per_row[1], rest.sequence, per_row[2])
+
+    def _held(self, held: Held) -> float:
+        """Return the bytes, of what several devices hold the same part of those of a part."""
+        return held.whole - held.repeated * (1 - 1 / self.parts)
 
 
 class _Runner:
@@ -161,6 +171,8 @@ class _Runner:
     def _sharing(self, node: fx.Node) -> Sharing:
         if meta.is_tensor(node) and self._shares.splits(node):
             return Sharing.ALWAYS
+        if meta.is_tensor(node) and self._shares.repeats(node):
+            return Sharing.REPEATED
         return Sharing.IN_SEQUENCE if self._shares.shares_sequence(node) else Sharing.NEVER
 
 

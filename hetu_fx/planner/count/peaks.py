@@ -8,9 +8,10 @@ before those of an earlier piece come back. What is sent depends on how a group 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from itertools import takewhile
+from operator import add, attrgetter, sub
 from typing import NamedTuple, TypeVar
 
 from torch import fx
@@ -27,11 +28,15 @@ EVERYWHERE = -1
 
 
 class Sharing(IntEnum):
-    """Whether a tensor parallel group holds a storage in shares: never, if it shares the sequence too, or always."""
+    """Whether a tensor parallel group holds a storage in shares: never, if it shares the sequence too, or always.
+
+    REPEATED: in parts that several devices hold each (`WorkShares.repeats`).
+    """
 
     NEVER = 0
     IN_SEQUENCE = 1
-    ALWAYS = 2
+    REPEATED = 2
+    ALWAYS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +55,21 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes, how many of them a tensor parallel group holds in shares, and how many besides in those of a sequence."""
+    """Bytes, and how many of them a tensor parallel group holds in shares, or would in those of a sequence.
+
+    `repeated` are those that it holds in parts which several devices have.
+    """
 
     whole: int = 0
     split: int = 0
     sequence: int = 0
+    repeated: int = 0
 
     def __add__(self, other: Held) -> Held:
-        return Held(self.whole + other.whole, self.split + other.split, self.sequence + other.sequence)
+        return Held(*map(add, _SIZES(self), _SIZES(other)))
 
     def __sub__(self, other: Held) -> Held:
-        return Held(self.whole - other.whole, self.split - other.split, self.sequence - other.sequence)
+        return Held(*map(sub, _SIZES(self), _SIZES(other)))
 
     @classmethod
     def by(cls, change: Change[Owner]) -> Held:
@@ -75,8 +84,13 @@ class Held:
                 return cls(size, size)
             case Sharing.IN_SEQUENCE:
                 return cls(size, 0, size)
+            case Sharing.REPEATED:
+                return cls(size, repeated=size)
             case Sharing.NEVER:
                 return cls(size)
+
+
+_SIZES = attrgetter(*(one.name for one in fields(Held)))
 
 
 def _sums(pairs: Iterable[tuple[K, Held]]) -> dict[K, Held]:

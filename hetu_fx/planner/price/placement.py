@@ -72,8 +72,9 @@ class BlockRange:
         tied_split = self.share * sum(one.split_bytes for one in shared)
         split = self.costs.stage(self.start, self.stop).split_parameter_bytes * self.share - tied_split
         common = self.parameter_bytes - split - tied
+        repeated = self.costs.stage(self.start, self.stop).repeated_parameter_bytes * (self.costs.repeated_parts - 1)
         copied = self.parameter_bytes if homes.num_copies > 1 else common * (self.group > 1) + tied
-        owned = split * homes.split + common * homes.whole + sum(one.bytes for one in shared) * homes.tied
+        owned = split * homes.split + (common + repeated) * homes.whole + sum(one.bytes for one in shared) * homes.tied
         return HeldShard(
             parameters=self.parameter_bytes,
             owned=owned if homes.zero else self.parameter_bytes,

@@ -74,10 +74,10 @@ def tensor_parallel_lines(stage: Stage, parts: PartCosts, cluster: Cluster) -> t
 
 
 def round_lines(rounds: Sequence[Rounds], cluster: Cluster) -> tuple[Line, Line]:
-    """Return (2) and (2') of the forward and of the backward: of each kind the slowest group."""
+    """Return (2) and (2') of the forward and of the backward: of each kind and axis the slowest group."""
     forward, backward = Line(), Line()
-    for kind in dict.fromkeys(one.kind for one in rounds):
-        groups = [one for one in rounds if one.kind == kind]
+    for kind, axis in dict.fromkeys((one.kind, one.axis) for one in rounds):
+        groups = [one for one in rounds if (one.kind, one.axis) == (kind, axis)]
         lines = [_round_line(one, one.num_forward, one.forward, cluster) for one in groups]
         returns = [_round_line(one, one.num_backward, one.backward, cluster) for one in groups]
         forward = forward + _side_by_side(lines, [(one.ranks, one.forward) for one in groups], kind, cluster)
@@ -109,13 +109,14 @@ SUM, GATHER = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Messages that a group of devices sends round; groups of one `kind` do so at the same time.
+    """Messages that a group of devices sends round; groups of one `kind` along one axis do so at the same time.
 
     Attributes:
         kind: of turns, SUM or GATHER.
         ranks: the group.
         forward, backward: bytes per row that go round, of all devices.
         num_forward, num_backward: in how many messages.
+        axis: of a stage's devices; sums over a larger group than there are parts go along two, one after the other.
     """
 
     kind: int
@@ -124,30 +125,45 @@ class Rounds:
     backward: float
     num_forward: int
     num_backward: int
+    axis: int = 0
 
     @classmethod
-    def of(cls, kind: int, ranks: tuple[int, ...], parts: PartCosts, share: float = 1.0) -> Rounds:
+    def of(cls, kind: int, ranks: tuple[int, ...], parts: PartCosts, share: float = 1.0, axis: int = 0) -> Rounds:
         """Return what a group sends round that has `share` of each row."""
         counts = parts.num_reductions, parts.num_returns
-        return cls(kind, ranks, parts.reduced_bytes * share, parts.returned_bytes * share, *counts)
+        return cls(kind, ranks, parts.reduced_bytes * share, parts.returned_bytes * share, *counts, axis)
 
 
-def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts]) -> Iterator[Rounds]:
+def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], parts: int = 1) -> Iterator[Rounds]:
     """Yield what goes round in a stage.
 
     Args:
         stage: its devices.
         whole: the costs of its part of the program for a tensor parallel group.
         by_device: those of each device for the way in which the devices share work.
+        parts: of what several devices of a tensor parallel group hold the same part of; 1: there is no such thing.
     """
     if not stage.is_grid:
-        yield Rounds.of(GATHER if stage.shares_sequence else SUM, stage.devices, by_device[0])
+        if stage.shares_sequence:
+            yield Rounds.of(GATHER, stage.devices, by_device[0])
+        else:
+            yield from _sums(stage.devices, by_device[0], parts)
         return
-    for ranks, parts in zip(stage.context_groups, by_device, strict=False):
-        yield Rounds.of(GATHER, ranks, parts)
+    for ranks, own in zip(stage.context_groups, by_device, strict=False):
+        yield Rounds.of(GATHER, ranks, own)
     size = len(stage.tensor_groups[0])
     for ranks, (context, _) in zip(stage.tensor_groups, stage.shares[::size], strict=True):
-        yield Rounds.of(SUM, ranks, whole, context)
+        yield from _sums(ranks, whole, parts, context)
+
+
+def _sums(ranks: tuple[int, ...], costs: PartCosts, parts: int, share: float = 1.0) -> Iterator[Rounds]:
+    """Yield what a tensor parallel group sums: among those that have the same part, then among those that have all."""
+    if parts == 1:
+        yield Rounds.of(SUM, ranks, costs, share)
+        return
+    each = len(ranks) // parts
+    yield from (Rounds.of(SUM, ranks[i : i + each], costs, share) for i in range(0, len(ranks), each))
+    yield from (Rounds.of(SUM, ranks[i::each], costs, share, axis=1) for i in range(each))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +172,7 @@ class StageCosts:
 
     `by_device` are the costs of its part of the program for each device, which differ in a grid alone; `rounds` is what
     the devices send each other; `again` is what `compute` has of forwards that are done once more in the backward, of
-    each device.
+    each device; `repeated_parts` are those of its parameters of which several devices hold the same one.
     """
 
     stage: Stage
@@ -168,6 +184,7 @@ class StageCosts:
     to_next: Line
     to_previous: Line
     again: tuple[Line, ...]
+    repeated_parts: int = 1
 
     @property
     def parts(self) -> PartCosts:
@@ -208,6 +225,10 @@ class StageCosts:
     def seconds(self) -> Line:
         """Return l_s, forward and backward of one micro-batch."""
         return self.slowest_compute + self.tensor_parallel + self.hand_over
+
+    def repeating(self, index: int) -> tuple[int, ...]:
+        """Return the devices that hold the same part of such parameters as the stage's index-th device."""
+        return self.stage.repeating(self.stage.devices[index], self.repeated_parts)
 
     def share(self, index: int) -> float:
         """Return the share of the stage's index-th device in what its costs cut."""
@@ -265,6 +286,7 @@ def _stage_costs(
     repeated = [costs.again(stage, stops[index], i) for i in positions]
     again = forward_lines(device_lines(stage, repeated, cluster))
     compute = tuple(map(add, device_lines(stage, parts, cluster), again))
-    rounds = tuple(rounds_of(stage, costs.stage(stops[index], stops[index + 1]), parts))
-    sums, returns = round_lines(rounds, cluster)
-    return StageCosts(stage, parts, rounds, compute, sums, returns, *hand_overs, again)
+    group = costs.of_groups(stage)
+    rounds = tuple(rounds_of(stage, group.stage(stops[index], stops[index + 1]), parts, group.repeated_parts))
+    sent = *round_lines(rounds, cluster), *hand_overs
+    return StageCosts(stage, parts, rounds, compute, *sent, again, group.repeated_parts)

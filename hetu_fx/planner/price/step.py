@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 
 from hetu_fx.base.once import once
+from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in, stops_of
@@ -125,7 +126,8 @@ class PricedStep:
         devices = tuple(
             _device_cost(place, held[place.rank], self._ends_of(place.rank), step) for place in self._places
         )
-        return Prediction(step, devices, why=_why(devices, step))
+        why = [_why(devices, step), *dict.fromkeys(filter(None, map(_repeated_text, self._places)))]
+        return Prediction(step, devices, why="\n".join(why))
 
     def _ends_of(self, rank: int) -> tuple[float, float, float]:
         """Return (gradient sync, gather, optimizer) seconds of a device."""
@@ -185,6 +187,18 @@ def _why(devices: Sequence[DeviceCost], step: float) -> str:
     term, seconds = max(busiest.seconds, key=lambda pair: pair[1])
     share = f" {100 * seconds / step:.0f} %" if step else ""
     return f"bound by device {busiest.rank}: {term.replace('_', ' ')}{share}"
+
+
+def _repeated_text(place: PricedDevice) -> str:
+    """Return what is to be told of a group of more devices than what it splits has parts; empty for others."""
+    size, parts = place.costs.parts.late_parameter_bytes, place.costs.repeated_parts
+    if not size:
+        return ""
+    each = len(place.costs.repeating(place.position))
+    return (
+        f"groups of {parts * each} devices split what has {parts} parts (key-value heads, say): every {each} hold the "
+        f"same part, {bytes_text(size)} of parameters whose gradients they sum"
+    )
 
 
 def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 1.0) -> tuple[str, ...]:

@@ -90,7 +90,12 @@ class Way:
     @property
     def is_needed(self) -> bool:
         """Tell whether several devices hold the same."""
-        return len(self.stages) > 1 or self.stages[0].shares_sequence
+        return len(self.stages) > 1 or self.stages[0].shares_sequence or self._repeats
+
+    @property
+    def _repeats(self) -> bool:
+        """Tell whether several devices of a tensor parallel group hold the same part of parameters."""
+        return any(self._costs.of_groups(stage).repeated_parts > 1 for stage in self.stages)
 
     @property
     def turns(self) -> int:
@@ -122,7 +127,17 @@ class Way:
     @once
     def line(self, direction: Direction, start: int, stop: int) -> Line:
         """Return latency, and seconds, of the slowest ring of some blocks, if it has all links for itself."""
-        return reduce(Line.upper, (self._ring_line(direction, *one) for one in self._sizes(start, stop)))
+        line = reduce(Line.upper, (self._ring_line(direction, *one) for one in self._sizes(start, stop)))
+        return line + reduce(Line.upper, self._repeated_lines(direction, start, stop), Line())
+
+    def _repeated_lines(self, direction: Direction, start: int, stop: int) -> Iterator[Line]:
+        """Yield what parameters take besides of which several devices of a group hold the same part."""
+        for stage in self.stages:
+            costs = self._costs.of_groups(stage)
+            parts = costs.between(start, stop)
+            size = parts.repeated_parameter_bytes if direction == "gather" else parts.late_parameter_bytes
+            if size:
+                yield self._ring_line(direction, size, stage.repeating(stage.devices[0], costs.repeated_parts))
 
     def seconds(self, direction: Direction, start: int, stop: int) -> float:
         """Return how long the way of some blocks takes, whatever else uses the links."""

@@ -54,7 +54,7 @@ class Bounds:
         entering, kept = self._kept_per_block
         each = min(entering, kept / group) * math.ceil(rows / count) / context
         under_way = min(count, stages) * costs.num_blocks / stages * each
-        return 2 * costs.whole.parameter_bytes_at(1 / group) / stages + under_way <= self._room
+        return 2 * costs.for_group(group).whole.parameter_bytes_at(1 / group) / stages + under_way <= self._room
 
     def _most_micro_batches(self, rows: int) -> int:
         return min(rows, self.problem.options.micro_batches[-1])

@@ -302,7 +302,7 @@ def _in_context(problem: Problem) -> Iterator[tuple[Plan, float]]:
     Runs are stages: as many as there are blocks for, of groups of one size.
     """
     count, costs, options = len(problem.cluster.devices), problem.costs, problem.options
-    sizes = [size for size in range(1, count) if count % size == 0 and costs.units % size == 0]
+    sizes = [size for size in costs.group_sizes(count - 1) if count % size == 0]
     most_stages = max(1, costs.num_blocks) if options.pipelines else 1
     for order in orders(problem.cluster):
         devices = [problem.cluster.device(rank) for rank in order]

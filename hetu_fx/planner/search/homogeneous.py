@@ -238,8 +238,7 @@ def _context_degrees(problem: Problem) -> Iterator[list[Degrees]]:
 def _stages_of(problem: Problem) -> Iterator[tuple[int, int]]:
     """Yield the sizes of tensor parallel groups and the numbers of stages to try."""
     count, options, costs = len(problem.cluster.devices), problem.options, problem.costs
-    units = costs.units if options.tensor_parallel else 1
-    for group in (size for size in range(1, min(count, units) + 1) if units % size == 0):
+    for group in costs.group_sizes(count if options.tensor_parallel else 1):
         for stages in stage_counts(count // group, costs.num_blocks if options.pipelines else 1):
             yield group, stages
 

@@ -167,11 +167,8 @@ class Templates:
     def _sizes(self, region: Region) -> Iterator[tuple[int, ...]]:
         """Yield a group size for each class."""
         costs, options = self._problem.costs, self._problem.options
-        units = costs.units if options.tensor_parallel else 1
-        choices = [
-            [size for size in range(1, min(units, len(self.classes[number])) + 1) if units % size == 0]
-            for number in region
-        ]
+        counts = [len(self.classes[number]) if options.tensor_parallel else 1 for number in region]
+        choices = list(map(costs.group_sizes, counts))
         free = itertools.product(*choices)
         yield from (sizes for sizes in free if len(region) <= _FREE_SIZES or len(set(sizes)) == 1)
 

@@ -302,7 +302,9 @@ def stage_estimate(
     parts_of = {share: costs.on(stage, position).stage(start, stop) for share, position in firsts.items()}
     again_of = {share: costs.again(bare, start, position) for share, position in firsts.items()}
     parts, again = ([found[share] for share in shares] for found in (parts_of, again_of))
-    sums, returns = round_lines(tuple(rounds_of(stage, costs.stage(start, stop), parts)), cluster)
+    group = costs.of_groups(stage)
+    rounds = rounds_of(stage, group.stage(start, stop), parts, group.repeated_parts)
+    sums, returns = round_lines(tuple(rounds), cluster)
     room = {
         share: min(memory[r] for r, other in zip(stage.devices, shares, strict=True) if other == share)
         for share in firsts

@@ -25,6 +25,8 @@ class PartCosts:
     messages), returned_bytes (all-reduced in the backward, in num_returns) and gathered_bytes (of keys and values,
     gathered by a context parallel group in num_gathers) are per row. `ring_bytes` are those of them that go round in
     parts instead. `sequence_...` is what a tensor parallel group cuts besides if it shares the sequence.
+    `repeated_parameter_bytes` are those of parameters of which several devices of a group hold the same part,
+    `late_parameter_bytes` those of them of whose gradients each of these makes a summand.
     """
 
     flops: float = 0.0
@@ -45,6 +47,8 @@ class PartCosts:
     gathered_bytes: float = 0.0
     num_gathers: int = 0
     ring_bytes: float = 0.0
+    repeated_parameter_bytes: float = 0.0
+    late_parameter_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
@@ -77,8 +81,11 @@ class PartCosts:
             sequence_activation_bytes=0.0,
         )
 
-    def narrowed(self, share: float) -> PartCosts:
-        """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
+    def narrowed(self, share: float, gathered: float) -> PartCosts:
+        """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is.
+
+        It has `gathered` of the keys and values.
+        """
         return replace(
             self,
             flops=self.flops_at(share),
@@ -91,8 +98,8 @@ class PartCosts:
             split_parameter_bytes=0.0,
             sequence_traffic_bytes=0.0,
             sequence_activation_bytes=0.0,
-            gathered_bytes=self.gathered_bytes * share,
-            ring_bytes=self.ring_bytes * share,
+            gathered_bytes=self.gathered_bytes * gathered,
+            ring_bytes=self.ring_bytes * gathered,
         )
 
     @property

@@ -190,19 +190,19 @@ _MEMORY = record(
     everywhere=Key(written="always"),
     parts=Key(repeated(_PART_MEMORY)),
 )
-PROGRAM = record(
-    ProgramCosts,
-    ProfileError,
-    order="rows units sequence_units before blocks after boundary_bytes tied row_sums memory",
-    units=Key(written="always"),
-    before=Key(_PART, default=PartCosts(), written="always"),
-    blocks=Key(repeated(_PART), default=(), written="always"),
-    after=Key(_PART, default=PartCosts(), written="always"),
-    boundary_bytes=Key(repeated(_BOUNDARY), written="always"),
-    tied=Key(many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")).values)),
-    row_sums=Key(ROW_SUMS),
-    memory=Key(_MEMORY),
-)
+_KEYS: dict[str, Any] = {
+    "units": Key(written="always"),
+    "before": Key(_PART, default=PartCosts(), written="always"),
+    "blocks": Key(repeated(_PART), default=(), written="always"),
+    "after": Key(_PART, default=PartCosts(), written="always"),
+    "boundary_bytes": Key(repeated(_BOUNDARY), written="always"),
+    "tied": Key(many(record(Tied, ProfileError, split_bytes=Key(default=0.0, written="always")).values)),
+    "row_sums": Key(ROW_SUMS),
+    "memory": Key(_MEMORY),
+}
+_ORDER = "rows units sequence_units repeated_parts before blocks after boundary_bytes tied row_sums memory"
+_WIDE = record(ProgramCosts, ProfileError, order=_ORDER, **_KEYS)
+PROGRAM = record(ProgramCosts, ProfileError, order=f"{_ORDER} wide", wide=Key(_WIDE), **_KEYS)
 
 
 @dataclass(frozen=True)

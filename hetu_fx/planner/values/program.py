@@ -34,7 +34,9 @@ class ProgramCosts:
     activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
     before the blocks. `row_sums` are what replicas sum in the middle of a step. `state` is what stands beside
     parameters. `sequence_units` is by how many devices a sequence can be shared at most (its tokens), 1 where context
-    parallel stages cannot run the program.
+    parallel stages cannot run the program. `wide` are the costs for tensor parallel groups of more devices than
+    `units`, whole multiples of it up to `wide.units`: `repeated_parts` of those is `units`, each of which several
+    devices hold where nothing finer is cut. None where there are no such groups.
     """
 
     rows: int
@@ -48,6 +50,8 @@ class ProgramCosts:
     row_sums: RowSums = NO_ROW_SUMS
     state: ParameterState = UNSAID
     sequence_units: int = 1
+    repeated_parts: int = 1
+    wide: ProgramCosts | None = None
 
     def __post_init__(self) -> None:
         expected = max(0, len(self.blocks) - 1)
@@ -58,6 +62,8 @@ class ProgramCosts:
         if min(self.rows, self.units, self.sequence_units) < 1:
             numbers = f"rows {self.rows}, units {self.units}, sequence_units {self.sequence_units}"
             raise PlanError(f"program costs: {numbers}; give 1 or more of each")
+        if self.wide is not None and (self.wide.rows, self.wide.state) != (self.rows, self.state):
+            object.__setattr__(self, "wide", replace(self.wide, rows=self.rows, state=self.state))
         count, last = len(self.parts), max((one.readers[-1] for one in self.tied), default=0)
         if self.memory is not None and len(self.memory.parts) != count:
             raise PlanError(
@@ -89,13 +95,13 @@ class ProgramCosts:
     @cached_property
     def in_sequence(self) -> ProgramCosts:
         """Return the costs for tensor parallel groups that share the sequence."""
-        return self._each(lambda part: part.in_sequence, lambda memory: memory.in_sequence)
+        return replace(self, wide=None)._each(lambda part: part.in_sequence, lambda memory: memory.in_sequence)
 
     @cached_property
     def by_sequence(self) -> ProgramCosts:
         """Return the costs for context parallel groups."""
         gathered = [part.gathered_bytes for part in self.parts]
-        whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied))
+        whole = replace(self, tied=tuple(replace(one, split_bytes=0.0) for one in self.tied), wide=None)
         return whole._each(lambda part: part.by_sequence, lambda memory: memory.by_sequence(gathered))
 
     @cached_property
@@ -106,8 +112,10 @@ class ProgramCosts:
     @once
     def narrowed(self, share: float) -> ProgramCosts:
         """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
-        whole = replace(self, tied=tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied))
-        return whole._each(lambda part: part.narrowed(share), lambda memory: memory.narrowed(share))
+        tied = tuple(replace(one, bytes=one.at(share), split_bytes=0.0) for one in self.tied)
+        whole = replace(self, tied=tied, repeated_parts=1, wide=None)
+        gathered = share if self.repeated_parts == 1 else 1.0  # parts of keys and values are counted as all there is
+        return whole._each(lambda part: part.narrowed(share, gathered), lambda memory: memory.narrowed(share))
 
     def _each(
         self, part: Callable[[PartCosts], PartCosts], memory: Callable[[ProgramMemory], ProgramMemory]
@@ -115,7 +123,8 @@ class ProgramCosts:
         """Return the program with all parts, and what they hold, changed."""
         before, *blocks, after = map(part, self.parts)
         held = None if self.memory is None else memory(self.memory)
-        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=held)
+        wide = None if self.wide is None else self.wide._each(part, memory)
+        return replace(self, before=before, blocks=tuple(blocks), after=after, memory=held, wide=wide)
 
     def under(self, plan: Plan) -> ProgramCosts:
         """Return the costs as a plan asks for them."""
@@ -123,18 +132,33 @@ class ProgramCosts:
             return self.in_sequence
         return self.in_ring if plan.attention == "ring" else self
 
+    def group_sizes(self, most: int) -> list[int]:
+        """Return how many devices, up to `most`, a tensor parallel group with even shares may have."""
+        sizes = [size for size in range(1, min(most, self.units) + 1) if self.units % size == 0]
+        wide = range(2 * self.units, min(most, self.wide.units) + 1, self.units) if self.wide is not None else ()
+        return [*sizes, *(size for size in wide if self.wide is not None and self.wide.units % size == 0)]
+
+    def for_group(self, size: int) -> ProgramCosts:
+        """Return the costs for tensor parallel groups of so many devices."""
+        return self if self.wide is None or size <= self.units else self.wide
+
+    def of_groups(self, stage: Stage) -> ProgramCosts:
+        """Return the costs for the tensor parallel groups of a stage."""
+        return self.for_group(len(stage.devices) // stage.context)
+
     def on(self, stage: Stage, position: int = 0) -> ProgramCosts:
         """Return the costs for the way in which a stage's devices share work; in a grid, of a device by position."""
+        own = self.of_groups(stage)
         if stage.is_grid:
-            return self.narrowed(stage.shares[position][1]).by_sequence
-        return self.by_sequence if stage.shares_sequence else self
+            return own.narrowed(stage.shares[position][1]).by_sequence
+        return own.by_sequence if stage.shares_sequence else own
 
     def kept_by(self, stage: Stage, start: int, position: int = 0) -> ProgramCosts:
         """Return the same, with what a stage with the blocks from `start` keeps of those that it recomputes."""
         shared = self.on(stage, position)
         if not stage.recompute:
             return shared
-        summed = tuple(block.reduced_bytes for block in self.blocks) if stage.is_grid else ()
+        summed = tuple(block.reduced_bytes for block in self.of_groups(stage).blocks) if stage.is_grid else ()
         return shared._recomputing(start, start + stage.recompute, self._way(stage), summed)
 
     @staticmethod
@@ -259,6 +283,7 @@ def _weight(one: int, nodes: Sequence[int], at: int) -> float:
 
 def _combined(programs: Sequence[ProgramCosts], weights: Sequence[float]) -> ProgramCosts:
     """Return the weighted sum of what a row costs; what does not depend on rows is taken from the first."""
+    wide = [program.wide for program in programs if program.wide is not None]
     blocks = zip(*(program.blocks for program in programs), strict=True)
     edges = zip(*(program.boundary_bytes for program in programs), strict=True)
     return replace(
@@ -268,6 +293,7 @@ def _combined(programs: Sequence[ProgramCosts], weights: Sequence[float]) -> Pro
         after=_part([program.after for program in programs], weights),
         boundary_bytes=tuple(_sum(sizes, weights) for sizes in edges),
         memory=_memory(programs, weights),
+        wide=_combined(wide, weights) if len(wide) == len(programs) else None,
     )
 
 

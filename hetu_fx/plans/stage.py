@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetu_fx.base.json_values import many
 from hetu_fx.base.records import Key, record
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.recomputed import RecomputedOps, check_recomputed_ops
 
 LATER = {
     "annotations": "leave it out (per-tensor annotations follow from the stages)",
@@ -30,7 +31,7 @@ class Stage:
     grid: so many tensor parallel groups of neighbours, with `ratios` inside each, and the sequence shared between the
     groups by `context_ratios`, which only a grid has. `recompute` is how many of its blocks, the first ones, keep only
     what enters them, and compute the rest again in backward (Chen et al., Training Deep Nets with Sublinear Memory
-    Cost).
+    Cost); of these blocks `recompute_ops` are computed again, and what the others make is kept too.
     """
 
     devices: tuple[int, ...]
@@ -39,6 +40,7 @@ class Stage:
     context: int = 1
     recompute: int = 0
     context_ratios: tuple[int, ...] = ()
+    recompute_ops: RecomputedOps = "all"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -55,6 +57,7 @@ class Stage:
             raise PlanError(f"{self._called} has {self.blocks} blocks; give 0 or more")
         if self.recompute < 0:
             raise PlanError(f"{self._called} has recompute {self.recompute}; give 0 or more")
+        check_recomputed_ops(self.recompute_ops, self.recompute, self._called)
         if self.blocks is not None:
             self.check_recompute(self.blocks)
 
@@ -86,6 +89,17 @@ class Stage:
                 f"nothing out of the stage"
             )
         return reduced(ratios)
+
+    def recomputing(self, blocks: int, ops: RecomputedOps = "all") -> Stage:
+        """Return the stage with so many blocks recomputed, of which those ops are."""
+        return replace(self, recompute=blocks, recompute_ops=ops if blocks else "all")
+
+    @property
+    def recompute_text(self) -> str:
+        """Return what is recomputed: `recompute 5 pointwise`; empty for nothing."""
+        if not self.recompute:
+            return ""
+        return f"recompute {self.recompute}" + (f" {self.recompute_ops}" if self.recompute_ops != "all" else "")
 
     def check_recompute(self, blocks: int) -> None:
         """Raise `PlanError` where fewer blocks than are to be recomputed come to this stage."""
@@ -156,8 +170,7 @@ class Stage:
         devices = ",".join(map(str, self.devices))
         ratios = "" if _is_even(self.ratios) else f" {ratios_text(self.ratios)}"
         blocks = "" if self.blocks is None else f"x{self.blocks}"
-        again = f" recompute {self.recompute}" if self.recompute else ""
-        return f"[{devices}{ratios}{self._context_text}]{blocks}{again}"
+        return f"[{devices}{ratios}{self._context_text}]{blocks} {self.recompute_text}".rstrip()
 
     @property
     def _context_text(self) -> str:
@@ -195,7 +208,7 @@ def check_devices(devices: tuple[int, ...], what: str) -> None:
 STAGE = record(
     Stage,
     PlanError,
-    order="devices ratios context context_ratios blocks recompute",
+    order="devices ratios context context_ratios blocks recompute recompute_ops",
     later=LATER,
     ratios=Key(omit=_is_even),
     context_ratios=Key(omit=_is_even),

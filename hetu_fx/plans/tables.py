@@ -130,7 +130,7 @@ def _context(stage: Stage) -> str:
 def _blocks_text(stage: Stage) -> str:
     """Return how many blocks a stage has, and recomputes: `12, recompute 5`."""
     blocks = "even" if stage.blocks is None else str(stage.blocks)
-    return blocks + (f", recompute {stage.recompute}" if stage.recompute else "")
+    return ", ".join(filter(None, [blocks, stage.recompute_text]))
 
 
 def _limit_text(pipeline: Pipeline) -> str:

@@ -10,19 +10,25 @@ from typing import Any, ClassVar
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from hetu_fx.plans.recomputed import RecomputedOps
+from hetu_fx.transforms.lowering.saved_ops import contexts_of
 from hetu_fx.transforms.specialize.device_graph import DeviceGraph
 
 
 class CheckpointedRun(nn.Module):
-    """Keeps only what it is given, and runs `body` again in backward (under functorch: tags it to be run again)."""
+    """Keeps only what it is given, and runs `body` again in backward (under functorch: tags it to be run again).
 
-    def __init__(self, body: fx.GraphModule) -> None:
+    What ops make that are not among `ops` is kept too.
+    """
+
+    def __init__(self, body: fx.GraphModule, ops: RecomputedOps) -> None:
         super().__init__()
         self.body = body
+        self._options = {} if ops == "all" else {"context_fn": contexts_of(ops)}
 
     def forward(self, *inputs: Any) -> Any:
         """Run the body; it draws from no generator, so that none need be put back."""
-        return checkpoint(self.body, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.body, *inputs, use_reentrant=False, preserve_rng_state=False, **self._options)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class Checkpoint:
             if node in ends:
                 name, run = ends[node]
                 inputs, results = _ends(run)
-                modules.add_module(name, CheckpointedRun(_body(run, inputs, results)))
+                modules.add_module(name, CheckpointedRun(_body(run, inputs, results), device.recomputed_ops))
                 made = outer.call_module(name, tuple(values[n] for n in inputs))
                 values |= {n: outer.call_function(operator.getitem, (made, i)) for i, n in enumerate(results)}
             elif node not in inside:

@@ -32,7 +32,7 @@ class Recompute:
     Requires: a device graph.
     Ensures: the ops of the blocks that the rank's stage recomputes stand in runs, one after another in the graph. What
         enters a run is kept, what it makes for itself alone is not (Chen et al., Training Deep Nets with Sublinear
-        Memory Cost, section 4).
+        Memory Cost, section 4), but for what ops make that the stage does not recompute.
 
         %v = aten.linear(%x, %w_v)                         %v = aten.linear(%x, %w_v)                  } a run
         %whole_v = hetu.all_gather(%v, ...)          ->    %a = aten.softmax(aten.linear(%x, %w_a))    }
@@ -52,7 +52,10 @@ class Recompute:
         blocks = _blocks(nodes, self.annotated.graph.block_paths, talks)
         spans = [tuple(span) for block, span in groupby(nodes, key=blocks.__getitem__) if block in wanted]
         weights = _weights(device)
-        return replace(device, recomputed=tuple(run for span in spans for run in _runs(span, talks, weights)))
+        runs = tuple(run for span in spans for run in _runs(span, talks, weights))
+        pipeline, index = device.layout.key
+        ops = self.annotated.plan.pipelines[pipeline].stages[index].recompute_ops
+        return replace(device, recomputed=runs, recomputed_ops=ops)
 
 
 def recomputed_blocks(annotated: AnnotatedGraph, key: tuple[int, int]) -> range:

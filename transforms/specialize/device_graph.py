@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
 
 LogicalShape = tuple[int | sympy.Expr, ...]
@@ -78,7 +79,8 @@ class DeviceGraph:
     """What one rank runs: its stage's graph with local shapes, and what it exchanges with other stages.
 
     `differentiable` are the communications through which a gradient comes back. `recomputed` are runs of ops that stand
-    one after another in the graph: what a run makes for itself alone is not kept for backward, but made again.
+    one after another in the graph: what a run makes for itself alone is not kept for backward, but made again, if it is
+    made by `recomputed_ops` (`plans.recomputed`).
     """
 
     rank: int
@@ -91,3 +93,4 @@ class DeviceGraph:
     handovers_out: tuple[Handover, ...]
     differentiable: frozenset[fx.Node]
     recomputed: tuple[tuple[fx.Node, ...], ...] = ()
+    recomputed_ops: RecomputedOps = "all"

@@ -85,7 +85,7 @@ class DeviceHolding:
 
     def recomputing(self, blocks: int) -> DeviceHolding:
         """Return the same with so many blocks, its first ones, recomputed."""
-        kept = self.costs.kept_by(replace(self.shape, recompute=blocks), self.piece.start, self.position)
+        kept = self.costs.kept_by(self.shape.recomputing(blocks), self.piece.start, self.position)
         return replace(self, piece=replace(self.piece, costs=kept))
 
     def most_rows(self, run: StageRun, zero: int, recompute: int = 0) -> int:
@@ -198,7 +198,7 @@ class Replica:
         if not any(counts):
             return self
         pairs = zip(self.pipeline.stages, counts, strict=True)
-        stages = tuple(replace(stage, recompute=count) for stage, count in pairs)
+        stages = tuple(stage.recomputing(count) for stage, count in pairs)
         held = tuple(holding.recomputing(counts[holding.stage]) for holding in self.holdings)
         pipeline = replace(self.pipeline, stages=stages)
         return replace(self, pipeline=pipeline, lines=tuple(self._lines(counts)), holdings=held)
@@ -297,7 +297,7 @@ def stage_estimate(
         cluster: has the stage's devices, and the fastest of their kinds, by which overheads are counted.
         memory: usable bytes by rank.
     """
-    bare, shares = replace(stage, blocks=None, recompute=stop - start), stage.shares
+    bare, shares = replace(stage, blocks=None).recomputing(stop - start), stage.shares
     firsts = {share: shares.index(share) for share in dict.fromkeys(shares)}
     parts_of = {share: costs.on(stage, position).stage(start, stop) for share, position in firsts.items()}
     again_of = {share: costs.again(bare, start, position) for share, position in firsts.items()}

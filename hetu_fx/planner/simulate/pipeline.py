@@ -125,5 +125,5 @@ def _chunks(stage: Stage, blocks: int, chunks: int) -> Iterator[Stage]:
     left = stage.recompute
     for chunk in range(chunks):
         count = size + (chunk < more)
-        yield replace(stage, blocks=count, recompute=min(left, count))
+        yield replace(stage.recomputing(min(left, count), stage.recompute_ops), blocks=count)
         left -= min(left, count)

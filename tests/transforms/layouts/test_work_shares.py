@@ -12,6 +12,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.captured_program import PlannedProgram
 from hetu_fx.planner.count.count import program_costs
 from hetu_fx.planner.price.step import predict
+from hetu_fx.planner.values.options import Choice
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Plan
@@ -89,7 +90,8 @@ def test_a_model_that_no_fewer_devices_can_hold_is_split_over_more_than_its_key_
     assert costs.wide is not None
     need = 4 * costs.wide.whole.parameter_bytes_at(1 / 8) + costs.wide.whole.activation_bytes
     cluster = Cluster.on_paper([1e12] * 8, memory_bytes=int(1.4 * need))
-    plan = PlannedProgram(program, costs).plan(cluster, "auto")
+    alone = Choice.of(forbid=("pipeline", "context", "recompute"))
+    plan = PlannedProgram(program, costs).plan(cluster, "auto", choice=alone)
     assert {len(stage.devices) // stage.context for *_, stage in plan.stages} & {4, 8}
     assert "key-value heads" in plan.explain()
     same_in_group(program, model, plan, batch_of("llama", 7), limit=1e-10)

@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetu_fx.graph.blocks import block_index
 from hetu_fx.graph.meta import module_stack
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
+from hetu_fx.plans.recomputed import RecomputedOps
 from hetu_fx.program.program import Program
 from hetu_fx.transforms.lowering.checkpoint import Checkpoint
 from hetu_fx.transforms.lowering.lower import Backend, lower
 from hetu_fx.transforms.lowering.recompute import recomputed_blocks, segments_of
+from hetu_fx.transforms.lowering.saved_ops import SAVED
 from hetu_fx.transforms.lowering.traffic import communications, sends
 from tests.oracles.traffic import traffic_by_block
 from tests.transforms.cases import LENGTH, Case, batch_of
@@ -33,11 +35,11 @@ SEQUENCE = replace(TENSOR, sequence_parallel=True)
 RING = replace(CONTEXT, attention="ring")
 
 
-def again(plan: Plan, blocks: int) -> Plan:
-    """Let the first stage recompute so many blocks."""
+def again(plan: Plan, blocks: int, ops: RecomputedOps = "all") -> Plan:
+    """Let the first stage recompute so many blocks, of these those ops."""
     first, *rest = plan.pipelines
     stage, *stages = first.stages
-    return replace(plan, pipelines=(replace(first, stages=(replace(stage, recompute=blocks), *stages)), *rest))
+    return replace(plan, pipelines=(replace(first, stages=(stage.recomputing(blocks, ops), *stages)), *rest))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +187,55 @@ def test_gradients_are_bit_by_bit_those_without(name: str, request: pytest.Fixtu
         assert all(map(torch.equal, found, expected))
 
 
+OPS: tuple[RecomputedOps, ...] = ("pointwise", "attention", "all")
+"""From what keeps most to what keeps least."""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit"])
+def test_the_fewer_ops_are_recomputed_the_more_is_kept_and_gradients_stay(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    case = request.getfixturevalue(name)
+    what = case.program, case.model, batch_of(name, LENGTH)
+    kept = {ops: Kept() for ops in OPS}
+    plain = Kept()
+    expected = trained(*what, ONE, kept=plain)
+    for ops in OPS:
+        found = trained(*what, again(ONE, 2, ops), kept=kept[ops])
+        assert all(map(torch.equal, found, expected))
+    sizes = [plain.at_the_end, *(kept[ops].at_the_end for ops in OPS)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) >= 3
+
+
+class Counted(TorchDispatchMode):
+    """Counts the products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: dict[str, int] = {"weights": 0, "activations": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products["weights"] += func in SAVED["attention"]
+        self.products["activations"] += func in SAVED["pointwise"] - SAVED["attention"]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_kept_is_not_computed_again(name: str, request: pytest.FixtureRequest) -> None:
+    case = request.getfixturevalue(name)
+    found: dict[str, dict[str, int]] = {}
+    for ops in ("none", *OPS):
+        counted = Counted()
+        plan = ONE if ops == "none" else again(ONE, 2, ops)
+        with counted:
+            trained(case.program, case.model, batch_of(name, LENGTH), plan)
+        found[ops] = counted.products
+    assert found["pointwise"] == found["none"]
+    assert found["attention"]["weights"] == found["none"]["weights"] < found["all"]["weights"]
+    assert found["attention"]["activations"] > found["none"]["activations"]
+
+
 class Partition:
     """A compiler that keeps how many bytes its forward graph hands to the backward."""
 
@@ -231,6 +282,10 @@ def test_a_compiled_graph_keeps_less_too_and_gives_the_same() -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     none, one, both = (backend.saved_bytes for backend in backends)
     assert none > one > both
+    light = Partition()
+    for given, other in zip(trained(*what, again(ONE, 2, "pointwise"), light), expected, strict=True):
+        torch.testing.assert_close(given, other, rtol=1e-12, atol=1e-12)
+    assert none > light.saved_bytes > both
 
 
 def test_ops_wait_for_the_messages_of_their_part_and_casts_of_weights_for_their_readers() -> None:

@@ -24,12 +24,15 @@ PAIRS = {
     "TP": (Plan((one(Stage((0, 1), (2, 1))),)), Plan((one(Stage((0, 1), (2, 1), recompute=2)),))),
     "sequence parallel": (
         Plan((one(Stage((0, 1), (2, 1)), micro_batches=2),), sequence_parallel=True),
-        Plan((one(Stage((0, 1), (2, 1), recompute=1), micro_batches=2),), sequence_parallel=True),
+        Plan(
+            (one(Stage((0, 1), (2, 1), recompute=1, recompute_ops="pointwise"), micro_batches=2),),
+            sequence_parallel=True,
+        ),
     ),
     "CP": (_context("gathered", 0), _context("gathered", 2)),
     "1F1B": (
         Plan((one(Stage((0,)), Stage((1,)), micro_batches=3),)),
-        Plan((one(Stage((0,), recompute=1), Stage((1,)), micro_batches=3),)),
+        Plan((one(Stage((0,), recompute=1), Stage((1,), recompute=1, recompute_ops="attention"), micro_batches=3),)),
     ),
     "GPipe": (
         Plan((one(Stage((0,)), Stage((1,)), micro_batches=3),), schedule="gpipe"),
@@ -37,7 +40,7 @@ PAIRS = {
     ),
     "DP": (
         Plan((one(Stage((0,)), rows=3), one(Stage((1,))))),
-        Plan((one(Stage((0,), recompute=1), rows=3), one(Stage((1,), recompute=2)))),
+        Plan((one(Stage((0,), recompute=1), rows=3), one(Stage((1,), recompute=2, recompute_ops="pointwise")))),
     ),
 }
 

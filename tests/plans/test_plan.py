@@ -162,6 +162,15 @@ def test_a_stage_recomputes_some_of_its_blocks() -> None:
     assert diff(kept, plan) == "  pipelines[0]: 1 row: [0]x3 > [1]x1 -> 1 row: [0]x3 recompute 2 > [1]x1"
 
 
+def test_a_stage_recomputes_some_ops_of_its_blocks() -> None:
+    plan = Plan((Pipeline((Stage((0,), blocks=3, recompute=2, recompute_ops="pointwise"),)),))
+    (written,) = plan.to_json()["pipelines"][0]["stages"]
+    assert written == {"devices": [0], "blocks": 3, "recompute": 2, "recompute_ops": "pointwise"}
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.summary() == "1 row: [0]x3 recompute 2 pointwise"
+    assert "3, recompute 2 pointwise" in str(plan)
+
+
 def test_only_blocks_that_a_stage_gets_are_recomputed() -> None:
     plan = Plan((Pipeline((Stage((0,)), Stage((1,), recompute=2))),))
     plan.check(num_blocks=4, world_size=2)
@@ -238,6 +247,8 @@ def test_a_bad_pipeline_is_refused(pipeline: dict[str, Any], message: str) -> No
         ({"devices": [0, 1], "ratios": [1, 0]}, r"leave a device that is to hold nothing out"),
         ({"devices": [0], "blocks": -2}, r"has -2 blocks; give 0 or more"),
         ({"devices": [0], "recompute": True}, r"'recompute' must be a whole number, not a boolean: true"),
+        ({"devices": [0], "recompute": 1, "recompute_ops": "pointwize"}, r"has recompute_ops 'pointwize'.*'pointwise'"),
+        ({"devices": [0], "recompute_ops": "attention"}, r"has recompute_ops 'attention', but recomputes no block"),
         ({"devices": [0], "recompute": -1}, r"has recompute -1; give 0 or more"),
         (
             {"devices": [0], "blocks": 3, "recompute": 4},

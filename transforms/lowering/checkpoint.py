@@ -24,7 +24,7 @@ class CheckpointedRun(nn.Module):
     def __init__(self, body: fx.GraphModule, ops: RecomputedOps) -> None:
         super().__init__()
         self.body = body
-        self._options = {} if ops == "all" else {"context_fn": contexts_of(ops)}
+        self._options: dict[str, Any] = {} if ops == "all" else {"context_fn": contexts_of(ops)}
 
     def forward(self, *inputs: Any) -> Any:
         """Run the body; it draws from no generator, so that none need be put back."""

@@ -24,6 +24,7 @@ from hetu_fx.graph import meta
 from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.planner.count.liveness import program_memory
 from hetu_fx.planner.count.peaks import EVERYWHERE
+from hetu_fx.planner.count.products import multiplies_weights
 from hetu_fx.planner.values.footprint import ProgramMemory
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.program import ProgramCosts
@@ -125,7 +126,7 @@ def _counted(
     sizes: Mapping[sympy.Symbol, int] | None,
 ) -> ProgramCosts:
     graph = program.graph
-    profile = _Profile(graph, shares, partial(meta.size_at, sizes or {}))
+    profile = _Profile(program, shares, partial(meta.size_at, sizes or {}))
     summed = [profile.bytes_of(node) for node in program.summed_over_rows]
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -184,7 +185,8 @@ class _Part:
 class _Profile:
     """The totals of all parts while the graph is walked: before, each block, after."""
 
-    def __init__(self, graph: Graph, shares: WorkShares, size_of: SizeOf) -> None:
+    def __init__(self, program: Program, shares: WorkShares, size_of: SizeOf) -> None:
+        graph, self._flow = program.graph, program.flow
         self.shares, self._size_of, self.example_rows = shares, size_of, example_rows(graph, size_of)
         self.parts = [_Part() for _ in range(graph.num_blocks + 2)]
         self._graph, self._counter = graph, FlopCounter(size_of)
@@ -213,6 +215,8 @@ class _Profile:
         flops, is_cut = self._flops(node), self.shares.shares_work(node)
         rows = self.example_rows * (self.shares.parts if self.shares.repeats_work(node) else 1)
         part.add("flops", flops / rows, is_cut)
+        if flops and not multiplies_weights(node, self.shares.factors, self._flow):
+            part.add("attention_flops", flops / rows, is_cut)
         if flops:
             self._keep([node, *node.all_input_nodes])
         elif not is_view(node):
@@ -269,7 +273,7 @@ class _Profile:
     def memory(self) -> ProgramMemory | None:
         """Return what the parts hold; None where only the values of a batch tell."""
         part_of = owners(self._graph, self._mixed, self.part_of)
-        return program_memory(self._graph, self.shares, part_of, len(self.parts), self.example_rows)
+        return program_memory(self._graph, self.shares, part_of, len(self.parts), self.example_rows, self._flow)
 
     def boundary_bytes(self, block: int) -> float:
         """Return the bytes per row that cross from a block (and all before it) to the next ones."""

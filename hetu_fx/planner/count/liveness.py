@@ -23,11 +23,12 @@ from hetu_fx.planner.count.peaks import Held, Owner, RecomputeSegments, Result, 
 from hetu_fx.planner.count.storages import Storages
 from hetu_fx.planner.values.footprint import Again, PartMemory, ProgramMemory, Segment
 from hetu_fx.planner.values.line import Amount
+from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 
 
 def program_memory(
-    graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], num_parts: int, rows: int
+    graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], num_parts: int, rows: int, flow: Flow
 ) -> ProgramMemory | None:
     """Return what each part of a program holds; None for one that cannot run without data.
 
@@ -37,6 +38,7 @@ def program_memory(
         part_of: see `owners`.
         num_parts: how many parts there are.
         rows: of the example batch.
+        flow: what values depend on.
     """
     runner, grows = _Runner(graph, shares, part_of), graph.batch_symbol is not None
     try:
@@ -45,7 +47,7 @@ def program_memory(
     except (RuntimeError, NotImplementedError):
         return None  # an op whose result depends on data, or that cannot run without
     measured = _Measured(first, second, rows, grows, shares.parts)
-    again = _again(graph, shares, part_of, measured) if graph.num_blocks else []
+    again = _again(all_pieces(graph, shares, part_of, flow), graph.num_blocks, measured) if graph.num_blocks else []
     largest = _largest(graph, shares, part_of)
     (parts, everywhere), (more_parts, more_everywhere) = (run.peaks(num_parts) for run in (first, second))
     found = [
@@ -56,12 +58,10 @@ def program_memory(
     return ProgramMemory(tuple(found), *measured.amounts([everywhere], [more_everywhere]))
 
 
-def _again(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], measured: _Measured) -> list[Again]:
+def _again(pieces: Mapping[str, RecomputeSegments], num_blocks: int, measured: _Measured) -> list[Again]:
     """Return what each block is where it is computed again."""
-    ways = {
-        way: measured.pieces(pieces, graph.num_blocks) for way, pieces in all_pieces(graph, shares, part_of).items()
-    }
-    return [Again(**{way: blocks[number] for way, blocks in ways.items()}) for number in range(graph.num_blocks)]
+    ways = {way: measured.pieces(found, num_blocks) for way, found in pieces.items()}
+    return [Again(**{way: blocks[number] for way, blocks in ways.items()}) for number in range(num_blocks)]
 
 
 def _largest(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[int, Amount]:

@@ -17,7 +17,9 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from hetu_fx.graph.graph import Graph, LeafKind
+from hetu_fx.planner.count.products import multiplies, multiplies_weights
 from hetu_fx.planner.count.storages import Change
+from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.work_shares import WorkShares
 from hetu_fx.transforms.lowering.recompute import segments_of
 
@@ -172,6 +174,10 @@ class Run:
             before += own
         return tuple(parts), everywhere
 
+    def storages(self, ops: Iterable[str]) -> frozenset[int]:
+        """Return the storages of the results of ops."""
+        return frozenset[int]().union(*(self.results[op].storages for op in ops if op in self.results))
+
     def made(self) -> dict[int, Held]:
         """Return the gradients of parameters that each part's backward makes."""
         turns = _turns(self.changes, _whole)
@@ -221,13 +227,18 @@ def _turns(changes: Iterable[Change[Owner]], place_of: PlaceOf) -> Iterator[tupl
 
 
 class SegmentPeaks(NamedTuple):
-    """What a piece keeps, what besides since it is sent, and the most above what earlier ones keep."""
+    """What a piece keeps, what besides since it is sent, and the most above what earlier ones keep.
+
+    `weights` and `products` are what products with weights and others make, kept where they are not computed again.
+    """
 
     kept: Held
     sent: Held
     forward: Held
     backward: Held
     later: Held
+    weights: Held
+    products: Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +246,14 @@ class RecomputeSegments:
     """The pieces of all parts for one way to share work; ops go by their names.
 
     `sent` are the ops whose results are sent, with how the group shares what arrives; `readers` the ops that read each
-    one's result.
+    one's result; `weights` and `products` those that multiply activations with weights, and with each other.
     """
 
     places: Mapping[str, Place]
     sent: Mapping[str, Sharing]
     readers: Mapping[str, tuple[str, ...]]
+    weights: frozenset[str] = frozenset()
+    products: frozenset[str] = frozenset()
 
     def place(self, owner: Owner) -> Place:
         """Return where an op stands; what stands in no piece counts with the first one."""
@@ -259,6 +272,7 @@ class RecomputeSegments:
         where all is kept, without what earlier pieces keep there.
         """
         kept, made, left, sent = run.kept(self.place), run.made(), self._left(run), self._sent(run)
+        weights, products = self._made_by(self.weights, run), self._made_by(self.products, run)
         first, later = run.turns(self.place), run.turns(self.place, run.gradients)
         before, after, none = kept.get((EVERYWHERE, 0), Held()), sum(made.values(), Held()), Held()
         found = []
@@ -268,7 +282,9 @@ class RecomputeSegments:
             for place in ((part, piece) for piece in range(self._count(part))):
                 own, forward = kept.get(place, none), later.most.get((place, False), before) - before
                 backward = first.peak(place, before, own, after, forward), later.peak(place, before, own, none, forward)
-                pieces.append(SegmentPeaks(left.get(place, none), sent.get(place, none), forward, *backward))
+                made_there = weights.get(place, none), products.get(place, none)
+                lasting = left.get(place, none), sent.get(place, none)
+                pieces.append(SegmentPeaks(*lasting, forward, *backward, *made_there))
                 before += own
             found.append(tuple(pieces))
         return tuple(found)
@@ -278,32 +294,49 @@ class RecomputeSegments:
 
     def _left(self, run: Run) -> dict[Place, Held]:
         """Return what is left of each place's storages after the forward, without what is sent."""
-        ops = self.crossing(run.saving) - self.sent.keys()
-        storages = set[int]().union(*(run.results[op].storages for op in ops if op in run.results))
+        return self._allocated(run.storages(self.crossing(run.saving) - self.sent.keys()), run)
+
+    def _allocated(self, storages: frozenset[int], run: Run) -> dict[Place, Held]:
         return _sums(
             (self.place(change.owner), Held.by(change))
             for change in run.changes
             if change.bytes > 0 and change.storage in storages and not change.during.is_backward
         )
 
+    def _made_by(self, ops: frozenset[str], run: Run) -> dict[Place, Held]:
+        """Return what such ops make in each place, their results whether backward needs them or not.
+
+        What is left or sent anyway is left out.
+        """
+        results = run.storages(ops) - run.storages(self.crossing(run.saving) | self.sent.keys())
+        ahead = takewhile(lambda change: not change.during.is_backward, run.changes)
+        inside = [c for c in ahead if c.owner.op in ops and c.storage not in run.storages(ops)]
+        return _sums([*self._allocated(results, run).items(), *((self.place(c.owner), Held.by(c)) for c in inside)])
+
     def _sent(self, run: Run) -> dict[Place, Held]:
         ops = sorted(self.crossing(run.saving) & self.sent.keys() & run.results.keys())
         return _sums((self.places[op], Held.shared(run.results[op].bytes, self.sent[op])) for op in ops)
 
 
-def all_pieces(graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int]) -> dict[str, RecomputeSegments]:
+def all_pieces(
+    graph: Graph, shares: WorkShares, part_of: Mapping[fx.Node, int], flow: Flow
+) -> dict[str, RecomputeSegments]:
     """Return the pieces by how the devices of a stage share work, under the names of `footprint.Again`."""
+    factors = shares.factors
     ops = [node for node in graph.graph.nodes if node.op == "call_function" and part_of[node] >= 0]
     weights = frozenset(leaf.node for leaf in graph.leaves_of(LeafKind.PARAMETER))
     spans: dict[int, list[fx.Node]] = {}
     for node in ops:
         spans.setdefault(part_of[node], []).append(node)
     readers = {node.name: tuple(user.name for user in node.users) for node in ops}
+    of_weights = frozenset(node.name for node in ops if multiplies_weights(node, factors, flow))
+    others = frozenset(node.name for node in ops if multiplies(node, factors)) - of_weights
     pieces = {}
     for way, sent in _sent(ops, shares).items():
         numbers = {part: segments_of(span, frozenset(sent), weights) for part, span in spans.items()}
         places = {node.name: (part, segment) for part, found in numbers.items() for node, segment in found.items()}
-        pieces[way] = RecomputeSegments(places, {node.name: sharing for node, sharing in sent.items()}, readers)
+        shared = {node.name: sharing for node, sharing in sent.items()}
+        pieces[way] = RecomputeSegments(places, shared, readers, of_weights, others)
     return pieces
 
 

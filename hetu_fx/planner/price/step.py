@@ -9,14 +9,15 @@ Communication is priced by the same functions as the comm ops that run.
 
 A plan that does not fit memory recomputes. A block that is recomputed keeps what enters it, and takes its forward once
 more (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). The more blocks a stage recomputes the
-less it holds, so that the fewest that fit are found by bisection.
+less it holds, so that the fewest that fit are found by bisection: for all ops of a block, and for only some of them
+(`plans.recomputed`), which keeps more and takes less. Each stage has the ops with which it takes least time.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -26,7 +27,7 @@ from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in, stops_of
-from hetu_fx.planner.price.stage import StageCosts, stage_costs
+from hetu_fx.planner.price.stage import StageCosts, device_lines, forward_lines, stage_costs
 from hetu_fx.planner.price.step_end import update_line
 from hetu_fx.planner.price.ways import Bucket, Ends, Ways
 from hetu_fx.planner.values.device_memory import Terms
@@ -34,6 +35,7 @@ from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, pipeline_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from hetu_fx.plans.recomputed import RecomputedOps
 
 TERMS = ("compute", "tensor_parallel", "hand_over", "idle", "gradient_sync", "gather", "optimizer")
 
@@ -221,47 +223,80 @@ def least_blocks(count: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
-    """Return a plan with the least recompute that fits memory, priced; None where nothing fits.
+    """Return a plan with the recompute that fits memory in least time, priced; None where nothing fits.
 
     Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
     """
-    bare = PricedStep(_with_counts(plan, {}) if options.recompute else plan, costs, cluster)
+    bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
     if not memory_problems(bare.prediction, cluster, options.memory_fraction):
         return bare
-    counts = _least_counts(bare.plan, costs, cluster, options.memory_fraction) if options.recompute else None
-    return None if counts is None else PricedStep(_with_counts(bare.plan, counts), costs, cluster)
+    stages = _least_recompute(bare.plan, costs, cluster, options.memory_fraction) if options.recompute else None
+    return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)
 
 
-def _least_counts(
-    plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float
-) -> dict[tuple[int, int], int] | None:
-    """Return how many blocks each (pipeline, stage) has to recompute; None where a device does not fit with all."""
-    counts: dict[tuple[int, int], int] = {}
+Place = tuple[int, int]
+"""A stage, by the numbers of its pipeline and its own."""
+
+
+def _least_recompute(plan: Plan, costs: ProgramCosts, cluster: Cluster, fraction: float) -> dict[Place, Stage] | None:
+    """Return each stage with what it has to recompute; None where a device does not fit with all."""
+    asked, least = costs.under(plan), dict[Place, _Least]()
     for place in places_in(plan, costs, {device.rank: device.speed for device in cluster.devices}):
-        limit = int(cluster.device(place.rank).memory_bytes * fraction)
-        stage = plan.pipelines[place.pipeline].stages[place.stage]
-        least = _least(place, stage, limit, costs.under(plan))
-        if least is None:
+        key, limit = (place.pipeline, place.stage), int(cluster.device(place.rank).memory_bytes * fraction)
+        known = least.get(key) or _Least.nothing(place, plan, asked)
+        least[key] = known.fitting(place, limit, asked)
+        if not least[key].counts:
             return None
-        key = place.pipeline, place.stage
-        counts[key] = max(counts.get(key, 0), least)
-    return counts
+    return {key: one.fastest(asked, cluster) for key, one in least.items()}
 
 
-def _least(place: PlacedDevice, stage: Stage, limit: int, costs: ProgramCosts) -> int | None:
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least blocks of a stage to recompute for each kind of ops of them with which its devices fit.
+
+    `start` is its first block, `rows` those of a micro-batch.
+    """
+
+    stage: Stage
+    start: int
+    rows: int
+    counts: Mapping[RecomputedOps, int]
+
+    @classmethod
+    def nothing(cls, place: PlacedDevice, plan: Plan, costs: ProgramCosts) -> _Least:
+        """Return what a stage needs before its devices are asked."""
+        stage = plan.pipelines[place.pipeline].stages[place.stage]
+        return cls(stage, place.piece.start, place.rows, dict.fromkeys(costs.recompute_choices, 0))
+
+    def fitting(self, place: PlacedDevice, limit: int, costs: ProgramCosts) -> _Least:
+        """Return what the stage needs for one more device to fit its memory."""
+        pairs = [(ops, _least(place, self.stage, ops, limit, costs)) for ops in self.counts]
+        return replace(self, counts={ops: max(self.counts[ops], n) for ops, n in pairs if n is not None})
+
+    def fastest(self, costs: ProgramCosts, cluster: Cluster) -> Stage:
+        """Return the stage with the recompute that takes least time; of equal ones that of fewest ops."""
+        stages = [self.stage.recomputing(count, ops) for ops, count in self.counts.items()]
+        return min(stages, key=lambda stage: self._seconds(stage, costs, cluster))
+
+    def _seconds(self, stage: Stage, costs: ProgramCosts, cluster: Cluster) -> float:
+        repeated = [costs.again(stage, self.start, i) for i in range(len(stage.devices))]
+        return max(line(self.rows) for line in forward_lines(device_lines(stage, repeated, cluster)))
+
+
+def _least(place: PlacedDevice, stage: Stage, ops: RecomputedOps, limit: int, costs: ProgramCosts) -> int | None:
     def fits(blocks: int) -> bool:
-        own = costs.kept_by(replace(stage, recompute=blocks), place.piece.start)
+        own = costs.kept_by(stage.recomputing(blocks, ops), place.piece.start)
         return sum(count for _, count in place.peak(replace(place.piece, costs=own))) <= limit
 
     return least_blocks(place.piece.stop - place.piece.start, fits)
 
 
-def _with_counts(plan: Plan, counts: dict[tuple[int, int], int]) -> Plan:
-    """Return the plan with so many blocks of each (pipeline, stage) recomputed, none where none are named."""
-    if not counts and not any(stage.recompute for *_, stage in plan.stages):
+def _recomputing(plan: Plan, stages: Mapping[Place, Stage]) -> Plan:
+    """Return the plan with these stages, and others that recompute nothing."""
+    if not stages and not any(stage.recompute for *_, stage in plan.stages):
         return plan
     pipelines = []
     for i, pipeline in enumerate(plan.pipelines):
-        stages = [replace(stage, recompute=counts.get((i, j), 0)) for j, stage in enumerate(pipeline.stages)]
-        pipelines.append(replace(pipeline, stages=tuple(stages)))
+        own = [stages.get((i, j), stage.recomputing(0)) for j, stage in enumerate(pipeline.stages)]
+        pipelines.append(replace(pipeline, stages=tuple(own)))
     return replace(plan, pipelines=tuple(pipelines))

@@ -15,6 +15,7 @@ from operator import attrgetter
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.values.line import NOTHING, ZERO, Amount, Line, combined
+from hetu_fx.plans.recomputed import RecomputedOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Segment:
 
     `kept` is what is left after the forward, `sent` what is besides since it was sent; `forward`, `backward` and
     `later` are the most above what earlier parts and pieces leave, `backward` with the gradients of the block's later
-    pieces.
+    pieces. `weights` and `products` are left besides where products with weights, and all other products, are not
+    computed again.
     """
 
     kept: Amount = NOTHING
@@ -31,11 +33,24 @@ class Segment:
     forward: Amount = NOTHING
     backward: Amount = NOTHING
     later: Amount = NOTHING
+    weights: Amount = NOTHING
+    products: Amount = NOTHING
+
+    def computing(self, ops: RecomputedOps) -> Segment:
+        """Return what it is where only those ops are computed again."""
+        match ops:
+            case "all":
+                return self
+            case "attention":
+                return replace(self, kept=self.kept + self.weights)
+            case "pointwise":
+                return replace(self, kept=self.kept + self.weights + self.products)
 
     def by_sequence(self, received: float) -> Segment:
         """Return what it is for a context parallel group, from which it has received so many bytes per row."""
         kept, sent = self.kept.by_sequence(0.0), self.sent.by_sequence(self.gathered)
-        return Segment(kept, sent, *(a.by_sequence(received) for a in (self.forward, self.backward, self.later)))
+        most = (a.by_sequence(received) for a in (self.forward, self.backward, self.later))
+        return Segment(kept, sent, *most, *(a.by_sequence(0.0) for a in (self.weights, self.products)))
 
     @property
     def in_ring(self) -> Segment:
@@ -125,16 +140,20 @@ class PartMemory:
     again: Again = field(default=UNKNOWN, kw_only=True)
     pieces: Segments = field(default=(), kw_only=True)
 
-    def recomputed(self, way: str, kept: Amount) -> PartMemory:
+    def recomputed(self, way: str, kept: Amount, ops: RecomputedOps) -> PartMemory:
         """Return what it is where it is computed again in backward.
 
         Args:
             way: how devices share work, as `Again` names it.
             kept: what is left after the forward if `again` does not say; all comes back at once then.
+            ops: which are computed again; if `again` does not say, it is as if none were where not all are.
         """
+        known: Segments = getattr(self.again, way)
+        if known or ops != "all":
+            return replace(self, pieces=tuple(piece.computing(ops) for piece in known))
         backward, later = self.backward + self.kept, self.later + self.kept
         assumed = Segment(kept=kept, forward=self.forward, backward=backward, later=later)
-        return replace(self, pieces=getattr(self.again, way) or (assumed,))
+        return replace(self, pieces=(assumed,))
 
     @property
     def in_sequence(self) -> PartMemory:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from operator import add, attrgetter
 
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.recomputed import RecomputedOps
 
 ROUNDING = 1e-9
 RING_RETURNS = 2
@@ -25,6 +26,7 @@ class PartCosts:
     messages), returned_bytes (all-reduced in the backward, in num_returns) and gathered_bytes (of keys and values,
     gathered by a context parallel group in num_gathers) are per row. `ring_bytes` are those of them that go round in
     parts instead. `sequence_...` is what a tensor parallel group cuts besides if it shares the sequence.
+    `attention_flops` are those of products of activations with each other.
     `repeated_parameter_bytes` are those of parameters of which several devices of a group hold the same part,
     `late_parameter_bytes` those of them of whose gradients each of these makes a summand.
     """
@@ -47,11 +49,13 @@ class PartCosts:
     gathered_bytes: float = 0.0
     num_gathers: int = 0
     ring_bytes: float = 0.0
+    attention_flops: float = 0.0
+    split_attention_flops: float = 0.0
     repeated_parameter_bytes: float = 0.0
     late_parameter_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
+        for name in ("flops", "attention_flops", "traffic_bytes", "activation_bytes", "parameter_bytes"):
             whole, cut = getattr(self, name), getattr(self, f"split_{name}")
             if not 0 <= cut <= whole:
                 raise PlanError(f"part costs: split_{name} is {cut}, but {name} is {whole}; give 0 to {whole}")
@@ -70,6 +74,7 @@ class PartCosts:
         return replace(
             self,
             split_flops=self.flops,
+            split_attention_flops=self.attention_flops,
             split_traffic_bytes=self.traffic_bytes,
             split_activation_bytes=max(0.0, self.activation_bytes - self.gathered_bytes),
             split_parameter_bytes=0.0,
@@ -90,6 +95,8 @@ class PartCosts:
             self,
             flops=self.flops_at(share),
             split_flops=0.0,
+            attention_flops=self.attention_flops - self.split_attention_flops * (1 - share),
+            split_attention_flops=0.0,
             traffic_bytes=self.traffic_bytes_at(share),
             split_traffic_bytes=0.0,
             activation_bytes=self.activation_bytes_at(share),
@@ -119,6 +126,13 @@ class PartCosts:
             sequence_traffic_bytes=0.0,
             sequence_activation_bytes=0.0,
         )
+
+    def again(self, ops: RecomputedOps) -> PartCosts:
+        """Return the costs of those ops alone, forward; ops that are not products are counted in all."""
+        if ops == "all":
+            return self
+        flops = (self.attention_flops, self.split_attention_flops) if ops == "attention" else (0.0, 0.0)
+        return replace(self, flops=flops[0], split_flops=flops[1], parameter_bytes=0.0, split_parameter_bytes=0.0)
 
     def flops_at(self, share: float) -> float:
         """Return the FLOPs per row of a device that has `share` of what is cut."""

@@ -22,6 +22,7 @@ from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
 from hetu_fx.planner.values.state import UNSAID, ParameterState
 from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.plans.recomputed import RecomputedOps
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,8 @@ class ProgramCosts:
         if not stage.recompute:
             return shared
         summed = tuple(block.reduced_bytes for block in self.of_groups(stage).blocks) if stage.is_grid else ()
-        return shared._recomputing(start, start + stage.recompute, self._way(stage), summed)
+        how = self._way(stage), stage.recompute_ops
+        return shared._recomputing(start, start + stage.recompute, how, summed)
 
     @staticmethod
     def _way(stage: Stage) -> str:
@@ -170,16 +172,20 @@ class ProgramCosts:
 
     def again(self, stage: Stage, start: int, position: int = 0) -> PartCosts:
         """Return the costs of the blocks whose forward a stage with the blocks from `start` does once more."""
-        return reduce(add, self.on(stage, position).blocks[start : start + stage.recompute], PartCosts())
+        blocks = self.on(stage, position).blocks[start : start + stage.recompute]
+        return reduce(add, (block.again(stage.recompute_ops) for block in blocks), PartCosts())
 
     @once
-    def _recomputing(self, start: int, stop: int, way: str, summed: tuple[float, ...]) -> ProgramCosts:
+    def _recomputing(
+        self, start: int, stop: int, how: tuple[str, RecomputedOps], summed: tuple[float, ...]
+    ) -> ProgramCosts:
         """Return the program with blocks that keep what they hand on, and what a group has sent.
 
+        `how` is how devices share work, and which ops are computed again.
         `summed` are the bytes per row that each block of a grid sums over tensor parallel groups beside what the
         devices gather.
         """
-        memory = self.memory or _assumed(self.parts)
+        memory, (way, ops) = self.memory or _assumed(self.parts), how
         parts = list(memory.parts)
         for block in range(start, stop):
             handed = self.boundary(block + 1) or self.boundary(block)
@@ -187,8 +193,15 @@ class ProgramCosts:
             sent = (self.blocks[block].reduced_bytes - self.blocks[block].ring_bytes) * (way != "alone")
             beside = ring + (summed[block] if summed else 0.0)
             kept = Amount(0.0, handed + sent + beside, 0.0, handed * (way in ("context", "grid")) + beside)
-            parts[block + 1] = parts[block + 1].recomputed(way, kept)
+            parts[block + 1] = parts[block + 1].recomputed(way, kept, ops)
         return replace(self, memory=replace(memory, parts=tuple(parts)))
+
+    @property
+    def recompute_choices(self) -> tuple[RecomputedOps, ...]:
+        """Return of which ops of a block it is known what is kept where these are computed again: the least first."""
+        parts = self.memory.parts[1:-1] if self.memory is not None else ()
+        known = any(piece.weights.per_row for part in parts for piece in part.again.alone)
+        return ("pointwise", "attention", "all") if known else ("all",)
 
     @property
     def whole(self) -> PartCosts:
@@ -254,7 +267,7 @@ def _assumed(parts: tuple[PartCosts, ...]) -> ProgramMemory:
 ENOUGH = 3
 """So many lengths determine a polynomial of second degree."""
 
-_WHOLE = ("flops", "traffic_bytes", "activation_bytes")
+_WHOLE = ("flops", "attention_flops", "traffic_bytes", "activation_bytes")
 _SHARED = ("traffic_bytes", "activation_bytes")
 _MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes")
 

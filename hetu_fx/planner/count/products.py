@@ -1,0 +1,29 @@
+"""Which ops of a program are products, of activations with weights or with each other: what stages may keep of blocks.
+
+Those of weights are what comes down to a product of two matrices when it runs, which is what the runtime keeps by
+(`transforms.lowering.saved_ops`); a batch of products, of experts say, counts with those of activations.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from hetu_fx.deduction.factors.factors import FactorMap
+from hetu_fx.transforms.layouts.flow import Flow
+from hetu_fx.transforms.layouts.sequence_parallel import is_product
+
+
+def multiplies_weights(node: fx.Node, factors: FactorMap, flow: Flow) -> bool:
+    """Tell whether an op multiplies what depends on the batch with what does not, matrix by matrix."""
+    if not multiplies(node, factors):
+        return False
+    op = factors.op(node)
+    others = [o.classes for o in op.read if flow.through_inputs(o.node)]
+    weights = [o.classes for o in op.read if not flow.through_inputs(o.node)]
+    pairs = [(w, other) for w in weights for other in others if (w & other) - op.made]
+    return bool(pairs) and all(not w & other & op.made for w, other in pairs)
+
+
+def multiplies(node: fx.Node, factors: FactorMap) -> bool:
+    """Tell whether an op is a product."""
+    return factors.is_op(node) and is_product(factors.op(node))

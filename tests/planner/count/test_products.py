@@ -1,4 +1,4 @@
-"""What is kept of blocks of which only some ops are computed again: as a run keeps it, and chosen where it is faster."""
+"""What blocks keep of which only some ops are computed again: as a run keeps it, and chosen where it is faster."""
 
 from __future__ import annotations
 

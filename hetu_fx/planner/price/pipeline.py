@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hetu_fx.planner.price.stage import StageCosts
+from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
 from hetu_fx.plans.schedule import Phase, actions
 
@@ -56,7 +57,7 @@ def finish(
     return _played(work, sent, schedule, overlaps)
 
 
-Seconds = Callable[[int], float]
+Seconds = Callable[[int], float] | Line
 
 
 def _columns(forward: Seconds, backward: Seconds, sizes: Sequence[int]) -> tuple[float, ...]:
@@ -91,7 +92,8 @@ class _Board:
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""
-        order, busy, sent, there = (of[stage] for of in (self._orders, self.busy, self._under_way, self._there))
+        order, there = self._orders[stage], self._there[stage]
+        busy, sent = self.busy[stage], self._under_way[stage]
         free, place = self.free[stage], self._places[stage]
         while place < len(order) and (came := self._came(stage, order[place])) is not None:
             entry = order[place]

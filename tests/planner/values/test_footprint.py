@@ -16,7 +16,7 @@ def test_a_group_holds_what_is_split_in_shares() -> None:
 
 
 def test_a_part_that_is_recomputed_keeps_less_and_comes_back_at_once_where_its_pieces_are_not_known() -> None:
-    again = StageFootprint.of([PART.recomputed("alone", Amount(per_row=4))], [100], share=1.0)
+    again = StageFootprint.of([PART.recomputed("alone", Amount(per_row=4), "all")], [100], share=1.0)
     assert again.kept == (0, 4)
     assert again.forward == ((0, 14),)
     assert (again.backward, again.later) == (((0, 13),), ((2, 13),))
@@ -25,7 +25,7 @@ def test_a_part_that_is_recomputed_keeps_less_and_comes_back_at_once_where_its_p
 def test_pieces_come_back_one_after_another() -> None:
     first = Segment(Amount(), sent=Amount(per_row=2), forward=Amount(per_row=6), backward=Amount(8, 7), later=Amount())
     second = Segment(kept=Amount(per_row=1), forward=Amount(per_row=9), backward=Amount(0, 9), later=Amount(per_row=9))
-    block = replace(PART, again=Again(tensor=(first, second))).recomputed("tensor", Amount(per_row=50))
+    block = replace(PART, again=Again(tensor=(first, second))).recomputed("tensor", Amount(per_row=50), "all")
     stage = StageFootprint.of([block, PART], [0, 30], share=1.0, before=Line(0, 5))
     assert stage.kept == (0, 5 + 2 + 1 + 10)
     assert stage.forward == ((0, 5 + 2 + 1 + 14),)

@@ -331,7 +331,8 @@ class Bounds:
         ones = ((replace(choice, most_stages=1), hand_over) for choice, hand_over in pairs)
         after = self._tables.problem.after
         more = [self._most_layers(one, 0.0, after) - self._most_layers(one, hand_over) for one, hand_over in ones]
-        return np.maximum.reduce(more)
+        spared: Numbers = np.maximum.reduce(more)
+        return spared
 
     def _most_layers(self, choice: GroupChoice, hand_over: float, edge: EndCosts = NOTHING) -> Numbers:
         """Return how many layers the stages of a choice take at most within each limit, all of which hand over."""

@@ -76,6 +76,11 @@ class PlannedProgram:
         """Return the program as HAP plans for it, with the rows of `costs`."""
         return problem_of(self.program.analysed, rows=self.costs.rows)
 
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Return what groups may be asked to split first, besides what they would by themselves."""
+        return self.program.expert_splits
+
     def plan(
         self,
         cluster: Cluster,

@@ -26,7 +26,13 @@ from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
-from hetu_fx.transforms.layouts.work_shares import Split, WorkShares, wide_work_shares, work_shares
+from hetu_fx.transforms.layouts.work_shares import (
+    Split,
+    WorkShares,
+    expert_splits,
+    wide_work_shares,
+    work_shares,
+)
 from hetu_fx.transforms.passes import run_pass, run_rewrites
 from hetu_fx.transforms.rewrites.counts import extract_prologue
 from hetu_fx.transforms.specialize.device_graph import LogicalShape
@@ -178,6 +184,11 @@ class Program:
         Raises `PlanError` where a parameter has no such dim.
         """
         return work_shares(self.analysed, split)
+
+    @cached_property
+    def expert_splits(self) -> tuple[Split, ...]:
+        """Return how a group is asked to split experts, if it would not by itself; empty where there are none."""
+        return expert_splits(self.analysed, self.work_shares().classes)
 
     @once
     def wide_work_shares(self, split: Split = ()) -> WorkShares | None:

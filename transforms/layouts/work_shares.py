@@ -5,6 +5,7 @@ The costs of a program for groups are told from it. It is that of two typical de
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
@@ -136,6 +137,20 @@ def wide_work_shares(analysed: AnalysedGraph, split: Split = ()) -> WorkShares |
     late = fine.summed_cotangents & annotated.flow.parameters
     rest = annotated.classes, narrow.units, able[-1], frozenset(late)
     return WorkShares(annotated.factors, annotated.fine, summed, returned, frozenset(), *rest, asked=split)
+
+
+def expert_splits(analysed: AnalysedGraph, taken: frozenset[FactorClass]) -> tuple[Split, ...]:
+    """Return how a group is asked to split groups of rows with a matrix each, as experts are, if some are not `taken`.
+
+    Names of parameters stand for those of all blocks.
+    """
+    factors = analysed.factors
+    groups = {c for op in factors.ops if op.counted for c in op.sharded if c not in taken and factors.splittable(c)}
+    found = {(_NUMBER.sub(".*", name), dim) for c in groups for name, dim in factors.occurrences(c)}
+    return (tuple(sorted(found)),) if found else ()
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def _widths(analysed: AnalysedGraph, narrow: WorkShares) -> Iterator[int]:

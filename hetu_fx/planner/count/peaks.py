@@ -237,8 +237,8 @@ class SegmentPeaks(NamedTuple):
     forward: Held
     backward: Held
     later: Held
-    weights: Held
-    products: Held
+    weights: Held = Held()
+    products: Held = Held()
 
 
 @dataclass(frozen=True, slots=True)

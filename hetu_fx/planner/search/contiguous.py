@@ -39,6 +39,7 @@ from hetu_fx.planner.search.estimates import Builder, rules_of
 from hetu_fx.planner.search.manners import Manner, by_speed, shared_between_products, shared_throughout
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica
+from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.plans.plan import Attention, Pipeline, Plan
 
 MOST_DEVICES = 16
@@ -362,5 +363,5 @@ CONTIGUOUS = Search(
     name="contiguous",
     applies=f"up to {MOST_DEVICES} devices: groups and stages of any size, side by side in order of speed or node",
     lacks=_lacks,
-    find=_find,
+    find=in_all_splits(_find),
 )

@@ -31,6 +31,7 @@ from hetu_fx.planner.search.manners import (
 )
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, ReplicaRun
+from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 
 RUNNER_UP_SLACK = 1.25
@@ -288,5 +289,5 @@ HOMOGENEOUS = Search(
     name="homogeneous",
     applies="always: equal pipelines of even stages and shards, all of them gone through",
     lacks=lambda problem: "",
-    find=_find,
+    find=in_all_splits(_find),
 )

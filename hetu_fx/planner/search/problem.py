@@ -34,6 +34,11 @@ class Captured(Protocol):
         """Return the program as HAP plans for it, with the rows of the problem's costs."""
         ...
 
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Return what groups may be asked to split first, besides what they would by themselves."""
+        ...
+
     def costs_of(self, split: Split) -> ProgramCosts:
         """Return what the program costs where groups split these dims first; its costs themselves if they do anyway.
 

@@ -23,6 +23,7 @@ from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, rul
 from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family
+from hetu_fx.planner.search.splits import in_all_splits
 from hetu_fx.plans.plan import Pipeline, Plan
 
 MOST_CLASSES = 6
@@ -280,5 +281,5 @@ CLASSES = Search(
     name="classes",
     applies="devices of a few kinds: equal pipelines over one kind or several, blocks and rows by speed and memory",
     lacks=_lacks,
-    find=_find,
+    find=in_all_splits(_find),
 )

@@ -53,6 +53,7 @@ FEATURES: Mapping[str, Feature] = {
     "sequence_parallel": Feature(
         "tensor parallel groups that share the sequence too", lambda plan: plan.sequence_parallel, "sequence_parallel"
     ),
+    "experts": Feature("experts, rather than their width, spread over groups", lambda plan: bool(plan.split)),
     "recompute": Feature(
         "blocks whose forward is done again in backward",
         lambda plan: any(stage.recompute for *_, stage in plan.stages),

@@ -171,3 +171,21 @@ def test_a_port_that_is_not_there_is_refused() -> None:
     document["devices"][3]["nic"] = 4
     with pytest.raises(ClusterError, match="device 3 has nic 4; a node has 4, counted from 0"):
         Cluster.from_json(document)
+
+
+def test_a_message_uses_links_of_its_devices_inside_a_node_and_of_racks_and_ports_between() -> None:
+    cluster = racks()
+    assert cluster.all_ends(0, 1) == ((("out", 0), 400 * GB), (("in", 1), 400 * GB))
+    across = {name for (name, _), _ in cluster.all_ends(0, 8)}
+    assert across == {"out of node", "into node", "out of rack", "into rack"}
+    assert cluster.shared_units(9) == (("node", 2), ("switch", 4), ("rack", 1))
+    assert {name for (name, _), _ in rails(ports=2).all_ends(0, 4)} == {"out of port", "into port"}
+    assert set(cluster.link_units.items()) >= {("out of rack", "rack"), ("into node", "node")}
+
+
+def test_each_device_has_a_link_out_of_its_node_where_a_file_says_so() -> None:
+    links = {"intra": {"bytes_per_second": 10 * GB}, "inter": {"bytes_per_second": GB, "per": "device"}}
+    devices = [{name: value for name, value in device(r, r // 2, {}).items() if name != "place"} for r in range(4)]
+    cluster = Cluster.from_json({"format": "hetu_fx.cluster/1", "devices": devices, "links": links})
+    assert cluster.all_ends(0, 2) == ((("network out", 0), GB), (("network in", 2), GB))
+    assert cluster.all_ends(0, 1) == ((("out", 0), 10 * GB), (("in", 1), 10 * GB))

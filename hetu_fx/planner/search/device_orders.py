@@ -121,10 +121,10 @@ class Alike:
         return min(device.memory_bytes for device in self.devices)
 
 
-def ranks_by_node(devices: Iterable[Device]) -> dict[str, list[int]]:
-    """Return the ranks of each node, both in the order of the devices."""
+def ranks_by_node(devices: Iterable[Device], cluster: Cluster) -> dict[str, list[int]]:
+    """Return the ranks of each node; those stand beside each other that meet first: below a switch, in a rack."""
     nodes: dict[str, list[int]] = {}
-    for device in devices:
+    for device in sorted(devices, key=lambda device: (cluster.order(device.rank), device.rank)):
         nodes.setdefault(device.node, []).append(device.rank)
     return nodes
 

@@ -175,7 +175,7 @@ class Templates:
 
     def _groups(self, number: int, size: int) -> list[tuple[int, ...]]:
         """Return groups of a class, inside nodes as far as these are large enough."""
-        nodes = list(ranks_by_node(self.classes[number]).values())
+        nodes = list(ranks_by_node(self.classes[number], self._problem.cluster).values())
         fits = any(len(ranks) >= size for ranks in nodes)
         runs = nodes if fits else [list(itertools.chain.from_iterable(nodes))]
         return [tuple(run[i : i + size]) for run in runs for i in range(0, len(run) - size + 1, size)]

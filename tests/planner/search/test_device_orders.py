@@ -1,7 +1,9 @@
 import pytest
 
+from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
-from hetu_fx.planner.search.device_orders import Space, alone, compositions, equal_sizes, orders
+from hetu_fx.planner.search.device_orders import Space, alone, compositions, equal_sizes, orders, ranks_by_node
+from hetu_fx.planner.search.malleus.mapping import regrouped
 from hetu_fx.planner.values.options import PlanOptions
 from tests.planner.examples import paper
 
@@ -52,3 +54,17 @@ def test_options_that_cannot_be_are_refused() -> None:
         PlanOptions(micro_batches=(1, 0))
     with pytest.raises(PlanError, match=r"memory_fraction is 1\.5; give a number above 0, up to 1"):
         PlanOptions(memory_fraction=1.5)
+
+
+def test_ranks_of_a_node_stand_below_one_switch_first() -> None:
+    levels = [
+        {"within": "switch", "bytes_per_second": 4e11},
+        {"within": "node", "bytes_per_second": 1e11},
+        {"within": "cluster", "bytes_per_second": 1e10},
+    ]
+    facts = {"flops_per_second": 1e12, "memory_bytes": 1 << 30}
+    devices = [{"rank": r, "node": str(r // 4), "place": {"switch": str(r % 2)}, **facts} for r in range(8)]
+    cluster = Cluster.from_json({"format": "hetu_fx.cluster/1", "devices": devices, "levels": levels})
+    assert ranks_by_node(cluster.devices, cluster) == {"0": [0, 2, 1, 3], "1": [4, 6, 5, 7]}
+    ranks = ranks_by_node(cluster.devices, cluster)["0"]
+    assert regrouped(ranks, dict.fromkeys(ranks, 1.0), {}) == ranks

@@ -133,7 +133,7 @@ class HeteroTemplates(Templates):
 
 def placed_groups(cluster: Cluster, result: HeteroResult, by_replica: bool) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return the devices of each (stage, replica), larger groups first so that they leave no gaps in a node."""
-    free = {alike.name: list(ranks_by_node(alike.devices).values()) for alike in alike_in(cluster)}
+    free = {alike.name: list(ranks_by_node(alike.devices, cluster).values()) for alike in alike_in(cluster)}
     places = list(product(range(len(result.stages)), range(result.replicas)))
     degree = {place: result.stages[place[0]].groups.degree for place in places}
     order = sorted(places, key=lambda place: (-degree[place], *(place[::-1] if by_replica else place)))

@@ -75,7 +75,7 @@ def _kind(problem: Problem, alike: Alike, rows: int) -> ChipKind:
     seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
     return ChipKind(
         name=alike.name,
-        nodes=tuple(map(len, ranks_by_node(alike.devices).values())),
+        nodes=tuple(map(len, ranks_by_node(alike.devices, problem.cluster).values())),
         memory_bytes=alike.memory_bytes * problem.options.memory_fraction,
         layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
         inside=problem.cluster.intra.between(*alike.devices),

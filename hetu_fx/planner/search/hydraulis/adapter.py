@@ -115,7 +115,7 @@ def _shares(done: Sequence[Packing]) -> dict[Scheme, int]:
 
 def _placed(strategy: Strategy, cluster: Cluster) -> list[list[tuple[int, ...]]]:
     """Return the devices of each stage of each pipeline: a group in the fullest node that still has room for it."""
-    free = list(ranks_by_node(cluster.devices).values())
+    free = list(ranks_by_node(cluster.devices, cluster).values())
     return [[_taken(free, scheme.tensor_parallel) for _ in range(scheme.stages)] for scheme in strategy.pipelines]
 
 

@@ -75,17 +75,19 @@ def holdings(plan: Plan | None, num_layers: int) -> dict[int, LayerSlice]:
 def regrouped(ranks: Sequence[int], rates: Mapping[int, float], held: Holdings) -> list[int]:
     """Return a node's ranks, fastest first, equally fast ones such that stages can stay as they are.
 
-    Stages whose devices are all of one rate come before those that cannot stay whole, and large ones before small
-    ones, as groups of equal devices are cut; slices keep their order.
+    Those that hold nothing stay in the order that is given, so that groups stand below one switch. Stages whose devices
+    are all of one rate come before those that cannot stay whole, and large ones before small ones, as groups of equal
+    devices are cut; slices keep their order.
     """
     by_stage: dict[int, set[float]] = {}
+    places = {rank: place for place, rank in enumerate(ranks)}
     for rank in ranks:
         if rank in held:
             by_stage.setdefault(held[rank].stage, set()).add(rates[rank])
 
     def key(rank: int) -> tuple[float, ...]:
         if rank not in held:
-            return rates[rank], 2, rank
+            return rates[rank], 2, places[rank]
         part = held[rank]
         return rates[rank], int(len(by_stage[part.stage]) > 1), -part.size, part.stage, part.position
 

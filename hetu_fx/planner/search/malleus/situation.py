@@ -126,7 +126,7 @@ class MalleusSituation:
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each node."""
-        return tuple(map(tuple, ranks_by_node(self.cluster.devices).values()))
+        return tuple(map(tuple, ranks_by_node(self.cluster.devices, self.cluster).values()))
 
     def room_bytes(self, devices: tuple[int, ...]) -> float:
         """Return what (2) leaves a group for layers, over all its devices."""

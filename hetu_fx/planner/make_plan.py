@@ -43,10 +43,10 @@ from hetu_fx.plans.tables import short_text
 NEGLIGIBLE = 0.01
 """A plan slower by less than this is as good: predictions are not that exact."""
 
-MOST_JOBS = 30_000
-"""So many jobs of finalists are simulated: about a second."""
+MOST_JOBS = 60_000
+"""So many jobs of finalists are simulated: about two seconds."""
 
-LEAST_FINALISTS = 4
+LEAST_FINALISTS = 8
 
 __all__ = ["PlanOptions", "make_plan", "make_plans", "predicted"]
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from hetu_fx.planner.price.stage import StageCosts
 from hetu_fx.planner.values.line import Line
 from hetu_fx.plans.plan import Schedule, micro_batch_rows
-from hetu_fx.plans.schedule import Phase, actions
+from hetu_fx.plans.schedule import Action, Phase, actions, departures
 
 Columns = tuple[tuple[float, ...], ...]
 """Seconds by stage of each micro-batch's forward, and then of each one's backward."""
@@ -43,18 +43,36 @@ def scheduled_seconds(stages: Sequence[StageCosts], rows: int, micro_batches: in
 
 
 def finish(
-    stages: Sequence[StageCosts], rows: int, micro_batches: int, schedule: Schedule, *, overlaps: bool = False
+    stages: Sequence[StageCosts],
+    rows: int,
+    micro_batches: int,
+    schedule: Schedule,
+    *,
+    beside: Sequence[int] = (),
 ) -> Finish:
     """Return how `rows` rows end in up to `micro_batches` micro-batches, larger ones first.
 
-    Where it `overlaps`, a stage goes on while what it hands over is under way.
+    Args:
+        stages: of the pipeline.
+        rows, micro_batches, schedule: of it.
+        beside: a stage goes on while what it hands over is under way, on links that as many pipelines share at once as
+            this says of each edge between stages; left out: what is handed over counts with the work.
     """
     if rows == 0:
         return Finish((0.0,) * len(stages), (0.0,) * len(stages))
-    sizes = micro_batch_rows(rows, min(micro_batches, rows))
+    sizes, overlaps = micro_batch_rows(rows, min(micro_batches, rows)), len(beside) == len(stages) - 1 > 0
+    crowds = (*beside, 1) if overlaps else (1,) * len(stages)
     work = tuple(_columns(stage.forward_seconds, stage.backward_seconds, sizes) for stage in stages)
-    sent = tuple(_columns(stage.to_next, stage.to_previous, sizes) for stage in stages)
-    return _played(work, sent, schedule, overlaps)
+    sent = (
+        _columns(_shared(stage.to_next, crowds[i]), _shared(stage.to_previous, crowds[i - 1]), sizes)
+        for i, stage in enumerate(stages)
+    )
+    return _played(work, tuple(sent), schedule, overlaps)
+
+
+def _shared(line: Line, count: int) -> Line:
+    """Return the seconds of a message on links that so many share."""
+    return Line(line.fixed, line.slope * count)
 
 
 Seconds = Callable[[int], float] | Line
@@ -86,19 +104,19 @@ class _Board:
         self.busy: Sequence[Sequence[float]] = work if overlaps else both
         self._under_way = sent if overlaps else [[0.0] * len(column) for column in sent]
         self._orders = [_numbered(schedule, stage, len(work), self._count) for stage in range(len(work))]
-        self._there: list[list[float | None]] = [[None] * len(column) for column in work]
+        self._ended: list[list[float]] = [[] for _ in work]
+        after = _leaves if overlaps else _done
+        self._after = [after(schedule, stage, len(work), self._count) for stage in range(len(work))]
         self._places = [0] * len(work)
         self.free, self.left = [0.0] * len(work), 2 * self._count * len(work)
 
     def go_on(self, stage: int) -> None:
         """Do the next entries of a stage, as long as what they need has come."""
-        order, there = self._orders[stage], self._there[stage]
-        busy, sent = self.busy[stage], self._under_way[stage]
+        order, busy, ended = self._orders[stage], self.busy[stage], self._ended[stage]
         free, place = self.free[stage], self._places[stage]
         while place < len(order) and (came := self._came(stage, order[place])) is not None:
-            entry = order[place]
-            free = max(free, came) + busy[entry]
-            there[entry] = free + sent[entry]
+            free = max(free, came) + busy[order[place]]
+            ended.append(free)
             place += 1
         self.left -= place - self._places[stage]
         self.free[stage], self._places[stage] = free, place
@@ -106,7 +124,10 @@ class _Board:
     def _came(self, stage: int, entry: int) -> float | None:
         """Return when what an entry needs of another stage has come; None if it has not."""
         other = stage - 1 if entry < self._count else stage + 1
-        return self._there[other][entry] if 0 <= other <= self._last else 0.0
+        if not 0 <= other <= self._last:
+            return 0.0
+        after, ended = self._after[other][entry], self._ended[other]
+        return ended[after - 1] + self._under_way[other][entry] if len(ended) >= after else None
 
 
 @lru_cache(maxsize=512)
@@ -114,3 +135,20 @@ def _numbered(schedule: Schedule, stage: int, num_stages: int, count: int) -> tu
     """Return the entries of a stage in order, those of backwards counted behind all forwards."""
     found = actions(schedule, stage, num_stages, count)
     return tuple([one.micro_batch + (0 if one.phase is Phase.FORWARD else count) for one in found])
+
+
+@lru_cache(maxsize=512)
+def _done(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
+    """Return how many entries of a stage are done when each is."""
+    places = {entry: place for place, entry in enumerate(_numbered(schedule, stage, num_stages, count), 1)}
+    return tuple([places[entry] for entry in range(2 * count)])
+
+
+@lru_cache(maxsize=512)
+def _leaves(schedule: Schedule, stage: int, num_stages: int, count: int) -> tuple[int, ...]:
+    """Return how many entries of a stage are done when what each has made leaves."""
+    orders = tuple([actions(schedule, one, num_stages, count) for one in range(num_stages)])
+    found, done = departures(orders, stage), _done(schedule, stage, num_stages, count)
+    forward = [found.get((Action(Phase.FORWARD, m), stage + 1), done[m]) for m in range(count)]
+    backward = [found.get((Action(Phase.BACKWARD, m), stage - 1), done[count + m]) for m in range(count)]
+    return (*forward, *backward)

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
-from hetu_fx.base.once import once
 from hetu_fx.base.words import bytes_text
 from hetu_fx.cluster.cluster import Cluster
+from hetu_fx.planner.price.crossing import Crossing, add_crossing
+from hetu_fx.planner.price.links import Resource
 from hetu_fx.planner.price.pipeline import Finish, finish
 from hetu_fx.planner.price.placement import PlacedDevice, device_bytes, places_in, stops_of
 from hetu_fx.planner.price.stage import StageCosts, device_lines, forward_lines, stage_costs
@@ -72,11 +73,31 @@ class PricedStep:
         self._ways = Ways(plan, costs.under(plan), cluster)
         self._updates = {place.rank: place.update_seconds(plan, cluster) for place in self._places}
 
-    @once
-    def _finishes(self, overlaps: bool) -> list[Finish]:
-        """Return how each pipeline ends."""
+    @cached_property
+    def _finishes(self) -> list[Finish]:
+        """Return how each pipeline ends, one thing after the other."""
+        return [finish(stages, rows, p.micro_batches, self.plan.schedule) for p, rows, stages in self._runs]
+
+    @cached_property
+    def _overlapped(self) -> list[Finish]:
+        """Return how each pipeline ends if what stages hand over travels beside work."""
+        crossing = Crossing.of([pipeline for pipeline, *_ in self._runs], self._cluster)
         schedule = self.plan.schedule
-        return [finish(stages, n, p.micro_batches, schedule, overlaps=overlaps) for p, n, stages in self._runs]
+        return [
+            finish(stages, rows, p.micro_batches, schedule, beside=crossing.beside(p)) for p, rows, stages in self._runs
+        ]
+
+    @cached_property
+    def _handed_seconds(self) -> float:
+        """Return for how long the link of a node is busy with all hand-overs, a micro-batch going through."""
+        busy: dict[Resource, float] = {}
+        for pipeline, rows, _ in self._runs:
+            stops = stops_of(pipeline, self._costs.num_blocks)
+            for (stage, other), block in zip(pairwise(pipeline.stages), stops[1:], strict=False):
+                for ends in ((stage, other), (other, stage)):
+                    size = rows * self._costs.boundary(block)
+                    add_crossing(busy, ends[0].devices[0], ends[1].devices[0], size, self._cluster)
+        return max(busy.values()) + max(map(_latency, self._runs)) if busy else 0.0
 
     @cached_property
     def _gather(self) -> Ends:
@@ -94,7 +115,7 @@ class PricedStep:
     @property
     def overlapped_seconds(self) -> float:
         """Return what the step takes if what is sent travels beside work: what searches compare by."""
-        done = max(finished.seconds for finished in self._finishes(overlaps=True))
+        done = max(self._handed_seconds, *(finished.seconds for finished in self._overlapped))
         home = self._ways.home_by(self._ready)
         update = max(self._updates.values())
         return self._gather.seconds + self._row_sums + max(done, home) + update
@@ -108,7 +129,7 @@ class PricedStep:
         """Return for pipelines that differ the number of their kind, and when each stage has come down to a block."""
         kinds = {stops: number for number, stops in enumerate(self._ways.kinds)}
         found: dict[tuple[int, Finish], list[Callable[[int], float]]] = {}
-        for (pipeline, _, _), finished in zip(self._runs, self._finishes(overlaps=True), strict=True):
+        for (pipeline, _, _), finished in zip(self._runs, self._overlapped, strict=True):
             stops = stops_of(pipeline, self._costs.num_blocks)
             key = kinds[stops], finished
             if key not in found:
@@ -122,7 +143,7 @@ class PricedStep:
     @cached_property
     def prediction(self) -> Prediction:
         """Return the predicted step, and every device's seconds and bytes by term."""
-        step = max(finished.seconds for finished in self._finishes(overlaps=False)) + self.end_seconds + self._row_sums
+        step = max(finished.seconds for finished in self._finishes) + self.end_seconds + self._row_sums
         speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
         held = device_bytes(self.plan, self._costs, speeds)
         devices = tuple(
@@ -164,6 +185,12 @@ def _runs(plan: Plan, costs: ProgramCosts, cluster: Cluster) -> Iterator[_Run]:
     for pipeline, rows in zip(plan.pipelines, pipeline_rows(costs.rows, plan), strict=True):
         largest = math.ceil(rows / max(1, min(pipeline.micro_batches, rows)))
         yield pipeline, rows, stage_costs(pipeline, costs.under(plan), cluster, max(1, largest))
+
+
+def _latency(run: _Run) -> float:
+    """Return the seconds of one micro-batch through all stages."""
+    pipeline, rows, stages = run
+    return sum(stage.seconds(rows // max(1, min(pipeline.micro_batches, rows))) for stage in stages)
 
 
 def _places(pipeline: Pipeline, rows: int, stages: Sequence[StageCosts]) -> Iterator[PricedDevice]:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
 from hetu_fx.planner.price.links import Resource, Traffic, loads_of, turn_traffic
 from hetu_fx.planner.price.placement import stops_of, tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
@@ -214,7 +214,7 @@ class Ways:
         for bucket in self._travelling(direction):
             way, ranks = self._way(bucket.holders), self._members(bucket.holders)
             seconds, share = self._seconds_of(direction, bucket), way.share(bucket.start, bucket.stop)
-            done.append(free.take(ranks, seconds, _turn(done) if direction == "gather" else 0.0))
+            done.append(free.take(ranks, seconds))
             for rank in ranks:
                 spent[rank] += seconds
             for resource, load in way.loads.items():
@@ -286,11 +286,6 @@ class Ways:
                 traffic = turn_traffic(ring, one.bytes, 1 if self._plan.zero else 2, self._cluster)
                 busiest = max(loads_of(traffic, self._cluster).values(), default=0.0)
                 yield [r for stage in stages for r in stage.devices], line.fixed + max(line.slope, busiest)
-
-
-def _turn(done: Sequence[float]) -> float:
-    """Return when another bucket may be gathered, as so many are at once."""
-    return done[-BUCKETS_AT_ONCE] if len(done) >= BUCKETS_AT_ONCE else 0.0
 
 
 class _Free:

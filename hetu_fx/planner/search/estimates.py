@@ -209,6 +209,18 @@ class Estimates:
                     total[node] = total.get(node, 0.0) + size
         return max(total.values(), default=0.0)
 
+    def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
+        """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""
+        stops = itertools.accumulate(stage.blocks or 0 for stage in replica.pipeline.stages)
+        sizes = [self._costs.boundary(stop) for stop in stops]
+        sent: dict[int, float] = {}
+        for groups in pipelines:
+            nodes = [self._node[group[0]] for group in groups]
+            for (here, there), size in zip(itertools.pairwise(nodes), sizes, strict=False):
+                for node in (here, there) if here != there else ():
+                    sent[node] = sent.get(node, 0.0) + size
+        return max(sent.values(), default=0.0) / self._cluster.inter.bytes_per_second
+
     def _kind(self, devices: Sequence[int]) -> Hashable:
         """Return what a group is: the classes of its devices, and which share a node."""
         nodes: dict[int, int] = {}

@@ -173,12 +173,14 @@ class _Estimating:
         groups = [arrangement.groups(i) for i in range(degrees.pipelines)]
         firsts, last = [one[0] for one in groups], groups[0][-1][-1]
         rows, shared = costs.rows // degrees.pipelines, self._estimates.shared_bytes(groups, replicas[0])
+        crossing = rows * self._estimates.crossing_seconds(groups, replicas[0])
         for given in self._rules:
             ways = list(_ways(replicas, degrees, costs.rows, given))
             end = self._estimates.ends(replicas, firsts, last, given.zero, shared) if ways else NO_END
             for way in ways:
                 backward = min(replica.last_backward(rows, way.micro_batches) for replica in replicas)
-                seconds = way.seconds + end.seconds(backward)
+                least = crossing + replicas[0].latency(rows, way.micro_batches) if crossing else 0.0
+                seconds = max(way.seconds, least) + end.seconds(backward)
                 yield TimedArrangement(seconds, arrangement, way, given.zero, self._manner)
 
 
@@ -253,7 +255,7 @@ def stage_counts(groups: int, num_blocks: int) -> list[int]:
 
 def finalists(num_devices: int) -> int:
     """Return how many of the best plans by estimate are priced; the price of one grows faster than the devices."""
-    return max(2, min(64, 1024 // num_devices))
+    return max(4, min(64, 2048 // num_devices))
 
 
 def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan, float]:

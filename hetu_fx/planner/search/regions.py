@@ -42,20 +42,23 @@ Region = tuple[int, ...]
 class Template:
     """Equal pipelines over a region, the ways to run one of them, and what a step takes besides.
 
-    `shared_bytes` are those that one turn of all parameters sends through the link of a node if there are others too.
+    `shared_bytes` are those that one turn of all parameters sends through the link of a node if there are others too;
+    hand-overs of a row of each pipeline keep such a link busy for `crossing_seconds`.
     """
 
     pipelines: tuple[Groups, ...]
     family: Family
     end: EndEstimate = NO_END
     shared_bytes: float = 0.0
+    crossing_seconds: float = 0.0
 
     @classmethod
     def of(cls, pipelines: tuple[Groups, ...], family: Family, estimates: Estimates, zero: int) -> Template:
         """Return the template with what a step of it alone takes besides."""
         replica = family.replica
         alone, beside = (estimates.shared_bytes(pipelines, replica, are_all=are_all) for are_all in (True, False))
-        made = cls(pipelines, family, shared_bytes=beside)
+        crossing = estimates.crossing_seconds(pipelines, replica)
+        made = cls(pipelines, family, shared_bytes=beside, crossing_seconds=crossing)
         return replace(made, end=estimates.ends([replica], *made.ends, zero, alone))
 
     @property
@@ -65,7 +68,10 @@ class Template:
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of so many rows over all pipelines."""
-        return self.family.seconds(math.ceil(rows / len(self.pipelines)))
+        own = math.ceil(rows / len(self.pipelines))
+        if not self.crossing_seconds:
+            return self.family.seconds(own)
+        return max(self.family.seconds(own), own * self.crossing_seconds + self.family.latency(own))
 
     def step_seconds(self, rows: int) -> float:
         """Return the seconds of a step of so many rows over all pipelines, if there are no others."""

@@ -165,6 +165,11 @@ class Replica:
         """Return the seconds of the backward with which the first stage ends."""
         return (1 - 1 / FORWARD_AND_BACKWARD) * self.lines[0](rows // max(1, min(micro_batches, rows)))
 
+    def latency(self, rows: int, micro_batches: int) -> float:
+        """Return the seconds of one micro-batch through all stages."""
+        micro_rows = math.ceil(rows / max(1, min(micro_batches, rows)))
+        return math.fsum(line(micro_rows) for line in self.lines)
+
     def _lines(self, recompute: Sequence[int]) -> Sequence[Line]:
         if not any(recompute):
             return self.lines
@@ -270,6 +275,11 @@ class Family:
         """Return the seconds of the backward with which the fastest way to do `rows` rows ends; 0 if none fits."""
         best = self.best(rows)
         return 0.0 if best is None else self.replica.last_backward(rows, best.micro_batches)
+
+    def latency(self, rows: int) -> float:
+        """Return the seconds of one micro-batch of the fastest way to do `rows` rows; infinite if none fits."""
+        best = self.best(rows)
+        return math.inf if best is None else self.replica.latency(rows, best.micro_batches)
 
     def pipeline(self, rows: int) -> Pipeline:
         """Return the pipeline with its rows, in no more micro-batches than rows."""

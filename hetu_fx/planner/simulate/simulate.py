@@ -137,16 +137,16 @@ class _StepJobs:
         return {rank: [job] for rank in self.plan.devices}
 
     def _gather(self) -> dict[int, list[int]]:
-        """Add the gathers of parameters, a few buckets at once; return by device those that it waits for."""
-        found: list[int] = []
+        """Add the gathers of parameters, a few at once on each device; return by device those that it waits for."""
         waits: dict[int, list[int]] = {}
         for bucket in reversed(self.buckets if self.plan.zero else ()):
             if not self._travels(bucket):
                 continue
-            after = found[-BUCKETS_AT_ONCE:][:1] if len(found) >= BUCKETS_AT_ONCE else []
-            found.append(self._travel("gather", bucket, after))
-            for rank in self._members(bucket.holders):
-                waits.setdefault(rank, []).append(found[-1])
+            own = [waits.setdefault(rank, []) for rank in self._members(bucket.holders)]
+            after = sorted({jobs[-BUCKETS_AT_ONCE] for jobs in own if len(jobs) >= BUCKETS_AT_ONCE})
+            job = self._travel("gather", bucket, after)
+            for jobs in own:
+                jobs.append(job)
         for job, ranks in self._tied("gather", {}) if self.plan.zero else ():
             for rank in ranks:
                 waits.setdefault(rank, []).append(job)

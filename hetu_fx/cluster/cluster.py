@@ -170,7 +170,7 @@ class Cluster(Document):
 
     def shared_units(self, rank: int) -> tuple[Place, ...]:
         """Return the units that a device stands in whose links may be shared, by name and number; its node first."""
-        return self._hierarchy.shared_units(rank)
+        return self._hierarchy.shared_units(self.device(rank).rank)
 
     @property
     def link_units(self) -> dict[str, str]:

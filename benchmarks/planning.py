@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from benchmarks.cases.exhaustive_plans import all_plans
 from benchmarks.cases.fidelity import fidelity, share_over
-from benchmarks.cases.planning import Case, cases, llama
+from benchmarks.cases.planning import Case, cases, hard_cases, llama
 from benchmarks.cases.regret import Question, questions, regret
 from benchmarks.kit.report import Bar, Row, finish, parser, table
 from hetu_fx.cluster.cluster import Cluster, Link
@@ -41,7 +41,14 @@ QUICK_DEVICES = 8
 PATIENCE_SECONDS = 60.0
 TWICE_SECONDS = 3.0
 NARROW_BAR = 5.0  # seconds for 8 devices and a decoder of GPT-2's width
-STRAGGLER_BARS = {"7B, 64 A800, 3 straggle": 2.0, "7B, 1024 A800, 3 straggle": 60.0}  # seconds of the Malleus search
+SEARCH_BARS = {
+    ("malleus", "7B, 64 A800, 3 straggle"): 2.0,
+    ("malleus", "7B, 1024 A800, 3 straggle"): 60.0,
+    ("malleus", "7B, 4096 A800, 1 straggles"): 60.0,
+    ("heteroauto", "7B, 64 of 4 kinds"): 2.0,
+    ("heteroauto", "70B, 256 of 4 kinds"): 60.0,
+}
+"""Seconds of a search alone."""
 
 
 NUM_PLANS, QUICK_PLANS = 2000, 200  # drawn, for the fidelity of closed form and simulation
@@ -64,14 +71,16 @@ def main() -> int:
     answered = [row for row in rows if "step" in row]
     narrow = [_number(row, "plan seconds") for row in rows if str(row["case"]).startswith("width 768")]
     worst = max(_number(row, "over homogeneous") for row in answered if "over homogeneous" in row)
-    stragglers = {case.name: seconds_of("malleus", case) for case in chosen if case.name in STRAGGLER_BARS}
+    by_name = {case.name: case for case in (*chosen, *hard_cases(QUICK_DEVICES if options.quick else 4096))}
+    alone = [pair for pair in SEARCH_BARS if pair[1] in by_name]
+    searched = {(search, name): seconds_of(search, by_name[name]) for search, name in alone}
     bars = [
         Bar("questions without an answer", len(rows) - len(answered), 0, False),
         Bar("slowest plan over the best homogeneous one", worst, 1.01, False),
         Bar("questions with two answers", sum(row.get("same") == "no" for row in rows), 0, False),
         Bar("slowest plan over the best of all, 3 devices", max(over_the_best_of_all()), 1.02, False),
         Bar("seconds for 8 devices and width 768 (slowest)", max(narrow), NARROW_BAR, False),
-        *(Bar(f"seconds of malleus: {name}", took, STRAGGLER_BARS[name], False) for name, took in stragglers.items()),
+        *(Bar(f"seconds of {' '.join(pair)}", took, SEARCH_BARS[pair], False) for pair, took in searched.items()),
     ]
     bars += fidelity_bars(QUICK_PLANS if options.quick else NUM_PLANS)
     asked = [told_regret(one) for one in questions(QUICK_DEVICES if options.quick else MOST_DEVICES)]
@@ -169,7 +178,7 @@ def _compared(case: Case, problem: Problem, step: float) -> Row:
 
 def seconds_of(search: str, case: Case) -> float:
     """Return the processor's seconds of one search, up to its bar and a little more."""
-    most = 1.5 * STRAGGLER_BARS[case.name]
+    most = 1.5 * SEARCH_BARS[search, case.name]
     return timed(lambda: find_search(search).find(Problem(case.profile, case.cluster)), most)[0]
 
 

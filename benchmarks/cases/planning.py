@@ -122,6 +122,17 @@ def cases(most: int) -> Iterator[Case]:
             yield case
 
 
+def hard_cases(most: int) -> Iterator[Case]:
+    """Yield cases of up to so many devices on which single searches are timed: many devices, and little memory."""
+    straggling = cluster({"A800-80G": 4096}, {17: RATES[0]})
+    kinds = ("V100-32G", "H20-96G", "A100-80G", "H800-80G")
+    found = (
+        Case("7B, 4096 A800, 1 straggles", straggling, small(4096)),
+        Case("70B, 256 of 4 kinds", cluster(dict.fromkeys(kinds, 64)), llama(80, 8192, 28672, 256)),
+    )
+    yield from (case for case in found if len(case.cluster.devices) <= most)
+
+
 def _narrow() -> Iterator[Case]:
     """Yield decoders of GPT-2's width on 8 devices, of one node and of two."""
     for layers in (2, 12):

@@ -120,6 +120,7 @@ class Way:
         """Return for how long it keeps the busiest resource."""
         return max(self.loads.values(), default=0.0)
 
+    @once
     def share(self, start: int, stop: int) -> float:
         """Return what some blocks have of the bytes that `traffic` sends."""
         return self._costs.between(start, stop).parameter_bytes / BUCKET_BYTES
@@ -234,9 +235,10 @@ class Ways:
         travelling = self._travelling("gradients")
         for bucket in travelling:
             way, seconds = self._way(bucket.holders), self._seconds_of("gradients", bucket)
+            share = way.share(bucket.start, bucket.stop)
             done.append(free.take(self._members(bucket.holders), seconds, ready(bucket)))
             for resource, load in way.loads.items():
-                busy[resource] += way.share(bucket.start, bucket.stop) * load
+                busy[resource] += share * load
         first = min(map(ready, travelling), default=0.0)
         done += [first + seconds for seconds in busy.values()]
         done += [free.take(readers, seconds) for readers, seconds in self._tied("gradients")]

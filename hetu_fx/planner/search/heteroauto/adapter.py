@@ -11,6 +11,7 @@ HeteroAuto recomputes all layers of a stage or none; what is planned is the leas
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Hashable, Iterator
@@ -21,7 +22,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
-from hetu_fx.planner.search.heteroauto.cost import HeteroResult
+from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
 from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems
 from hetu_fx.planner.search.heteroauto.search import Upper
 from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
@@ -84,12 +85,15 @@ class HeteroTemplates(Templates):
         problems, below = HeteroProblems(part), math.inf
         worth = _WORTH if len(alike_in(part.cluster)) > 1 else _WORTH_ALONE
         try:
-            tried = sorted((Upper(problems.of(*shape)).least_seconds, shape) for shape in shapes(part))
+            queue = [(throughput_bound(problems.of(*shape), shape[0]), False, shape) for shape in shapes(part)]
         except PlanError:
             return  # nothing is known of groups that some kind could form
-        for least, shape in tried:
-            if least >= below or part.time_limit.ends(below < math.inf):
-                return
+        heapq.heapify(queue)
+        while queue and queue[0][0] < below and not part.time_limit.ends(below < math.inf):
+            _, is_near, shape = heapq.heappop(queue)
+            if not is_near:  # a bound that takes longer to work out
+                heapq.heappush(queue, (Upper(problems.of(*shape)).least_seconds, True, shape))
+                continue
             seconds, found = self._fitting(part, problems, shape, below)
             below = min(below, worth * seconds)
             yield from found

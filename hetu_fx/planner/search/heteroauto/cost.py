@@ -287,6 +287,19 @@ def _times(factor: float, seconds: Numbers) -> Numbers:
     return np.where(fits, factor * np.where(fits, seconds, 0.0), np.inf)
 
 
+def throughput_bound(problem: HeteroProblem, replicas: int) -> float:
+    """Return seconds that no plan is below: all groups are busy with the slowest stage's share, wherever stages stand.
+
+    A micro-batch goes through L layers on the fastest groups at best, and each further one takes L over what all groups
+    of a replica do in a second.
+    """
+    pairs = [(kind, [Groups(kind, degree) for degree in kind.degrees]) for kind in problem.kinds]
+    seconds = {one: work_seconds(one, 1.0, EndCosts(), recompute=False) for _, found in pairs for one in found}
+    rate = sum(max(kind.num_groups(one.degree) / seconds[one] for one in found) for kind, found in pairs) / replicas
+    count, bubble = problem.num_micro_batches // replicas, problem.bubble
+    return problem.num_layers * ((count - bubble) / rate + bubble * min(seconds.values()))
+
+
 _MOST_LIMITS = 512
 
 

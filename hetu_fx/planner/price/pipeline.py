@@ -20,6 +20,9 @@ Columns = tuple[tuple[float, ...], ...]
 """Seconds by stage of each micro-batch's forward, and then of each one's backward."""
 
 
+Seconds = Callable[[int], float]
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a pipeline's schedule ends: when each stage is done, and how long its last backward took till then."""
@@ -70,12 +73,9 @@ def finish(
     return _played(work, tuple(sent), schedule, overlaps)
 
 
-def _shared(line: Line, count: int) -> Line:
-    """Return the seconds of a message on links that so many share."""
-    return Line(line.fixed, line.slope * count)
-
-
-Seconds = Callable[[int], float] | Line
+def _shared(line: Line, count: int) -> Seconds:
+    """Return the seconds of a message on links that so many share, by its rows."""
+    return lambda rows: line.fixed + line.slope * count * rows
 
 
 def _columns(forward: Seconds, backward: Seconds, sizes: Sequence[int]) -> tuple[float, ...]:

@@ -62,7 +62,7 @@ def test_estimates_are_what_is_predicted_where_pipelines_stand_in_nodes() -> Non
         assert found is not None
         rows = math.ceil(COSTS.rows / candidate.degrees.pipelines)
         if rows % candidate.micro_batches == 0:
-            assert found[1] == pytest.approx(candidate.seconds, rel=0.1)
+            assert found[1] == pytest.approx(candidate.seconds, rel=0.2)
         else:  # estimated as if all micro-batches had as many rows as the first
             assert found[1] < 1.1 * candidate.seconds
 

@@ -118,7 +118,7 @@ class PricedStep:
         done = max(self._handed_seconds, *(finished.seconds for finished in self._overlapped))
         home = self._ways.home_by(self._ready)
         update = max(self._updates.values())
-        return self._gather.seconds + self._row_sums + max(done, home) + update
+        return self._gather.overlapped_seconds + self._row_sums + max(done, home) + update
 
     def _ready(self, bucket: Bucket) -> float:
         """Return when all pipelines have done the backward of a bucket's blocks."""

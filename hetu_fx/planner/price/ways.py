@@ -20,7 +20,7 @@ from typing import Literal
 
 from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES
+from hetu_fx.comm_ops.plans.cost import BUCKET_BYTES, BUCKETS_AT_ONCE
 from hetu_fx.planner.price.links import Resource, Traffic, loads_of, turn_traffic
 from hetu_fx.planner.price.placement import stops_of, tied_holders
 from hetu_fx.planner.price.step_end import sync_seconds
@@ -190,10 +190,22 @@ def ring_line(direction: Direction, size: float, ring: Ring, cluster: Cluster, z
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What all ways in one direction take: the seconds until the last has ended, and those of each device's."""
+    """What all ways in one direction take.
+
+    Attributes:
+        seconds: until the last has ended, if each device takes part in one at a time.
+        by_device: of each device's.
+        link_seconds: for how long they keep the busiest link.
+    """
 
     seconds: float
     by_device: Mapping[int, float]
+    link_seconds: float = 0.0
+
+    @property
+    def overlapped_seconds(self) -> float:
+        """Return what they take if each device takes part in as many as are gathered at once."""
+        return max(self.seconds / BUCKETS_AT_ONCE, self.link_seconds)
 
 
 class Ways:
@@ -211,7 +223,7 @@ class Ways:
         if direction == "gather" and not self._plan.zero:
             return Ends(0.0, {})
         free, spent = _Free(), defaultdict[int, float](float)
-        busy, done = defaultdict[Resource, float](float), list[float]()
+        busy, done = defaultdict[Resource, float](float), [0.0]
         for bucket in self._travelling(direction):
             way, ranks = self._way(bucket.holders), self._members(bucket.holders)
             seconds, share = self._seconds_of(direction, bucket), way.share(bucket.start, bucket.stop)
@@ -224,25 +236,25 @@ class Ways:
             done.append(free.take(readers, seconds))
             for rank in readers:
                 spent[rank] += seconds
-        return Ends(max([*done, *busy.values()], default=0.0), self._with_waits(spent, busy, direction))
+        link_seconds = max(busy.values(), default=0.0)
+        return Ends(max([*done, link_seconds]), self._with_waits(spent, busy, direction), link_seconds)
 
     def home_by(self, ready: Callable[[Bucket], float]) -> float:
         """Return when all gradients are home, each bucket of which is ready at some time; 0 where none travel.
 
         Links are shared as if each had room for all that comes after the first bucket is ready.
         """
-        free, busy, done = _Free(), defaultdict[Resource, float](float), [0.0]
+        busy, done = defaultdict[Resource, float](float), [0.0]
         travelling = self._travelling("gradients")
         for bucket in travelling:
             way, seconds = self._way(bucket.holders), self._seconds_of("gradients", bucket)
             share = way.share(bucket.start, bucket.stop)
-            done.append(free.take(self._members(bucket.holders), seconds, ready(bucket)))
+            done.append(ready(bucket) + seconds)
             for resource, load in way.loads.items():
                 busy[resource] += share * load
         first = min(map(ready, travelling), default=0.0)
         done += [first + seconds for seconds in busy.values()]
-        done += [free.take(readers, seconds) for readers, seconds in self._tied("gradients")]
-        return max(done)
+        return max(done) + max((seconds for _, seconds in self._tied("gradients")), default=0.0)
 
     def _seconds_of(self, direction: Direction, bucket: Bucket) -> float:
         return self._way(bucket.holders).seconds(direction, bucket.start, bucket.stop)
@@ -296,8 +308,8 @@ class _Free:
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
-    def take(self, ranks: Sequence[int], seconds: float, after: float = 0.0) -> float:
-        """Take devices for so many seconds, not before `after`; return when they are done."""
-        end = max(after, *(self._since.get(rank, 0.0) for rank in ranks)) + seconds
+    def take(self, ranks: Sequence[int], seconds: float) -> float:
+        """Take devices for so many seconds; return when they are done."""
+        end = max(self._since.get(rank, 0.0) for rank in ranks) + seconds
         self._since |= dict.fromkeys(ranks, end)
         return end

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from hetu_fx.cluster.cluster import Cluster, Device
+from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
@@ -187,10 +188,11 @@ class Estimates:
         )
 
     def _turns(self, num_bytes: float, ring: Sequence[int], zero: int, pieces: int) -> tuple[float, float]:
-        """Return (gradient sync, gather) seconds of so many pieces around a ring, one after the other."""
+        """Return (gradient sync, gather) seconds of so many pieces around a ring, a few of them at once."""
         empty, full = (sync_seconds(size, ring, self._cluster, zero) for size in (0.0, num_bytes))
-        first, second = (pieces * a + b - a for a, b in zip(empty, full, strict=True))
-        return first, second
+        at_once, turn = min(pieces, BUCKETS_AT_ONCE), cheapest_ring_cost(num_bytes, ring, self._cluster)
+        first, second = ((pieces * a + b - a) / at_once for a, b in zip(empty, full, strict=True))
+        return max(first, turn if zero else 2 * turn), max(second, turn if zero else 0.0)
 
     def shared_bytes(self, pipelines: Sequence[Groups], replica: Replica, *, are_all: bool = True) -> float:
         """Return the most bytes of parameters that one turn sends through the link of a node; 0 within one node.

@@ -196,16 +196,18 @@ class Ends:
         seconds: until the last has ended, if each device takes part in one at a time.
         by_device: of each device's.
         link_seconds: for how long they keep the busiest link.
+        at_once: in how many of them a device takes part at once, in a step.
     """
 
     seconds: float
     by_device: Mapping[int, float]
     link_seconds: float = 0.0
+    at_once: int = 1
 
     @property
     def overlapped_seconds(self) -> float:
-        """Return what they take if each device takes part in as many as are gathered at once."""
-        return max(self.seconds / BUCKETS_AT_ONCE, self.link_seconds)
+        """Return what they take if each device takes part in several at once."""
+        return max(self.seconds / self.at_once, self.link_seconds)
 
 
 class Ways:
@@ -237,7 +239,8 @@ class Ways:
             for rank in readers:
                 spent[rank] += seconds
         link_seconds = max(busy.values(), default=0.0)
-        return Ends(max([*done, link_seconds]), self._with_waits(spent, busy, direction), link_seconds)
+        at_once, waits = min(BUCKETS_AT_ONCE, len(self._buckets)), self._with_waits(spent, busy, direction)
+        return Ends(max([*done, link_seconds]), waits, link_seconds, at_once)
 
     def home_by(self, ready: Callable[[Bucket], float]) -> float:
         """Return when all gradients are home, each bucket of which is ready at some time; 0 where none travel.

@@ -255,17 +255,21 @@ def stage_counts(groups: int, num_blocks: int) -> list[int]:
 
 def finalists(num_devices: int) -> int:
     """Return how many of the best plans by estimate are priced; the price of one grows faster than the devices."""
-    return max(4, min(64, 2048 // num_devices))
+    return max(2, min(64, 2048 // num_devices))
 
 
 def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan, float]:
     """Return the first so many plans that fit and may be, with their seconds by the cost model."""
     fitting: dict[Plan, float] = {}
-    for plan in dict.fromkeys(itertools.islice(problem.options.allowed(found), 4 * most)):
-        if len(fitting) == most or problem.time_limit.ends(fitting):
-            break
+    asked = set[Plan]()
+    for plan in itertools.islice(problem.options.allowed(found), 4 * most):
+        if plan in asked:
+            continue
+        asked.add(plan)
         priced = problem.fitted(plan)
         fitting |= [] if priced is None else [priced]
+        if len(fitting) == most or problem.time_limit.ends(fitting):
+            break
     return fitting
 
 

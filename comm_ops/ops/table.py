@@ -1,7 +1,8 @@
 """Communication: the ops of one tensor that are collectives, and the table of all ops.
 
 Between summands and their sum: all_reduce (Megatron's g) and, in the backward alone, identity (its f). Between a tensor
-that ranks have whole and its parts along a dim: all_gather, reduce_scatter and local_slice. Across unequal groups,
+that ranks have whole and its parts along a dim: all_gather, reduce_scatter and local_slice; all_to_all between parts
+along two dims. Across unequal groups,
 slice by slice: split_all_reduce, split_reduce_scatter and split_all_gather.
 
 `OPS` is the table of records, by name; importing it registers them all with torch as `hetu::name`. Those of one tensor,
@@ -22,10 +23,10 @@ from hetu_fx.comm_ops.ops.batched_send_receive import BATCHED_SEND_RECEIVE
 from hetu_fx.comm_ops.ops.op import CommOp, FusedOp, call
 from hetu_fx.comm_ops.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD
 from hetu_fx.comm_ops.plans.algorithm import parse_algorithm
-from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts, algorithm_of_sums
+from hetu_fx.comm_ops.plans.choose_algorithm import algorithm_of_parts, algorithm_of_sums, always_flat
 from hetu_fx.comm_ops.plans.cost import all_reduce_cost, no_cost, ring_cost
 from hetu_fx.comm_ops.plans.transition import Transition, parse_transition
-from hetu_fx.comm_ops.wire.collectives import fresh
+from hetu_fx.comm_ops.wire.collectives import exchange_parts, fresh
 from hetu_fx.comm_ops.wire.groups import active
 from hetu_fx.comm_ops.wire.split_run import (
     algorithm_of_slices,
@@ -103,6 +104,49 @@ def _fake_part(x: Tensor, ranks: list[int], dim: int, sizes: list[int], outer: i
 
 def _gathered(gradient: Tensor, *args: Any) -> Tensor:
     return call("all_gather", gradient, *args[:5], "duplicate", *args[5:])
+
+
+def _exchange(
+    x: Tensor,
+    ranks: list[int],
+    dim: int,
+    sizes: list[int],
+    outer: int,
+    inner: int,
+    joined: int,
+    parts: list[int],
+    before: int,
+    after: int,
+    form: str = "",
+) -> Tensor:
+    table = active()
+    here = table.position(ranks)
+    _check_size(x, dim, sum(sizes), outer, inner, "all_to_all")
+    _check_size(x, joined, parts[here], before, after, "all_to_all")
+    leaving = [take_part(x, dim, sizes, position, outer, inner) for position in range(len(ranks))]
+    shapes = [_part_shape(leaving[here], joined, size, before, after) for size in parts]
+    return fresh(join_parts(exchange_parts(leaving, shapes, ranks, table), joined, before))
+
+
+def _fake_exchanged(
+    x: Tensor,
+    ranks: list[int],
+    dim: int,
+    sizes: list[int],
+    outer: int,
+    inner: int,
+    joined: int,
+    parts: list[int],
+    before: int,
+    after: int,
+    *_: object,
+) -> Tensor:
+    part = x.new_empty(_part_shape(x, dim, sizes[active().position(ranks)], outer, inner))
+    return part.new_empty(_part_shape(part, joined, sum(parts), before, after))
+
+
+def _adjoint_of_exchange(gradient: Tensor, ranks: list[int], *args: Any) -> Tensor:
+    return call("all_to_all", gradient, ranks, *args[4:8], *args[:4], *args[8:])
 
 
 def take_part(x: Tensor, dim: int, sizes: Sequence[int], position: int, outer: int, inner: int) -> Tensor:
@@ -230,6 +274,16 @@ _MOVING = (
         adjoint=_gathered,
         cost=no_cost,
         algorithm=algorithm_of_parts,
+    ),
+    CommOp(
+        name="all_to_all",
+        summary="Cuts `dim` and joins another one that was cut; the gradient goes the other way.",
+        schema=f'(Tensor x, {_CUT}, int joined, SymInt[] parts, int before, int after, str form="") -> Tensor',
+        eager=_exchange,
+        fake=_fake_exchanged,
+        adjoint=_adjoint_of_exchange,
+        cost=ring_cost,
+        algorithm=always_flat,
     ),
     CommOp(
         name="split_all_reduce",

@@ -206,6 +206,24 @@ def reduce_parts(parts: Sequence[Tensor], ranks: Sequence[int], table: GroupTabl
     return result.to(parts[here].device)
 
 
+def exchange_parts(
+    parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable
+) -> list[Tensor]:
+    """Send `parts[i]` to `ranks[i]`, and return what comes from each, of shape `shapes[i]`; this rank's is its own."""
+    here = table.position(ranks)
+    if len(ranks) == 1:
+        return [parts[here]]
+    wires = [to_wire(part, table) for part in parts]
+    arriving = [wires[here] if i == here else wires[here].new_empty(list(shape)) for i, shape in enumerate(shapes)]
+    receives = [(r, x, Tag.EXCHANGE) for r, x in zip(ranks, arriving, strict=True) if r != table.rank and x.numel()]
+    # Every rank starts with the one after it, so that no rank is sent to by all at once.
+    turned = [*range(here + 1, len(ranks)), *range(here)]
+    sends = [(ranks[i], wires[i], Tag.EXCHANGE) for i in turned if wires[i].numel()]
+    with guarded("exchange", ranks, table):
+        Exchange(tuple(ranks), [post(receives, sends, table, table.group(ranks))]).end()
+    return [x.to(parts[here].device) for x in arriving]
+
+
 def gather_padded(x: Tensor, shapes: Sequence[Sequence[int]], ranks: Sequence[int], table: GroupTable) -> list[Tensor]:
     """Do what `gather_parts` does in one collective of equal parts, padded to the largest."""
     numels = [torch.Size(shape).numel() for shape in shapes]

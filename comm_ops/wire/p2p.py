@@ -24,6 +24,7 @@ class Tag(IntEnum):
     SLICES = 0x4253  # batched send-receive
     STAGES = 0x4846  # from one stage of a pipeline to another
     SNAPSHOTS = 0x534E  # copies of state in the memory of others
+    EXCHANGE = 0x4558  # parts of a tensor that is cut anew
     SUMMANDS = 0x5752  # of a sum that is waited for at once
     BUCKETS = 0x425200  # summands of a bucket of the bridge
     RING = 0x5247_0000  # keys, values and their gradients

@@ -39,7 +39,7 @@ FORMAT = "hetu_fx.plan/1"
 Schedule = Literal["1f1b", "gpipe"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 _ON_PAPER = ("interleaved", "zero-bubble")  # hetu_fx.planner.simulate.schedules has them; a plan cannot
-Attention = Literal["auto", "gathered", "ring"]
+Attention = Literal["auto", "gathered", "ring", "heads"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
 
 

@@ -24,6 +24,7 @@ from hetu_fx.transforms.layouts.annotate import Annotate
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_batch_axis
 from hetu_fx.transforms.layouts.deduce import Deduce
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.layouts.exchange import exchanged_classes
 from hetu_fx.transforms.layouts.flow import Flow, reached_from
 from hetu_fx.transforms.layouts.reshard_cost import bytes_of, travelling_work
 from hetu_fx.transforms.layouts.work_shares import (
@@ -110,6 +111,13 @@ class Program:
         except (PlanError, DeductionError):
             return 1
         return max((factor.size or factor.hint for factor in annotated.sequence), default=1)
+
+    @cached_property
+    def head_units(self) -> int:
+        """Return by how many devices attention can be shared by heads at most, 1 where it cannot be."""
+        if self.sequence_units == 1:
+            return 1
+        return min((c.size or 1 for c in exchanged_classes(self.graph, self.factors)), default=1)
 
     @cached_property
     def loss_name(self) -> str:

@@ -156,6 +156,10 @@ def play(calls: Sequence[OpCall], values: Sequence[Tensor]) -> tuple[Tensor, ...
         return tuple(value.clone() for value in values)
     if name == "all_gather":
         return tuple(join_parts(values, args[1], args[3]).clone() for _ in values)
+    if name == "all_to_all":
+        _, dim, sizes, outer, inner, joined, _, before, _ = args
+        parts = [[take_part(value, dim, sizes, at, outer, inner) for value in values] for at in range(len(values))]
+        return tuple(join_parts(found, joined, before).clone() for found in parts)
     if name in ("all_reduce", "reduce_scatter"):
         values = [torch.stack(list(values)).sum(0)] * len(values)
     if name in ("local_slice", "reduce_scatter"):

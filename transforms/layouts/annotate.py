@@ -27,6 +27,7 @@ from hetu_fx.graph.graph import Graph, LeafKind
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.transforms.layouts.analysed_graph import AnalysedGraph
 from hetu_fx.transforms.layouts.annotated_graph import ALONE, AnnotatedGraph, StageAxis, StageLayout, cut_stages
+from hetu_fx.transforms.layouts.exchange import exchanged_classes
 from hetu_fx.transforms.layouts.finer import FinerCut, finer_cut
 from hetu_fx.transforms.layouts.flow import Flow
 from hetu_fx.transforms.layouts.reshard_cost import product_flops
@@ -68,8 +69,13 @@ class Annotate:
         sequence = self._sequence(graph, factors, flow, classes, wanted)
         pipelines = self.plan.pipelines
         stage_of = tuple(self._stages(graph, flow, pipeline) for pipeline in pipelines)
+        is_exchanged = self.plan.attention == "heads"
+        exchanges = exchanged_classes(graph, factors) if is_exchanged else frozenset[FactorClass]()
         layouts = tuple(
-            tuple(_layout(p, s, stage, classes, sequence, factors, finer) for s, stage in enumerate(pipeline.stages))
+            tuple(
+                _layout(p, s, stage, classes, sequence, factors, finer, exchanges)
+                for s, stage in enumerate(pipeline.stages)
+            )
             for p, pipeline in enumerate(pipelines)
         )
         splits = classes, sequence
@@ -122,6 +128,7 @@ def _layout(
     sequence: Splits,
     factors: FactorMap,
     finer: FinerCut | None,
+    exchanges: Splits,
 ) -> StageLayout:
     context, tensor = stage.axes
     fine = ALONE
@@ -130,6 +137,8 @@ def _layout(
         fine = StageAxis(len(inner), {c: part_sizes(c, inner, factors) for c in _in_order(finer.fine)})
     parts = {factor: part_sizes(factor, tensor, factors) for factor in _in_order(classes)} if len(tensor) > 1 else {}
     pieces = {factor: shares(factor, context if stage.shares_sequence else tensor) for factor in _in_order(sequence)}
+    if stage.shares_sequence and not stage.is_grid and exchanges:
+        pieces |= {factor: part_sizes(factor, context, factors) for factor in _in_order(exchanges)}
     if not stage.shares_sequence:  # a tensor parallel group may share the sequence where it splits nothing else
         parts, pieces = {**parts, **pieces}, {}
     axes = StageAxis(len(context), pieces), StageAxis(len(tensor), parts)

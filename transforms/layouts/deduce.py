@@ -42,6 +42,7 @@ from hetu_fx.transforms.layouts.annotated_graph import (
 )
 from hetu_fx.transforms.layouts.axis import AxisDeduction, Splits, deduce_batch_axis, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduced_graph import DeducedGraph
+from hetu_fx.transforms.layouts.exchange import exchanged_ops
 from hetu_fx.transforms.layouts.flow import linear_source, reached_from
 from hetu_fx.transforms.layouts.reshard_cost import (
     FLOPS_PER_SECOND,
@@ -112,7 +113,8 @@ class Deduce:
         context = whole
         if annotated.context_layouts:
             rings = self._rings(annotated, on_context, excluded)
-            context = inside(nothing, context_cut(annotated, excluded, outside, rings), on_context)
+            exchanged = exchanged_ops(annotated, excluded)
+            context = inside(nothing, context_cut(annotated, excluded, outside, rings, exchanged), on_context)
         _check_shared(annotated, context)
         return DeducedGraph(
             annotated,
@@ -213,7 +215,7 @@ class _Rings:
                 "it is written out in products (as one with dropout is), or its mask is trained; give 'gathered', or "
                 "leave attention out"
             )
-        if asked == "gathered" or not able:
+        if asked in ("gathered", "heads") or not able:
             return frozenset()
         if asked == "ring" or any(self._fills_memory(layout, able) for layout in self.annotated.context_layouts):
             return able

@@ -71,12 +71,14 @@ class SequenceCut:
         joined: values that others than the stage's ops read: each device must have them whole.
         is_asked: the plan asks for the parts, to have less work, so that no op may run on the whole for a better price.
         rings: ops of which operands travel in parts, where they run on a part.
+        exchanged: ops that run on a part of another class instead, for which their operands are cut anew.
     """
 
     ops: Mapping[fx.Node, Classes] = field(default_factory=dict)
     joined: frozenset[fx.Node] = frozenset()
     is_asked: bool = False
     rings: frozenset[fx.Node] = frozenset()
+    exchanged: Mapping[fx.Node, FactorClass] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> Classes:
         """Return the classes that an op may run on a part of."""
@@ -147,16 +149,18 @@ def context_cut(
     excluded: frozenset[fx.Node],
     outside: frozenset[fx.Node],
     rings: frozenset[fx.Node] = frozenset(),
+    exchanged: Mapping[fx.Node, FactorClass] | None = None,
 ) -> SequenceCut:
     """Return what the devices of context parallel stages compute a part of, without the ops that are `excluded`.
 
-    Values read `outside` are joined; what `rings` read whole goes round in parts.
+    Values read `outside` are joined; what `rings` read whole goes round in parts, and `exchanged` ops run on parts of
+    another class.
     """
-    walk = _PartsWalk(annotated, excluded, outside, rings)
+    walk = _PartsWalk(annotated, excluded, outside, rings, exchanged or {})
     for node in reversed(annotated.graph.graph.nodes):
         if node in walk.computed and not is_item(node):
             walk.visit(node)
-    return SequenceCut(walk.ops, walk.joined, is_asked=True, rings=rings & walk.ops.keys())
+    return SequenceCut(walk.ops, walk.joined, is_asked=True, rings=rings & walk.ops.keys(), exchanged=exchanged or {})
 
 
 class _PartsWalk:
@@ -168,7 +172,9 @@ class _PartsWalk:
         excluded: frozenset[fx.Node],
         outside: frozenset[fx.Node],
         rings: frozenset[fx.Node],
+        exchanged: Mapping[fx.Node, FactorClass],
     ) -> None:
+        self.exchanged = exchanged
         self.annotated, self.factors, self.joined, self.rings = annotated, annotated.factors, outside, rings
         self.activations = activations(annotated.graph, annotated.factors, annotated.flow)
         needed = (stage_nodes(annotated, layout).needed for layout in annotated.context_layouts)
@@ -197,6 +203,8 @@ class _PartsWalk:
     def _parts_read(self, reader: fx.Node, node: fx.Node) -> Classes:
         """Return the classes in whose parts an op reads a value: its own, or that in whose parts the value travels."""
         op, cut = self.factors.op(reader), self.ops.get(reader, NOTHING)
+        if reader in self.exchanged:
+            return cut if any(self.exchanged[reader] in o.classes for o in op.read if o.node is node) else NOTHING
         read = frozenset(c for c in cut if self._reads_part(reader, node, c))
         if not cut or reader not in self.rings:
             return read

@@ -82,6 +82,8 @@ class Strategies:
         return [OpStrategy(None, tuple(_need(op, i, state, states) for i, state in enumerate(given)), result)]
 
     def _in_sequence(self, node: fx.Node, op: OpFactors, states: States) -> list[OpStrategy]:
+        if node in self.cut.exchanged:
+            return [self._split_on(node, op, self.cut.exchanged[node], states)]
         part = max(self.cut.of(node), key=lambda c: (_already_split(op, c, states), -c.id), default=None)
         if part is None:
             return []

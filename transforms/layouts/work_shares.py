@@ -20,6 +20,7 @@ from hetu_fx.transforms.layouts.annotate import Annotate, finer_than
 from hetu_fx.transforms.layouts.annotated_graph import FINE, TENSOR, AnnotatedGraph, read_outside
 from hetu_fx.transforms.layouts.axis import AxisDeduction, deduce_tensor_axis
 from hetu_fx.transforms.layouts.deduce import prices_of
+from hetu_fx.transforms.layouts.exchange import class_apart
 from hetu_fx.transforms.layouts.flow import is_item, whole_of
 from hetu_fx.transforms.layouts.sequence_parallel import sequence_classes, sequence_cut
 from hetu_fx.transforms.layouts.states import Summed
@@ -95,6 +96,13 @@ class WorkShares:
     def shares_sequence(self, node: fx.Node) -> bool:
         """Tell whether the op can run on a part of a sequence."""
         return node in self.in_sequence
+
+    def exchanged(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """Return what is cut anew where attention is shared by heads: what it compares, and what it makes."""
+        op = self.factors.op(node) if self.factors.is_op(node) else None
+        if op is None or not op.travelling or class_apart(op, self.factors) is None:
+            return ()
+        return (op.operands[0].node, *(op.operands[i].node for i in sorted(op.travelling)), node)
 
     def gathered(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Return the operands that have a class of which the op cuts another dim."""

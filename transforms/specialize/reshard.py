@@ -13,7 +13,7 @@ from torch import fx
 
 from hetu_fx.annotations.annotation import Annotation, Shape, Split, State, cotangent
 from hetu_fx.comm_ops.ops.table import COMM_OPS
-from hetu_fx.comm_ops.resolve.resolution import Resolution, resized
+from hetu_fx.comm_ops.resolve.resolution import OpCall, Resolution, resized
 from hetu_fx.comm_ops.resolve.resolve import resolve_edge
 from hetu_fx.deduction.factors.factors import FactorClass
 from hetu_fx.transforms.layouts.annotated_graph import StageLayout
@@ -108,7 +108,7 @@ class _AxisReshard:
     def made(self, value: fx.Node, state: AxisState, wanted: AxisState, summed: bool) -> fx.Node:
         ends = [end.factor for end in (state, wanted) if isinstance(end, SplitOn)]
         if len(ends) > 1 and not self.deduced.annotated.sequence.isdisjoint(ends):
-            return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
+            return self._exchanged(value, state, wanted)
         if ends and ends[0].size is None:
             return self._in_shares(value, (state, wanted), ends[0], summed)
         view = self.deduced.dim_view(self.node, (state, wanted))
@@ -118,6 +118,32 @@ class _AxisReshard:
         if view is None:
             return self._resolved(value, resolve_edge(source, target, back, shape))
         return self._in_view(value, resolve_edge(source, target, back, view.shape(shape)), view, state)
+
+    def _exchanged(self, value: fx.Node, state: AxisState, wanted: AxisState) -> fx.Node:
+        """Cut a value in other parts: what a gather joins is cut at once, so that each device gets its part alone."""
+        gather, cut = self._call(state, WHOLE), self._call(WHOLE, wanted)
+        if gather is None or cut is None:
+            return self.made(self.made(value, state, WHOLE, False), WHOLE, wanted, False)
+        ranks, *parts = cut.args[:5]
+        exchange = COMM_OPS["all_to_all"].overload
+        value = self.reshards.emit(self.node, exchange, value, ranks, *parts, *gather.args[1:5])
+        if self.node in self.deduced.annotated.flow.differentiable:
+            self.reshards.differentiable.add(value)
+        return value
+
+    def _call(self, state: AxisState, wanted: AxisState) -> OpCall | None:
+        """Return the call that joins parts or cuts them; None where a dim must be seen as three for it."""
+        factor = next(end.factor for end in (state, wanted) if isinstance(end, SplitOn))
+        shape, is_open = list(self._shape([factor])), factor.size is None
+        if is_open:
+            split = self._axis(SplitOn(factor))
+            assert isinstance(split, Split)
+            shape[split.dim] = split.outer * sum(split.units) * split.inner
+        elif self.deduced.dim_view(self.node, (state, wanted)) is not None:
+            return None
+        source, target = (self._annotation(end) for end in (state, wanted))
+        (call,) = resolve_edge(source, target, cotangent(target), shape).calls(self.reshards.rank)
+        return resized(call, self.reshards.sizes.parts(factor).sizes) if is_open else call
 
     def _in_view(self, value: fx.Node, resolution: Resolution, view: DimView, state: AxisState) -> fx.Node:
         """See a dim as three while the value changes its state."""

@@ -147,6 +147,7 @@ def _counted(
         tied=tuple(profile.tied),
         row_sums=RowSums(len(summed), float(sum(summed))),
         sequence_units=program.sequence_units if memory else 1,
+        head_units=program.head_units if memory else 1,
     )
 
 
@@ -177,7 +178,7 @@ class _Part:
 
     def costs(self) -> PartCosts:
         """Return the totals as costs."""
-        names = ("num_reductions", "num_returns", "num_gathers", "num_ops")
+        names = ("num_reductions", "num_returns", "num_gathers", "num_ops", "num_head_exchanges", "num_exchanges")
         counts = {name: int(self.totals[name]) for name in names}
         return PartCosts(**{**self.totals, **counts})  # type: ignore[arg-type]
 
@@ -228,6 +229,9 @@ class _Profile:
             self._gathered.add(source)
             part.add("gathered_bytes", self._held_bytes(source) / self.example_rows)
             part.add("num_gathers", 1)
+        for value in self.shares.exchanged(node):
+            part.add("heads_bytes", self._held_bytes(value) / self.example_rows)
+            part.add("num_head_exchanges", 1)
         if self.shares.sums(node):
             part.add("reduced_bytes", self._held_bytes(node) / self.example_rows)
             part.add("num_reductions", 1)

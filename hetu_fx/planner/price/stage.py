@@ -146,6 +146,7 @@ def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], pa
     if not stage.is_grid:
         if stage.shares_sequence:
             yield Rounds.of(GATHER, stage.devices, by_device[0])
+            yield from _exchanges(stage.devices, by_device[0])
         else:
             yield from _sums(stage.devices, by_device[0], parts)
         return
@@ -154,6 +155,13 @@ def rounds_of(stage: Stage, whole: PartCosts, by_device: Sequence[PartCosts], pa
     size = len(stage.tensor_groups[0])
     for ranks, (context, _) in zip(stage.tensor_groups, stage.shares[::size], strict=True):
         yield from _sums(ranks, whole, parts, context)
+
+
+def _exchanges(ranks: tuple[int, ...], costs: PartCosts) -> Iterator[Rounds]:
+    """Yield what a group exchanges that shares attention by heads: of each device's part all but its own part."""
+    sent, count = costs.exchanged_bytes / len(ranks), costs.num_exchanges
+    if count:
+        yield Rounds(GATHER, ranks, sent, sent, count, count, axis=1)
 
 
 def _sums(ranks: tuple[int, ...], costs: PartCosts, parts: int, share: float = 1.0) -> Iterator[Rounds]:

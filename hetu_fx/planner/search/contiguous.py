@@ -36,7 +36,7 @@ from hetu_fx.planner.price.step_end import sync_seconds
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Space, alone, orders
 from hetu_fx.planner.search.estimates import Builder, rules_of
-from hetu_fx.planner.search.manners import Manner, by_speed, shared_between_products, shared_throughout
+from hetu_fx.planner.search.manners import Manner, attentions, by_speed, shared_between_products, shared_throughout
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family, Replica
 from hetu_fx.planner.search.splits import in_all_splits
@@ -51,7 +51,6 @@ MOST_SHARING = 16
 FINEST_SHARE = 64
 """Shares of a sequence are whole numbers of so many parts."""
 
-ATTENTIONS_TRIED: tuple[Attention, ...] = ("auto", "ring")
 
 _FASTER = 1e-4  # a plan counts as faster when it is by this share
 _STEP = 0.02  # how far the deadline is lowered when the plan found for it did not meet it
@@ -327,7 +326,8 @@ def _shared_by_speed(devices: Sequence[Device], each: int, size: int, problem: P
         stages = tuple(replace(stage, blocks=own) for stage, own in zip(stages, blocks, strict=True))
     for count in dict.fromkeys(min(count, costs.rows) for count in problem.options.micro_batches):
         plan = problem.plan([Pipeline(stages, micro_batches=count)])
-        ways = (problem.fitted(Manner(attention=attention).of(plan)) for attention in ATTENTIONS_TRIED)
+        tried: tuple[Attention, ...] = (*attentions(size, each // size, problem), "ring")
+        ways = (problem.fitted(Manner(attention=attention).of(plan)) for attention in tried)
         yield from (found for found in ways if found is not None)
 
 

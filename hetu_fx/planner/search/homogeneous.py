@@ -25,6 +25,7 @@ from hetu_fx.planner.search.manners import (
     IN_SEQUENCE,
     PLAIN,
     Manner,
+    attentions,
     contexts,
     shared_between_products,
     shared_throughout,
@@ -139,9 +140,10 @@ def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
             if degrees.least_seconds(bounds) > best * RUNNER_UP_SLACK or not degrees.may_fit(bounds):
                 continue
             found: list[TimedArrangement] = []
-            for manner in (Manner(degrees.context), Manner(degrees.context, "ring")):
-                if not _is_roomy(found):
-                    found += trial_of(manner).of(degrees)
+            for attention in attentions(degrees.group, degrees.context, problem):
+                found += trial_of(Manner(degrees.context, attention)).of(degrees)
+            if not _is_roomy(found):
+                found += trial_of(Manner(degrees.context, "ring")).of(degrees)
             best = min([best, *(one.seconds for one in found)])
             yield from found
             if _is_roomy(found) and not degrees.lacks_rows:

@@ -41,7 +41,7 @@ class Manner:
         """Return the costs of such plans."""
         if self.sequence_parallel:
             return costs.in_sequence
-        return costs.in_ring if self.attention == "ring" else costs
+        return costs.attending(self.attention)
 
     @property
     def shape(self) -> Shape:
@@ -79,6 +79,11 @@ def contexts(most: int, problem: Problem) -> Iterator[int]:
     yield from (1 << power for power in range(1, most.bit_length()) if 1 << power < most)
     if most > 1:
         yield most
+
+
+def attentions(group: int, context: int, problem: Problem) -> tuple[Attention, ...]:
+    """Return the ways to attend that are worth asking for where memory is ample, for parts of such groups."""
+    return ("auto", "heads") if group == 1 and context <= problem.costs.head_units else ("auto",)
 
 
 def by_speed(devices: Sequence[Device], group: int, parts: int) -> Stage:

@@ -220,6 +220,11 @@ class ProgramMemory:
         return ProgramMemory(tuple(part.narrowed(share) for part in self.parts), self.everywhere.narrowed(share))
 
     @property
+    def in_heads(self) -> ProgramMemory:
+        """Return what it is where attention is shared by heads; what is recomputed then is not known piece by piece."""
+        return replace(self, parts=tuple(replace(part, again=UNKNOWN) for part in self.parts))
+
+    @property
     def in_ring(self) -> ProgramMemory:
         """Return what it is where keys and values go round in parts."""
         return replace(self, parts=tuple(part.in_ring for part in self.parts))

@@ -26,6 +26,8 @@ class PartCosts:
     messages), returned_bytes (all-reduced in the backward, in num_returns) and gathered_bytes (of keys and values,
     gathered by a context parallel group in num_gathers) are per row. `ring_bytes` are those of them that go round in
     parts instead. `sequence_...` is what a tensor parallel group cuts besides if it shares the sequence.
+    `heads_bytes`, in num_head_exchanges messages, are those of what attention compares and makes, which devices that
+    share it by heads exchange; `exchanged_bytes` and num_exchanges are the same where they do.
     `attention_flops` are those of products of activations with each other.
     `repeated_parameter_bytes` are those of parameters of which several devices of a group hold the same part,
     `late_parameter_bytes` those of them of whose gradients each of these makes a summand.
@@ -51,6 +53,10 @@ class PartCosts:
     ring_bytes: float = 0.0
     attention_flops: float = 0.0
     split_attention_flops: float = 0.0
+    heads_bytes: float = 0.0
+    num_head_exchanges: int = 0
+    exchanged_bytes: float = 0.0
+    num_exchanges: int = 0
     repeated_parameter_bytes: float = 0.0
     late_parameter_bytes: float = 0.0
 
@@ -113,6 +119,12 @@ class PartCosts:
     def in_ring(self) -> PartCosts:
         """Return the costs where keys and values go round in parts, so that no device has all of them."""
         return replace(self, gathered_bytes=0.0, ring_bytes=self.gathered_bytes + self.ring_bytes)
+
+    @property
+    def in_heads(self) -> PartCosts:
+        """Return the costs where devices that share a sequence exchange tokens for heads."""
+        sent = {"exchanged_bytes": self.heads_bytes, "num_exchanges": self.num_head_exchanges}
+        return replace(self, gathered_bytes=0.0, num_gathers=0, ring_bytes=0.0, **sent)  # type: ignore[arg-type]
 
     @property
     def in_sequence(self) -> PartCosts:

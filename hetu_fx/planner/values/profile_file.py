@@ -200,7 +200,7 @@ _KEYS: dict[str, Any] = {
     "row_sums": Key(ROW_SUMS),
     "memory": Key(_MEMORY),
 }
-_ORDER = "rows units sequence_units repeated_parts before blocks after boundary_bytes tied row_sums memory"
+_ORDER = "rows units sequence_units head_units repeated_parts before blocks after boundary_bytes tied row_sums memory"
 _WIDE = record(ProgramCosts, ProfileError, order=_ORDER, **_KEYS)
 PROGRAM = record(ProgramCosts, ProfileError, order=f"{_ORDER} wide", wide=Key(_WIDE), **_KEYS)
 

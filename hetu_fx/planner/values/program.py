@@ -21,7 +21,7 @@ from hetu_fx.planner.values.line import Amount, Line
 from hetu_fx.planner.values.part_costs import PartCosts
 from hetu_fx.planner.values.shared import NO_ROW_SUMS, RowSums, Tied, gradients_of, pending_of
 from hetu_fx.planner.values.state import UNSAID, ParameterState
-from hetu_fx.plans.plan import Plan, Stage
+from hetu_fx.plans.plan import Attention, Plan, Stage
 from hetu_fx.plans.recomputed import RecomputedOps
 
 
@@ -35,9 +35,10 @@ class ProgramCosts:
     activation_bytes say. `tied` are the parameters that several parts read; parts are numbered from 0, which stands
     before the blocks. `row_sums` are what replicas sum in the middle of a step. `state` is what stands beside
     parameters. `sequence_units` is by how many devices a sequence can be shared at most (its tokens), 1 where context
-    parallel stages cannot run the program. `wide` are the costs for tensor parallel groups of more devices than
-    `units`, whole multiples of it up to `wide.units`: `repeated_parts` of those is `units`, each of which several
-    devices hold where nothing finer is cut. None where there are no such groups.
+    parallel stages cannot run the program, `head_units` by how many attention can be shared by heads. `wide` are the
+    costs for tensor parallel groups of more devices than `units`, whole multiples of it up to `wide.units`:
+    `repeated_parts` of those is `units`, each of which several devices hold where nothing finer is cut. None where
+    there are no such groups.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class ProgramCosts:
     sequence_units: int = 1
     repeated_parts: int = 1
     wide: ProgramCosts | None = None
+    head_units: int = 1
 
     def __post_init__(self) -> None:
         expected = max(0, len(self.blocks) - 1)
@@ -110,6 +112,11 @@ class ProgramCosts:
         """Return the costs for context parallel groups in which keys and values go round instead of being gathered."""
         return self._each(lambda part: part.in_ring, lambda memory: memory.in_ring)
 
+    @cached_property
+    def in_heads(self) -> ProgramCosts:
+        """Return the costs for context parallel groups that exchange tokens for heads around attention."""
+        return self._each(lambda part: part.in_heads, lambda memory: memory.in_heads)
+
     @once
     def narrowed(self, share: float) -> ProgramCosts:
         """Return the costs of a device that has `share` of what a tensor parallel group cuts, as all that there is."""
@@ -131,7 +138,17 @@ class ProgramCosts:
         """Return the costs as a plan asks for them."""
         if plan.sequence_parallel:
             return self.in_sequence
-        return self.in_ring if plan.attention == "ring" else self
+        return self.attending(plan.attention)
+
+    def attending(self, attention: Attention) -> ProgramCosts:
+        """Return the costs for context parallel groups that attend so."""
+        match attention:
+            case "ring":
+                return self.in_ring
+            case "heads":
+                return self.in_heads
+            case _:
+                return self
 
     def group_sizes(self, most: int) -> list[int]:
         """Return how many devices, up to `most`, a tensor parallel group with even shares may have."""
@@ -191,7 +208,7 @@ class ProgramCosts:
             handed = self.boundary(block + 1) or self.boundary(block)
             ring = handed if self.blocks[block].ring_bytes else 0.0  # what attention makes, which it needs again
             sent = (self.blocks[block].reduced_bytes - self.blocks[block].ring_bytes) * (way != "alone")
-            beside = ring + (summed[block] if summed else 0.0)
+            beside = ring + self.blocks[block].exchanged_bytes + (summed[block] if summed else 0.0)
             kept = Amount(0.0, handed + sent + beside, 0.0, handed * (way in ("context", "grid")) + beside)
             parts[block + 1] = parts[block + 1].recomputed(way, kept, ops)
         return replace(self, memory=replace(memory, parts=tuple(parts)))
@@ -269,7 +286,7 @@ ENOUGH = 3
 
 _WHOLE = ("flops", "attention_flops", "traffic_bytes", "activation_bytes")
 _SHARED = ("traffic_bytes", "activation_bytes")
-_MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes")
+_MOVED = ("reduced_bytes", "returned_bytes", "gathered_bytes", "ring_bytes", "heads_bytes", "exchanged_bytes")
 
 
 def costs_at(by_length: Mapping[int, ProgramCosts], length: int) -> ProgramCosts:

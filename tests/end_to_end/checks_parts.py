@@ -1,4 +1,4 @@
-"""Checks of factors that ops look across, cut over devices: vocabularies and experts; run by test_features.py."""
+"""Checks of factors that ops look across, cut over devices: vocabularies, experts, heads; run by test_features.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from tests.end_to_end.twins import Twins, batch_of, one, rows_of, same_tensors, 
 
 COUNTS = (2, 1, 3)
 UNEQUAL = Plan((one(Stage((0, 1), (2, 1)), rows=2), one(Stage((2,)))))
+BY_HEADS = Plan(
+    (one(Stage((0, 1), (3, 1), context=2), rows=2, micro_batches=2), one(Stage((2,)))),
+    attention="heads",
+)
 EXPERTS = Plan((one(Stage((0, 1, 2), (2, 2, 1)), micro_batches=2),), split=(("*.experts.*", 0),))
 
 
@@ -32,3 +36,11 @@ def check_experts_are_spread_unevenly_and_train_as_on_one_device(rank: int, worl
         twins.step(batch, (rows - 3, 1, 2))
     experts = twins.model.model.layers[0].mlp.experts
     assert experts.gate_up_proj.shape[0] == 5
+
+
+def check_attention_by_heads_trains_as_on_one_device(rank: int, world: int, folder: Path) -> None:
+    if (group := world_of(3)) is None:
+        return
+    twins = Twins("llama", BY_HEADS, group)
+    for seed, rows in enumerate((6, 5)):
+        twins.step(batch_of("llama", rows, seed=seed), (rows - 3, 1, 2))

@@ -16,6 +16,7 @@ PLANS = {
     "pipeline": Plan((Pipeline((Stage((0,)), Stage((1,)))),)),
     "context": Plan.context_parallel([0, 1]),
     "sequence_parallel": replace(Plan.single(), sequence_parallel=True),
+    "experts": replace(Plan.tensor_parallel([0, 1]), split=(("*.experts.*", 0),)),
     "recompute": Plan((Pipeline((Stage((0,), blocks=2, recompute=1),)),)),
     "zero": Plan.single(),
     "whole_states": replace(Plan.data_parallel([0, 1]), zero=0),

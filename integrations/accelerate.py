@@ -7,6 +7,7 @@ accelerate returns it as it is. So its `prepare_model` is made to add that, when
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -66,6 +67,7 @@ def _with_precision(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(model, "hetu"):
             check_processes(self.num_processes)
             patch_what_is_loaded()
+            _warn_of_comm_hook(self)
         if getattr(model, MARK, None) == TO_COME:
             ask_for_precision(self, model)
         return prepared
@@ -93,6 +95,19 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
     object.__setattr__(model, ORIGINAL, model.forward)
     forward = convert_outputs_to_fp32(autocast(model.forward.__func__))  # type: ignore[attr-defined]
     object.__setattr__(model, "forward", MethodType(forward, model))
+
+
+def _warn_of_comm_hook(accelerator: Any) -> None:
+    """Say that what DistributedDataParallel was to send gradients by is not used for parallel models."""
+    from accelerate.utils import DDPCommunicationHookType
+
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook is not DDPCommunicationHookType.NO:
+        warnings.warn(
+            f"DistributedDataParallelKwargs(comm_hook='{handler.comm_hook.value}') is not used: hetu_fx sends "
+            "gradients of parallel models in their own type; leave comm_hook out",
+            stacklevel=4,
+        )
 
 
 def _refusing_parallel_models(enter: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 
 import hetu_fx
@@ -90,6 +91,16 @@ def test_a_model_is_asked_once_and_not_for_eight_bits() -> None:
     accelerator.state._mixed_precision = "fp8"
     with pytest.raises(StateError, match="use mixed_precision='bf16'"):
         ask_for_precision(accelerator, Net())
+
+
+@pytest.mark.parametrize("hook", ["fp16", "power_sgd"])
+def test_a_hook_of_ddp_is_said_not_to_be_used_and_no_hook_is_not(hook: str, recwarn: pytest.WarningsRecorder) -> None:
+    model = parallel(Net())
+    Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)]).prepare(model)
+    assert not [one for one in recwarn if "comm_hook" in str(one.message)]
+    asked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(hook))
+    with pytest.warns(UserWarning, match=rf"comm_hook='{hook}'\) is not used.*leave comm_hook out"):
+        Accelerator(cpu=True, kwargs_handlers=[asked]).prepare(model)
 
 
 def test_processes_that_accelerate_takes_for_the_only_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

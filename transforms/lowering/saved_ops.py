@@ -14,23 +14,24 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from hetu_fx.plans.recomputed import RecomputedOps
 
-_ATEN = torch.ops.aten
 
-_OF_WEIGHTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default, _ATEN.convolution.default})
+def _ops(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name).default for name in names)
+
+
+_OF_WEIGHTS = _ops("mm", "addmm", "_scaled_mm", "convolution")
 """Products of two matrices: no op on a batch of them is one."""
 
-_OF_ACTIVATIONS = frozenset(
-    {
-        _ATEN.bmm.default,
-        _ATEN.baddbmm.default,
-        _ATEN._grouped_mm.default,
-        _ATEN._flash_attention_forward.default,
-        _ATEN._efficient_attention_forward.default,
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,
-    }
+_OF_ACTIVATIONS = _ops(
+    "bmm",
+    "baddbmm",
+    "_grouped_mm",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
 )
 
 SAVED: Mapping[RecomputedOps, frozenset[Any]] = {

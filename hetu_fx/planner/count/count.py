@@ -285,8 +285,12 @@ class _Profile:
         return sum(self.bytes_of(node) for node in crossing) / self.example_rows
 
     def _held_bytes(self, node: fx.Node) -> float:
-        """Return the bytes of a value, or of the part of it that several devices hold each."""
-        return self.bytes_of(node) / (self.shares.parts if self.shares.repeats(node) else 1)
+        """Return the bytes of a value, or of the part of it that several devices hold each.
+
+        Several values of one op are whole (their getitem nodes are views of them).
+        """
+        is_repeated = meta.is_tensor(node) and self.shares.repeats(node)
+        return self.bytes_of(node) / (self.shares.parts if is_repeated else 1)
 
     def bytes_of(self, node: fx.Node) -> int:
         """Return the bytes of a value."""

@@ -170,3 +170,26 @@ def test_costs_at_other_sizes_are_those_of_a_graph_that_was_captured_with_them()
     found = program_costs(program, rows=1, memory=False, sizes=sizes)
     assert found == program_costs(other, rows=1, memory=False)
     assert found != program_costs(program, rows=1, memory=False)
+
+
+class Recurrent(nn.Module):
+    """An op of two values: all outputs, and the last of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(8, 6, batch_first=True), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, _ = self.cell(self.lead(x))
+        return self.head(outputs.sin()).sum()
+
+    def lead(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * self.head.weight.sum()
+
+
+def test_both_values_of_a_recurrent_op_are_counted_as_kept() -> None:
+    model = Recurrent()
+    costs = program_costs(**uncut(capture(model, {"x": torch.randn(7, 5, 8)}, loss_fn=lambda out, **batch: out)))
+    assert costs.whole.parameter_bytes == sum(parameter.numel() for parameter in model.parameters()) * 4
+    outputs, last = 5 * 6 * 4, 6 * 4
+    assert costs.whole.activation_bytes >= outputs + last

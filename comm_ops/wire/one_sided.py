@@ -15,10 +15,12 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ Answer = Callable[[Question], Tensor]
 """Gives the bytes (uint8, in host memory); what it raises is told to the rank that asked."""
 
 CONNECT_SECONDS = 5.0
+CLOSE_SECONDS = 2.0
+"""For which a listener that is closed waits for the answers that are being given."""
 
 _SECRET_BYTES = 32
 _HEAD = struct.Struct("!?Q")  # whether it is an answer, not an error; and its bytes
@@ -60,6 +64,9 @@ class Address:
 class Listener:
     """Answers questions, each connection in a thread of its own, until it is closed. The threads keep nothing alive.
 
+    Close it before the process ends: a thread that comes back from torch to an interpreter that is being finalised is
+    ended in the middle of a destructor, which aborts the process.
+
     Args:
         answer: called in those threads.
     """
@@ -69,7 +76,8 @@ class Listener:
         self._socket = socket.create_server(("", 0), backlog=128)
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, name="hetu_fx answers", daemon=True).start()
+        self._threads: WeakSet[threading.Thread] = WeakSet()
+        self._start(self._accept)
 
     @property
     def address(self) -> Address:
@@ -77,11 +85,19 @@ class Listener:
         return Address(_hosts(), self._socket.getsockname()[1], self._secret)
 
     def close(self) -> None:
-        """Answer no more; whoever waits for an answer gets an error."""
+        """Answer no more; whoever waits for an answer gets an error. Waits for its other threads for a bounded time."""
         for connection in (self._socket, *self._open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in set(self._threads) - {threading.current_thread()}:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, name="hetu_fx answers", daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -90,7 +106,7 @@ class Listener:
             except OSError:  # closed
                 return
             self._open.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="hetu_fx answers", daemon=True).start()
+            self._start(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError, EOFError), connection:

@@ -55,9 +55,9 @@ class SharedHomes:
         self._asked_at = time.monotonic()
         _runs.append(ref(self, _runs.remove))
         if self.size > 1:
-            listener = Listener(_weakly(self._answer))
-            finalize(self, listener.close)
-            self._caller = Caller(of_all(table, listener.address), self.seconds + _MARGIN_SECONDS)
+            self._listener = Listener(_weakly(self._answer))
+            finalize(self, self._listener.close)
+            self._caller = Caller(of_all(table, self._listener.address), self.seconds + _MARGIN_SECONDS)
             finish_at_exit(self)
 
     def know(self, homes: Mapping[str, nn.Parameter]) -> None:
@@ -94,6 +94,7 @@ class SharedHomes:
             for rank in range(self.size):
                 self._wait_for(rank)
         self._caller.close()
+        self._listener.close()
 
     def _leave(self) -> None:
         self._is_leaving = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -75,3 +77,28 @@ def test_a_rank_that_does_not_answer_is_waited_for_no_longer_than_told() -> None
         Caller([listener.address], 0.05).ask(0, {})
     never.set()
     listener.close()
+
+
+def test_a_listener_that_is_closed_waits_for_the_answer_that_is_being_given() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow(question: Question) -> torch.Tensor:
+        asked.set()
+        time.sleep(0.3)
+        answered.set()
+        return torch.empty(0, dtype=torch.uint8)
+
+    listener = Listener(slow)
+    caller = Caller([listener.address], 10)
+    asking = threading.Thread(target=lambda: _ask_in_vain(caller))
+    asking.start()
+    assert asked.wait(10)
+    listener.close()
+    assert answered.is_set()
+    asking.join(10)
+    assert not [one for one in threading.enumerate() if one.name == "hetu_fx answers"]
+
+
+def _ask_in_vain(caller: Caller) -> None:
+    with suppress(CommError):
+        caller.ask(0, {})

@@ -9,22 +9,24 @@ the steps of each plan, as a machine's speed changes within minutes. Terms say w
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
+from time import perf_counter
 
 import torch
 from torch import nn
 
+from benchmarks.kit.contest import slowest, timed
 from benchmarks.kit.fleet import (
+    Training,
     in_fleet,
-    measured_seconds,
     run_workers,
     say,
     set_speeds,
+    training,
     worker_parser,
     write_result,
 )
@@ -36,7 +38,7 @@ from benchmarks.straggler import WORLD as STRAGGLER_WORLD
 from benchmarks.unequal import SIZE as UNEQUAL_SIZE
 from benchmarks.unequal import SPEEDS as UNEQUAL_SPEEDS
 from hetu_fx.cluster.cluster import Cluster
-from hetu_fx.comm_ops.wire.consensus import by_first, from_first
+from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all
 from hetu_fx.comm_ops.wire.groups import GroupTable
 from hetu_fx.demo.data import Text, library_pieces, make_model
 from hetu_fx.demo.settings import FULL
@@ -161,19 +163,13 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         for plan in by_first(table, lambda: plans_for(costs, measured)):
             set_speeds(setting.now)
             before = measured_on(blocks, probed, table, CHECK_SECONDS)
-            seconds = measured_seconds(
-                plan,
-                setting.model,
-                whole,
-                rounds=QUICK_ROUNDS if quick else ROUNDS,
-                equal=setting.equal,
-                speeds=setting.now,
-            )
+            made = training(plan, setting.model, whole, equal=setting.equal, speeds=setting.now)
+            seconds = measured_steps(made, QUICK_ROUNDS if quick else ROUNDS)
             after = measured_on(blocks, probed, table, CHECK_SECONDS)
             speeds = {
                 d.rank: fmean((d.flops_per_second, after.device(d.rank).flops_per_second)) for d in before.devices
             }
-            rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), statistics.median(seconds)))
+            rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), seconds))
             say(str(rows[-1]))
         write_result(result, {"rows": rows})
     return 0
@@ -189,18 +185,46 @@ def plans_for(costs: ProgramCosts, cluster: Cluster) -> list[Plan]:
     return found[: 1 + OTHERS]
 
 
-def row(name: str, plan: Plan, costs: ProgramCosts, probed: Cluster, measured: Cluster, seconds: float) -> Row:
-    """Make a line of the table."""
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a step took, as the median of several: until the last rank was done, and by rank of which what."""
+
+    total: float
+    compute: tuple[float, ...]
+    optimizer: tuple[float, ...]
+
+
+def measured_steps(made: Training, rounds: int) -> StepSeconds:
+    """Time steps; collective. The optimizer's step is timed with all that it waits for."""
+    begun, taken = list[float](), list[float]()
+    made.optimizer.register_step_pre_hook(lambda *_: begun.append(perf_counter()))
+    made.optimizer.register_step_post_hook(lambda *_: taken.append(perf_counter() - begun.pop()))
+    totals, computes = list[float](), list[float]()
+    for _ in range(rounds):
+        totals.append(slowest(timed(made.step)))
+        computes.append(made.model.hetu.stats["compute_seconds"])
+    found = of_all(GroupTable(), (median(computes), median(taken)))
+    return StepSeconds(median(totals), *zip(*found, strict=True))
+
+
+def row(name: str, plan: Plan, costs: ProgramCosts, probed: Cluster, measured: Cluster, seconds: StepSeconds) -> Row:
+    """Make a line of the table: terms are those of the device that takes longest by what is predicted."""
     first, predicted = expect(plan, costs, probed), expect(plan, costs, measured)
-    slowest = max(predicted.devices, key=lambda device: device.total_seconds)
+    slowest_device = max(predicted.devices, key=lambda device: device.total_seconds)
+    terms, rank = dict(slowest_device.seconds), slowest_device.rank
+    compute, optimizer = seconds.compute[rank], seconds.optimizer[rank]
     return {
         "setting": name,
         "plan": short_text(plan),
         "by products": first.seconds,
         "predicted": predicted.seconds,
-        "measured": seconds,
-        "predicted / measured": predicted.seconds / seconds,
-        **dict(slowest.seconds),
+        "measured": seconds.total,
+        "predicted / measured": predicted.seconds / seconds.total,
+        "device": rank,
+        **terms,
+        "compute measured": compute,
+        "optimizer measured": optimizer,
+        "rest measured": seconds.total - compute - optimizer,
     }
 
 

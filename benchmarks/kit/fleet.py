@@ -12,11 +12,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -157,13 +159,17 @@ class Alone:
         return seconds
 
 
-def measured_seconds(
-    plan: Plan, make: MakeModel, whole: Batch, *, rounds: int, equal: Sequence[float], speeds: Sequence[float]
-) -> list[float]:
-    """Return the times of steps until the last rank is done; collective.
+@dataclass(frozen=True)
+class Training:
+    """A parallel model in training at the speeds that are to be timed."""
 
-    The model is made while devices have `equal` speeds, and timed at `speeds`.
-    """
+    model: Any
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], None]
+
+
+def training(plan: Plan, make: MakeModel, whole: Batch, *, equal: Sequence[float], speeds: Sequence[float]) -> Training:
+    """Make the model while devices have `equal` speeds, and warm it up at `speeds`; collective."""
     import hetu_fx
 
     set_speeds(equal)
@@ -174,4 +180,15 @@ def measured_seconds(
     step()
     set_speeds(speeds)
     step()
-    return [slowest(timed(step)) for _ in range(rounds)]
+    return Training(model, optimizer, step)
+
+
+def measured_seconds(
+    plan: Plan, make: MakeModel, whole: Batch, *, rounds: int, equal: Sequence[float], speeds: Sequence[float]
+) -> list[float]:
+    """Return the times of steps until the last rank is done; collective.
+
+    The model is made while devices have `equal` speeds, and timed at `speeds`.
+    """
+    made = training(plan, make, whole, equal=equal, speeds=speeds)
+    return [slowest(timed(made.step)) for _ in range(rounds)]

@@ -32,7 +32,7 @@ from benchmarks.lengths.ablation import ablate, ablation_rows
 from benchmarks.lengths.contest import Among, Scale, Series, Texts, Trained, corpus, sample_of
 from benchmarks.lengths.ddp import Grouped, kept_over_limit
 from benchmarks.lengths.plans import BOUNDS, DYNAMIC, HOMOGENEOUS, LONGEST, STATIC
-from benchmarks.lengths.rounds import Columns, Rounds, Train, details, gain, predicted_gain, speed
+from benchmarks.lengths.rounds import Columns, Rounds, Train, details, gain, predicted_gain, predicted_share, speed
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import from_first
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -44,6 +44,7 @@ from hetu_fx.program.captures import Programs
 
 SPEEDS = (0.45,) * 4
 BAR = 1.32  # the lower end of what Hydraulis' paper reports against the best static plan
+PREDICTED_BAR = 0.10  # of the seconds of each that is planned
 HELD = 1024
 SCALE = Scale(Size(width=256, layers=2, rows=1, tokens=4096), tokens=16384, held=HELD, longest=LONGEST * HELD)
 ROUNDS, QUICK_ROUNDS = 8, 3
@@ -76,7 +77,14 @@ def judge(found: Mapping[str, Any]) -> int:
     rows = {name: row(name, one, rounds[MIXED]) for name, one in rounds.items()}
     rows[DDP]["kept / limit"] = found["about"]["ddp over limit"]
     name = f"speed-up over the best single plan with packing, {best}"
-    bars = [Bar(name, gain(rounds[MIXED], rounds[best]), BAR, at_least=True)]
+    bars = [
+        Bar(name, gain(rounds[MIXED], rounds[best]), BAR, at_least=True),
+        *(
+            Bar(f"{who}: predicted off by", abs(share - 1), PREDICTED_BAR, at_least=False)
+            for who, one in rounds.items()
+            if (share := predicted_share(one)) is not None
+        ),
+    ]
     return finish("mixed_length", bars, list(rows.values()), speeds=SPEEDS, scale=str(SCALE), **found["about"])
 
 
@@ -88,6 +96,7 @@ def row(name: str, one: Columns, own: Columns) -> dict[str, object]:
         "tokens per second": speed(one),
         "our gain": gain(own, one),
         **predicted_gain(own, one),
+        **({} if (share := predicted_share(one)) is None else {"predicted / measured": share}),
         **details(one),
     }
 

@@ -3,17 +3,18 @@
 The settings are those of the demo and of `benchmarks.unequal` and `benchmarks.straggler`, the last one healthy and with
 a device that has become slow. Devices are measured twice: by products of matrices (`Cluster.measure`), as before the
 first step, and on the model's own blocks by all at once (`hetu_fx.measure`). Both predictions are simulated, and stand
-beside the median of the measured steps; the second is judged. Devices are measured on the blocks again before and after
-the steps of each plan, as a machine's speed changes within minutes. Terms say where the slowest device's seconds go.
+beside the median of the measured steps; the second is judged. Devices are measured on the blocks again before each
+step, as a machine's speed changes within minutes. Terms say where the slowest device's seconds go.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -54,7 +55,7 @@ from hetu_fx.plans.tables import short_text
 from hetu_fx.program.captures import Programs
 
 BAR = 0.10
-CHECK_SECONDS = 1.5  # of blocks, before and after each plan
+CHECK_SECONDS = 1.0  # of blocks, before each step
 MEASURE_SECONDS = 2.0  # how long devices are measured: several periods of a quota
 OTHERS = 3
 ROUNDS, QUICK_ROUNDS = 9, 4
@@ -162,13 +163,9 @@ def work(result: Path, name: str, *, quick: bool) -> int:
         rows: list[Row] = []
         for plan in by_first(table, lambda: plans_for(costs, measured)):
             set_speeds(setting.now)
-            before = measured_on(blocks, probed, table, CHECK_SECONDS)
             made = training(plan, setting.model, whole, equal=setting.equal, speeds=setting.now)
-            seconds = measured_steps(made, QUICK_ROUNDS if quick else ROUNDS)
-            after = measured_on(blocks, probed, table, CHECK_SECONDS)
-            speeds = {
-                d.rank: fmean((d.flops_per_second, after.device(d.rank).flops_per_second)) for d in before.devices
-            }
+            check = partial(measured_on, blocks, probed, table, CHECK_SECONDS)
+            seconds, speeds = measured_steps(made, check, QUICK_ROUNDS if quick else ROUNDS)
             rows.append(row(name, plan, costs, probed, probed.with_speeds(speeds), seconds))
             say(str(rows[-1]))
         write_result(result, {"rows": rows})
@@ -194,17 +191,22 @@ class StepSeconds:
     optimizer: tuple[float, ...]
 
 
-def measured_steps(made: Training, rounds: int) -> StepSeconds:
-    """Time steps; collective. The optimizer's step is timed with all that it waits for."""
+def measured_steps(made: Training, check: Callable[[], Cluster], rounds: int) -> tuple[StepSeconds, dict[int, float]]:
+    """Time steps, each after a check of the devices; returns also their median speeds in FLOP/s by rank. Collective.
+
+    The optimizer's step is timed with all that it waits for.
+    """
     begun, taken = list[float](), list[float]()
     made.optimizer.register_step_pre_hook(lambda *_: begun.append(perf_counter()))
     made.optimizer.register_step_post_hook(lambda *_: taken.append(perf_counter() - begun.pop()))
-    totals, computes = list[float](), list[float]()
+    totals, computes, checked = list[float](), list[float](), list[Cluster]()
     for _ in range(rounds):
+        checked.append(check())
         totals.append(slowest(timed(made.step)))
         computes.append(made.model.hetu.stats["compute_seconds"])
     found = of_all(GroupTable(), (median(computes), median(taken)))
-    return StepSeconds(median(totals), *zip(*found, strict=True))
+    speeds = {d.rank: median(one.device(d.rank).flops_per_second for one in checked) for d in checked[0].devices}
+    return StepSeconds(median(totals), *zip(*found, strict=True)), speeds
 
 
 def row(name: str, plan: Plan, costs: ProgramCosts, probed: Cluster, measured: Cluster, seconds: StepSeconds) -> Row:

@@ -84,6 +84,12 @@ def predicted_gain(of: Columns, over: Columns) -> dict[str, object]:
     return {"predicted": ratio[0] / ratio[1]} if len(ratio) == len((of, over)) else {}
 
 
+def predicted_share(one: Columns) -> float | None:
+    """Return the seconds that were expected of all rounds over those that they took; None where nothing was."""
+    expected = float(sum(one["predicted"]))
+    return expected / sum(one["seconds"]) if expected else None
+
+
 def details(one: Columns) -> dict[str, object]:
     """Return the end of a line of the table: where the time went, and planning."""
     found: dict[str, object] = {

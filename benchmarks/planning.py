@@ -17,13 +17,13 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 from benchmarks.cases.exhaustive_plans import all_plans
-from benchmarks.cases.fidelity import fidelity, share_over
+from benchmarks.cases.fidelity import Fidelity, fidelity, share_over
 from benchmarks.cases.planning import Case, cases, hard_cases, llama
 from benchmarks.cases.regret import Question, questions, regret
 from benchmarks.kit.report import Bar, Row, finish, parser, table
@@ -52,11 +52,15 @@ SEARCH_BARS = {
 
 
 NUM_PLANS, QUICK_PLANS = 2000, 200  # drawn, for the fidelity of closed form and simulation
+FURTHEST = 10  # of them that are shown
 MOST_DEVICES = 256  # of the questions for which auto's choice is compared with others by simulation
 COMPARED = 200  # best-priced plans, and as many drawn ones
 REGRET_BAR = 1.02
 
 T = TypeVar("T")
+
+Found = tuple[list[Bar], list[Row]]
+"""What a part has found."""
 
 
 class OutOfPatienceError(Exception):
@@ -65,32 +69,70 @@ class OutOfPatienceError(Exception):
 
 def main() -> int:
     """Measure and judge."""
-    options = parser("planning", "Seconds and quality of plans for 8 to 4,096 devices.").parse_args()
-    chosen = list(cases(QUICK_DEVICES if options.quick else 4096))
-    rows = [_told(measure(case)) for case in chosen]
+    made = parser("planning", "Seconds and quality of plans for 8 to 4,096 devices.")
+    made.add_argument("--part", choices=[*PARTS], action="append", help="one of what is measured (default: all)")
+    options = made.parse_args()
+    found = [PARTS[name](options.quick) for name in options.part or PARTS]
+    bars, rows = ([one for part in found for one in part[side]] for side in (0, 1))
+    return finish("planning", bars, rows)
+
+
+def plans_part(quick: bool) -> Found:
+    """Ask `auto` about all cases."""
+    rows = [_told(measure(case)) for case in cases(QUICK_DEVICES if quick else 4096)]
     answered = [row for row in rows if "step" in row]
     narrow = [_number(row, "plan seconds") for row in rows if str(row["case"]).startswith("width 768")]
     worst = max(_number(row, "over homogeneous") for row in answered if "over homogeneous" in row)
-    by_name = {case.name: case for case in (*chosen, *hard_cases(QUICK_DEVICES if options.quick else 4096))}
-    alone = [pair for pair in SEARCH_BARS if pair[1] in by_name]
-    searched = {(search, name): seconds_of(search, by_name[name]) for search, name in alone}
     bars = [
         Bar("questions without an answer", len(rows) - len(answered), 0, False),
         Bar("slowest plan over the best homogeneous one", worst, 1.01, False),
         Bar("questions with two answers", sum(row.get("same") == "no" for row in rows), 0, False),
         Bar("slowest plan over the best of all, 3 devices", max(over_the_best_of_all()), 1.02, False),
         Bar("seconds for 8 devices and width 768 (slowest)", max(narrow), NARROW_BAR, False),
-        *(Bar(f"seconds of {' '.join(pair)}", took, SEARCH_BARS[pair], False) for pair, took in searched.items()),
     ]
-    bars += fidelity_bars(QUICK_PLANS if options.quick else NUM_PLANS)
-    asked = [told_regret(one) for one in questions(QUICK_DEVICES if options.quick else MOST_DEVICES)]
-    bars.append(Bar("auto's plan over the best of many, simulated (slowest)", max(asked), REGRET_BAR, False))
-    return finish("planning", bars, rows)
+    return bars, rows
 
 
-def fidelity_bars(count: int) -> list[Bar]:
-    """Return how near closed form and simulation are for so many drawn plans, and whether folds change anything."""
-    found = list(fidelity(count))
+def searches_part(quick: bool) -> Found:
+    """Time searches alone."""
+    most = QUICK_DEVICES if quick else 4096
+    by_name = {case.name: case for case in (*cases(most), *hard_cases(most))}
+    asked = [pair for pair in SEARCH_BARS if pair[1] in by_name]
+    seconds = {pair: seconds_of(pair[0], by_name[pair[1]]) for pair in asked}
+    bars = [Bar(f"seconds of {' '.join(pair)}", took, SEARCH_BARS[pair], False) for pair, took in seconds.items()]
+    return bars, [{"case": pair[1], "search": pair[0], "seconds": took} for pair, took in seconds.items()]
+
+
+def fidelity_part(quick: bool) -> Found:
+    """Hold closed form and simulation of drawn plans against each other; rows are of those that differ most."""
+    found = list(fidelity(QUICK_PLANS if quick else NUM_PLANS))
+    furthest = sorted(found, key=lambda one: -max(one.unexplained, abs(one.difference)))[:FURTHEST]
+    return fidelity_bars(found), [{"case": one.plan, **_shares(one)} for one in furthest]
+
+
+def _shares(one: Fidelity) -> Row:
+    names = ("difference", "hidden", "lost", "unexplained", "folded")
+    return {name: getattr(one, name) for name in names}
+
+
+def regret_part(quick: bool) -> Found:
+    """Hold auto's choice against many others by simulation."""
+    asked = [told_regret(one) for one in questions(QUICK_DEVICES if quick else MOST_DEVICES)]
+    worst = max(_number(row, "auto over the best") for row in asked)
+    return [Bar("auto's plan over the best of many, simulated (slowest)", worst, REGRET_BAR, False)], asked
+
+
+PARTS: Mapping[str, Callable[[bool], Found]] = {
+    "plans": plans_part,
+    "searches": searches_part,
+    "fidelity": fidelity_part,
+    "regret": regret_part,
+}
+"""What can be measured apart; each is asked whether it is to be quick."""
+
+
+def fidelity_bars(found: Sequence[Fidelity]) -> list[Bar]:
+    """Return how near closed form and simulation are, and whether folds change anything."""
     plain = [abs(one.difference) for one in found if one.is_plain]
     return [
         Bar("closed form's largest difference where nothing overlaps or shares", max(plain), 0.005, False),
@@ -109,11 +151,10 @@ def fidelity_bars(count: int) -> list[Bar]:
     ]
 
 
-def told_regret(question: Question) -> float:
+def told_regret(question: Question) -> Row:
     """Return auto's simulated step over the best of the other plans, and say so."""
     over, count = regret(question, COMPARED)
-    _told({"question": question.name, "auto over the best": over, "of plans": count})
-    return over
+    return _told({"case": question.name, "auto over the best": over, "of plans": count})
 
 
 def _told(row: Row) -> Row:

@@ -106,7 +106,7 @@ def searches_part(quick: bool) -> Found:
 def fidelity_part(quick: bool) -> Found:
     """Hold closed form and simulation of drawn plans against each other; rows are of those that differ most."""
     found = list(fidelity(QUICK_PLANS if quick else NUM_PLANS))
-    furthest = sorted(found, key=lambda one: -max(one.unexplained, abs(one.difference)))[:FURTHEST]
+    furthest = sorted(found, key=lambda one: (-one.unexplained, -abs(one.difference)))[:FURTHEST]
     return fidelity_bars(found), [{"case": one.plan, **_shares(one)} for one in furthest]
 
 

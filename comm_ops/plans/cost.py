@@ -104,7 +104,8 @@ def ring_cost(num_bytes: float, ranks: Sequence[int], topology: Topology, lanes:
     """Price one turn around a ring: an all-gather or reduce-scatter of `num_bytes` in all.
 
     Where links are shared, all that share them go around rings of their own at the same time; `lanes` says so of nodes
-    whose links are shared as far as is known.
+    whose links are shared as far as is known. A ring that comes through a node several times shares its links with
+    itself.
     """
     hops = len(ranks) - 1
     if hops < 1:
@@ -124,7 +125,7 @@ def _slowest_link(topology: Topology, ranks: tuple[int, ...], lanes: int) -> tup
             ends[end.key] = end
     members = set(ranks)
     shared = [
-        end.bytes_per_second / (crossings[key] * len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)
+        end.bytes_per_second / crossings[key] / (len(end.ranks) / len(members & end.ranks) if end.ranks else lanes)
         for key, end in ends.items()
     ]
     return latency, min([*(topology.bytes_per_second(a, b) for a, b in links), *shared])

@@ -37,6 +37,13 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
     assert all_reduce_cost(100, (0, 1), TwoNodes()) == 2 * ring_cost(100, (0, 1), TwoNodes())
 
 
+def test_a_ring_that_comes_through_a_node_twice_shares_the_nodes_link_with_itself():
+    assert ring_cost(100, (0, 2, 1, 3), TwoNodes()) == 3 * (1 + 2 * 25 / 10)
+    assert cheapest_all_reduce_cost(100, (0, 2, 1, 3), TwoNodes()) == two_level_all_reduce_cost(
+        100, (0, 1, 2, 3), TwoNodes()
+    )
+
+
 def test_two_levels_cross_between_nodes_once():
     ranks, links = (0, 1, 2, 3), TwoNodes()
     inside, across = ring_cost(100, (0, 1), links), ring_cost(100, (0, 2), links)

@@ -190,7 +190,8 @@ class Handle:
     def explain(self) -> str:
         """Return the current plan as a table, with what was predicted, and what its first use has taken here."""
         self._runtime.charge_groups()
-        return f"{self.plan.explain()}\nfirst use: {self._runtime.variants[self.current].first_use}"
+        plan = self.plan.explain(range(self._runtime.table.size))
+        return f"{plan}\nfirst use: {self._runtime.variants[self.current].first_use}"
 
     def add_variant(self, plan: Plan, name: str | None = None) -> str:
         """Add a plan; returns its name. Collective, as every process must have the same variants."""

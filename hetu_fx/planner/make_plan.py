@@ -114,7 +114,7 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
         found = _moved(_simulated(found, problem), problem)
     best = _simplest(found) if problem.running is None else _least_moved(found, problem.running)
     notes = [best.predicted.why] if best.predicted is not None else []
-    prediction = _told(search.predict(best, problem), problem, notes)
+    prediction = _told(best, search.predict(best, problem), problem, notes)
     if problem.time_limit.cut:
         prediction = replace(prediction, bound_seconds=bound_seconds(problem.costs, problem.cluster))
     others = [plan for plan in found if _shape(plan, problem.cluster) != _shape(best, problem.cluster)]
@@ -148,15 +148,19 @@ def predicted(plan: Plan, problem: Problem) -> Plan:
     prediction = predict_by_costs(plan, problem)
     problems = memory_problems(prediction, problem.cluster)
     notes = [f"does not fit: {'; '.join(problems)}"] if problems else []
-    return replace(plan, predicted=_told(prediction, problem, notes))
+    return replace(plan, predicted=_told(plan, prediction, problem, notes))
 
 
-def _told(prediction: Prediction, problem: Problem, notes: Sequence[str] = ()) -> Prediction:
-    """Return the prediction with what its reader should know: what each device has, and which figures are estimates."""
+def _told(plan: Plan, prediction: Prediction, problem: Problem, notes: Sequence[str] = ()) -> Prediction:
+    """Return the prediction with what its reader should know.
+
+    That is what each device has, which devices the plan leaves out, and which figures are estimates.
+    """
     limits = {device.rank: device.memory_bytes for device in problem.cluster.devices}
     devices = tuple(replace(device, limit_bytes=limits[device.rank]) for device in prediction.devices)
+    left_out = tuple(sorted({*problem.cluster.ranks} - {*plan.devices}))
     lines = [prediction.why, *notes, f"state: {problem.costs.state}", *_estimates(problem)]
-    return replace(prediction, devices=devices, why="\n".join(lines))
+    return replace(prediction, devices=devices, why="\n".join(lines), left_out=left_out)
 
 
 def _estimates(problem: Problem) -> Iterator[str]:

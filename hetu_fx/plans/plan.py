@@ -10,7 +10,7 @@ The plan file (`hetu_fx.plan/1`) is meant to be edited by hand; see `Plan.read`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -20,7 +20,7 @@ from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
 from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
-from hetu_fx.plans.tables import HEADER, busiest, device_rows, plan_table, rows_text
+from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, rows_text
 
 __all__ = [
     "FORMAT",
@@ -177,12 +177,16 @@ class Plan(Document):
         title = f"plan{self._called}: schedule {self.schedule}, zero {self.zero}, sequence length {length}{shared}"
         return f"{title}\n{plan_table(self)}"
 
-    def explain(self) -> str:
-        """Return the table, with what each device does and was predicted, and why the planner chose the plan."""
+    def explain(self, devices: Iterable[int] = ()) -> str:
+        """Return the table, with what each device does and was predicted, and why the planner chose the plan.
+
+        Which of the devices that there are it leaves out is said too: of `devices`, and of those planned for.
+        """
+        head = [str(self), *left_out_text(self, devices)]
         if self.predicted is None:
-            return f"{self}\nno prediction: the plan was given, not made by the planner"
+            return "\n".join([*head, "no prediction: the plan was given, not made by the planner"])
         rows = list(device_rows(self))
-        return "\n".join([str(self), *([table_text(HEADER, rows)] if rows else []), self.predicted.text(busiest(self))])
+        return "\n".join([*head, *([table_text(HEADER, rows)] if rows else []), self.predicted.text(busiest(self))])
 
 
 def _no_schedule(name: str) -> str:

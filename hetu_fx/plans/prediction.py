@@ -43,7 +43,7 @@ class Prediction:
 
     `bound_seconds` stands where a search gave its best so far as its time was over: no plan takes less than that.
     `formula_seconds` is what the step would take if nothing overlapped, which is what the devices' terms add up to;
-    None where `seconds` are that.
+    None where `seconds` are that. `left_out` are the devices of the cluster that the plan does not use.
     """
 
     seconds: float
@@ -53,6 +53,7 @@ class Prediction:
     runner_up_seconds: float | None = None
     bound_seconds: float | None = None
     formula_seconds: float | None = None
+    left_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ranks = [device.rank for device in self.devices]

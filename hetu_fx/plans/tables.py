@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -138,6 +138,14 @@ def _limit_text(pipeline: Pipeline) -> str:
     return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
 
 
+def left_out_text(plan: Plan, devices: Iterable[int] = ()) -> Iterator[str]:
+    """Yield a line on the devices that a plan does not use, of some and of those that it was made for, if there are."""
+    known = {*devices, *(() if plan.predicted is None else plan.predicted.left_out)}
+    idle = known - {*plan.devices}
+    if idle:
+        yield f"left out: {len(idle)} of {len(known | {*plan.devices})} devices, {ranks_text(idle)}"
+
+
 def device_rows(plan: Plan) -> Iterator[list[str]]:
     """Yield what devices do, under `HEADER`, a row for those that do the same; none for a plan without prediction.
 
@@ -227,29 +235,3 @@ def _short_stage(stage: Stage) -> str:
 
 def _times(count: int, text: str) -> str:
     return text if count == 1 else f"{count} x {text}"
-
-
-def changes(before: Plan, after: Plan) -> list[tuple[str, str | None, str | None]]:
-    """Return what is not the same in two plans, as (what, before, after); None where there is no such thing."""
-    old, new = _facts(before), _facts(after)
-    found = [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new])]
-    return [(key, was, now) for key, was, now in found if was != now]
-
-
-def diff(before: Plan, after: Plan) -> str:
-    """Return what changes from one plan to another, one line each, or `no difference`."""
-    lines = [f"  {key}: {was} -> {now}" for key, was, now in changes(before, after) if was and now]
-    gone = [f"- {key}: {was}" for key, was, now in changes(before, after) if now is None]
-    come = [f"+ {key}: {now}" for key, was, now in changes(before, after) if was is None]
-    return "\n".join([*gone, *come, *lines]) or "no difference"
-
-
-def _facts(plan: Plan) -> dict[str, str]:
-    facts = {"name": str(plan.name), "schedule": plan.schedule, "zero": str(plan.zero)}
-    facts |= {"max_length": str(plan.max_length), "split": str(dict(plan.split))}
-    facts["sequence_parallel"] = str(plan.sequence_parallel)
-    if len(plan.devices) > FEW_DEVICES:
-        return facts | {"pipelines": short_text(plan), "devices": ranks_text(plan.devices)}
-    for index, pipeline in enumerate(plan.pipelines):
-        facts[f"pipelines[{index}]"] = f"{rows_text(pipeline)}: {pipeline}"
-    return facts

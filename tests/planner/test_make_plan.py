@@ -46,8 +46,12 @@ def test_rows_follow_the_speeds_where_links_are_fast() -> None:
     assert plan.summary() == "4 rows: [0]x4 | 2 rows: [1]x4 | 1 row: [2]x4 | 1 row: [3]x4"
 
 
-def test_a_hopelessly_slow_device_is_left_out() -> None:
-    assert make_plan(BIG, paper(8, 8, 0.01)).devices == (0, 1)
+def test_a_hopelessly_slow_device_is_left_out_and_the_plan_says_so() -> None:
+    plan = make_plan(BIG, paper(8, 8, 0.01))
+    assert plan.devices == (0, 1)
+    assert plan.predicted is not None
+    assert plan.predicted.left_out == (2,)
+    assert "left out: 1 of 3 devices, 2" in plan.explain().splitlines()
 
 
 def test_a_slow_link_is_left_unused_or_crossed_by_a_pipeline() -> None:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.differences import diff
 from hetu_fx.plans.plan import Pipeline, Plan, Stage, micro_batch_rows, pipeline_rows, split_rows
 from hetu_fx.plans.prediction import DeviceCost, Prediction
 from hetu_fx.plans.stage import STAGE
-from hetu_fx.plans.tables import diff
 
 DESIGN_FILE = """
 {"format": "hetu_fx.plan/1",
@@ -333,16 +333,6 @@ def test_explain_says_why_or_that_nobody_predicted() -> None:
     assert lines[-3] == "predicted step: 250 ms"
     assert lines[-2:] == ["bound by device 0", "runner-up: 1 row: [1] (500 ms, +100.0 %)"]
     assert "no prediction" in Plan.single().explain()
-
-
-def test_diff_names_what_changes() -> None:
-    after = replace(design_plan(), zero=0, pipelines=design_plan().pipelines[:1])
-    assert diff(design_plan(), after) == (
-        "- pipelines[1]: 1 row: [3]x4\n"
-        "  zero: 1 -> 0\n"
-        "  pipelines[0]: 3 rows in 2: [0,1 2:1]x3 > [2]x1 -> 1 row in 2: [0,1 2:1]x3 > [2]x1"
-    )
-    assert diff(design_plan(), design_plan()) == "no difference"
 
 
 def test_seven_rows_in_shares_five_to_two_and_three_to_one() -> None:

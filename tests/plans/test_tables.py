@@ -9,7 +9,7 @@ import pytest
 from hetu_fx.planner.make_plan import make_plan
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import DeviceCost, Prediction
-from hetu_fx.plans.tables import busiest, changes, device_rows, diff, plan_table, short_text
+from hetu_fx.plans.tables import busiest, device_rows, left_out_text, plan_table, short_text
 from tests.planner.examples import paper, transformer
 
 
@@ -88,6 +88,17 @@ def test_many_devices_are_explained_within_a_screen(pipelines: int, stages: int)
     assert max(map(len, lines)) <= 80
 
 
+def test_the_devices_that_a_plan_leaves_out_are_told_in_a_line() -> None:
+    plan = replace(Plan.single(), predicted=Prediction(1.0, left_out=(1, 2, 3)))
+    assert list(left_out_text(plan)) == ["left out: 3 of 4 devices, 1-3"]
+    assert "\nleft out: 3 of 4 devices" in plan.explain()
+    assert list(left_out_text(Plan.data_parallel([0, 1]), range(2))) == []
+    every_other = range(0, 1024, 2)
+    (line,) = left_out_text(Plan.data_parallel(every_other), range(1024))
+    assert line == "left out: 512 of 1024 devices, 1 ... 1023 (512)"
+    assert "left out: 1 of 2 devices, 1" in Plan.single().explain(range(2))
+
+
 def test_a_short_text_counts_what_is_alike() -> None:
     assert short_text(of_many(32, 32)) == "32 x 1 row in 8: 32 x [1 device]x1"
     uneven = Plan((Pipeline((Stage(tuple(range(8)), (2,) * 7 + (1,), blocks=3), Stage((8,), blocks=1))),))
@@ -95,17 +106,10 @@ def test_a_short_text_counts_what_is_alike() -> None:
     assert short_text(Plan.data_parallel([0, 1])) == "1 row: [0] | 1 row: [1]"
 
 
-def test_changes_of_many_devices_are_few_lines() -> None:
-    assert changes(of_many(32, 32), of_many(16, 32)) == [
-        ("pipelines", "32 x 1 row in 8: 32 x [1 device]x1", "16 x 1 row in 8: 32 x [1 device]x1"),
-        ("devices", "0-1023", "0-511"),
-    ]
-    assert diff(of_many(2, 8), of_many(2, 8)) == "no difference"
-
-
 def test_a_plan_that_was_made_explains_itself_the_same_after_reading_it_again() -> None:
     plan = make_plan(transformer(), paper(4, 2, memory_bytes=10**9))
     text = plan.explain()
+    assert "left out" not in text
     assert "of 1 GB (" in text
     assert "runner-up: " in text
     assert "%)" in text.splitlines()[-1]

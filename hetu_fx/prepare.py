@@ -81,13 +81,14 @@ def prepare(wanted: Preparation) -> tuple[Runtime, Adaptation]:
         rows_of_all = max(1, rows[0] if wanted.settings.shared else sum(rows))
         costs, seed = by_first(table, lambda: _costs_and_seed(wanted, program, rows_of_all))
         table.topology = cluster
-        planner: Planner = program.at(costs).plan
+        planned = program.at(costs)
+        planner: Planner = planned.plan
         if plans is None:
             device = str(next(wanted.model.parameters()).device)
             with telling("measuring devices and links"):
                 cluster = table.topology = cluster or Cluster.measure(table, device=device)
-            with telling("planning"):
-                plans = (by_first(table, partial(planner, cluster, "auto")),)
+            with telling("planning") as tell:
+                plans = (by_first(table, partial(planned.plan, cluster, "auto", tell=tell)),)
         priced, layouts = together(table, partial(_checked, wanted, execution, plans, costs, cluster, table))
         homes = move_home(wanted.model, layouts, table)
     if wanted.optimizer is not None:

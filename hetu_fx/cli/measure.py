@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +77,7 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
         if not options.json:
             print(cluster, flush=True)
             _show_collectives(cluster)
-    profile = None if make is None else _profile(make, cluster, rank, device, options.seconds)
+    profile = None if make is None else _profile(make, cluster, device, options.seconds)
     if rank == 0:
         _tell_profile(options, cluster, profile)
     if dist.is_initialized():
@@ -98,20 +96,16 @@ def _tell_profile(options: argparse.Namespace, cluster: Cluster, profile: Profil
         print_table(_HEADER, rows_of(profile))
 
 
-def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, rank: int, device: str, seconds: float) -> Profile:
+def _profile(make: Callable[[], tuple[Any, Any]], cluster: Cluster, device: str, seconds: float) -> Profile:
     import torch
 
     from hetu_fx.base.torch_private import tree_map_only
     from hetu_fx.planner.api import profile
-    from hetu_fx.planner.measure.blocks import Measuring, nobody
+    from hetu_fx.planner.measure.blocks import Measuring
 
     model, batch = make()
     batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
-    measuring = Measuring(cluster, seconds)
-    first = next(other for other in cluster.ranks if measuring.measures(other))
-    with measuring_progress() as shown:
-        tell = shown if rank == first else nobody
-        return profile(model.to(device), batch, measured=Measuring(cluster, seconds, tell))
+    return profile(model.to(device), batch, measured=Measuring(cluster, seconds))
 
 
 def _show_collectives(cluster: Cluster) -> None:
@@ -133,28 +127,3 @@ def rows_of(profile: Profile) -> list[list[str]]:
         kept = f"{time.bytes_per_token / 1e3:.4g}"
         rows.append([time.kind, str(time.tensor_parallel), *curve, fit, kept, f"{alpha:.3g}"])
     return rows
-
-
-@contextmanager
-def measuring_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what shows on stderr how far measuring has come: a bar on a terminal where rich is installed, else lines.
-
-    It is told what is measured now, how many are done, and of how many.
-    """
-    bar = _bar() if sys.stderr.isatty() else None
-    if bar is None:
-        yield lambda what, done, count: print(f"{done}/{count} {what}", file=sys.stderr, flush=True)
-        return
-    with bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda what, done, count: bar.update(task, description=what, completed=done, total=count, visible=True)
-
-
-def _bar() -> Any:
-    """Return a progress bar; None where rich is not installed."""
-    try:
-        from rich import progress
-        from rich.console import Console
-    except ImportError:
-        return None
-    return progress.Progress(console=Console(stderr=True))

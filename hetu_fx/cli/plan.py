@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.documents import json_text, table_text
+from hetu_fx.base.progress import telling
 from hetu_fx.cli.files import NAMES, add_files, read_files
 from hetu_fx.cli.given import check_folder
 from hetu_fx.cli.what_if import add_changes, change_lines, changed, changes_text, differences
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hetu_fx.planner.search.problem import Problem
 
 _NEED_BOTH = ("search", *NAMES, "allow", "forbid", "zero", "seconds", "before", "steps", "without", "rate", "link")
-_PATIENCE_SECONDS = 2.0  # a search says how far it has come when it lasts longer, and then as often
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +109,7 @@ def _problem(options: argparse.Namespace) -> Problem:
     choice = Choice.of(**{name: getattr(options, name) for name in names})
     plan_options = PlanOptions.of_program(mixes_rows=profile.mixes_rows, choice=choice)
     before, steps = _running(options)
-    return Problem(profile, cluster, plan_options, before, steps, tell=_Progress().tell)
+    return Problem(profile, cluster, plan_options, before, steps)
 
 
 def _running(options: argparse.Namespace) -> tuple[Plan | None, float]:
@@ -131,9 +130,9 @@ def _plans(problem: Problem, options: argparse.Namespace) -> tuple[Plan, ...]:
         plan = Plan.read(options.file)
         plan.check(num_blocks=problem.costs.num_blocks, world_size=max(problem.cluster.ranks) + 1)
         return (predicted(plan, problem),)
-    if options.no_cache:
-        return make_plans(problem, search)
-    return make_or_find_plans(problem, search, default_folder())
+    with telling("planning") as tell:
+        told = replace(problem, tell=tell)
+        return make_plans(told, search) if options.no_cache else make_or_find_plans(told, search, default_folder())
 
 
 def _write(plans: Sequence[Plan], path: Path | None) -> None:
@@ -192,18 +191,3 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="so many steps are left, over which the move is spread (needs --before)",
     )
-
-
-class _Progress:
-    """Says on stderr how far a search has come, when it lasts."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-
-    def tell(self, message: str) -> None:
-        """Take note of a message; print it if nothing was printed for a while."""
-        now = time.monotonic()
-        self._last = now if self._last is None else self._last
-        if now - self._last >= _PATIENCE_SECONDS:
-            self._last = now
-            print(message, file=sys.stderr, flush=True)

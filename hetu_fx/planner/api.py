@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hetu_fx.base.progress import telling
+from hetu_fx.base.progress import Tell, telling
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.wire.consensus import by_first, from_first, of_all, together
 from hetu_fx.comm_ops.wire.groups import GroupTable
@@ -82,18 +82,18 @@ def plan(
     program = CapturedProgram.of(Programs(model, loss_fn), batch)
     costs = replace(program.costs(), state=state_of(model.parameters(), optimizer))
 
-    def find(planned: PlannedProgram, devices: Cluster) -> Plan:
-        return planned.plan(devices, name, search, choice, before=running, steps_ahead=steps_ahead)
+    def find(planned: PlannedProgram, devices: Cluster, tell: Tell) -> Plan:
+        return planned.plan(devices, name, search, choice, before=running, steps_ahead=steps_ahead, tell=tell)
 
     if cluster is None:
         table = GroupTable()
         with telling("measuring devices and links"):
             planned, measured = program.at(from_first(table, costs)), Cluster.measure(table)
-        with telling("planning"):
-            return by_first(table, lambda: find(planned, measured))
+        with telling("planning") as tell:
+            return by_first(table, lambda: find(planned, measured, tell))
     devices = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-    with telling("planning"):
-        return find(program.at(costs), devices)
+    with telling("planning") as tell:
+        return find(program.at(costs), devices, tell)
 
 
 def profile(
@@ -187,7 +187,8 @@ def _measured(
         return None
     counted, program = _counted(model, batches, loss_fn)
     place = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return with_times(counted, program, rank, measuring, place)
+    with telling("measuring blocks", speaker=rank == measuring.first) as tell:
+        return with_times(counted, program, rank, measuring, place, tell)
 
 
 def simulate(

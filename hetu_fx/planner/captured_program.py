@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.graph.bind import Batch
 from hetu_fx.planner.count.count import program_costs
@@ -90,6 +91,7 @@ class PlannedProgram:
         *,
         before: Plan | None = None,
         steps_ahead: float = math.inf,
+        tell: Tell = nobody,
     ) -> Plan:
         """Return the best plan for a cluster; a program that mixes rows is not cut into micro-batches or stages.
 
@@ -105,6 +107,7 @@ class PlannedProgram:
             captured=self,
             before=before,
             steps_ahead=steps_ahead,
+            tell=tell,
         )
 
     def costs_of(self, split: Split) -> ProgramCosts:

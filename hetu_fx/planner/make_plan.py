@@ -22,6 +22,7 @@ from pathlib import Path
 import hetu_fx.comm_ops
 import hetu_fx.planner
 from hetu_fx.base.json_values import many
+from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.base.words import bytes_text, ranks_text
 from hetu_fx.cluster.cluster import Cluster
@@ -60,6 +61,7 @@ def make_plan(
     captured: Captured | None = None,
     before: Plan | None = None,
     steps_ahead: float = math.inf,
+    tell: Tell = nobody,
 ) -> Plan:
     """Return the plan of least predicted seconds that fits memory, with its prediction and the runner-up.
 
@@ -69,7 +71,7 @@ def make_plan(
     a plan for each length of sequences (see `make_plans`).
     """
     profile = costs if isinstance(costs, Profile) else Profile(costs)
-    problem = Problem(profile, cluster, options or PlanOptions(), before, steps_ahead, captured)
+    problem = Problem(profile, cluster, options or PlanOptions(), before, steps_ahead, captured, tell)
     plans = make_plans(problem, search)
     if len(plans) > 1:
         lengths = [plan.max_length for plan in plans]

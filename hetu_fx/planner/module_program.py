@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import memory_problems, predict
@@ -44,8 +45,10 @@ class PlannedModule:
 
     costs: ProgramCosts
 
-    def plan(self, cluster: Cluster, name: str) -> Plan:
+    def plan(self, cluster: Cluster, name: str, *, tell: Tell = nobody) -> Plan:
         """Share the rows out so that the last device is done earliest; devices too slow for a row are left out.
+
+        That is soon done, and tells nothing.
 
         Raises `PlanError` where the whole model does not fit a device.
         """

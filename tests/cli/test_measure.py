@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import hetu_fx.planner.measure.blocks
 from hetu_fx.cli.given import local_device
 from hetu_fx.cli.main import main
-from hetu_fx.cli.measure import measuring_progress
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.values.profile_file import Profile
 from tests.planner.measure.test_blocks import run_by_size
@@ -41,7 +39,6 @@ def test_devices_and_blocks_are_measured_and_planned_from_the_files(capsys: pyte
     shown = capsys.readouterr()
     assert "GFLOP/s" in shown.out
     assert "kept KB/token" in shown.out
-    assert "0/8 block 1 on 1 x 4 tokens" in shown.err
     assert [device.source for device in Cluster.read("cluster.json").devices] == ["measured"]
     assert [time.source for time in Profile.read("profile.json").times] == ["measured", "measured"]
     assert main(["plan", "--cluster", "cluster.json", "--profile", "profile.json"]) == 0
@@ -73,19 +70,6 @@ def test_without_a_model_only_the_devices_are_measured() -> None:
 def test_a_model_that_is_not_there_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", name]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_on_a_terminal_a_bar_shows_what_is_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with measuring_progress() as tell:
-        tell("block 1 on 2 x 64 tokens", 1, 4)
-    shown = capsys.readouterr().err
-    assert "block 1 on 2 x 64 tokens" in shown
-    assert "25%" in shown
 
 
 def test_each_process_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

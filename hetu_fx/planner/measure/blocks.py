@@ -11,13 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from hetu_fx.annotations.local import local_part
+from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.comm_ops.ops.table import COMM_OPS
 from hetu_fx.comm_ops.wire.groups import GroupTable, using
@@ -177,13 +178,6 @@ SECONDS = 90.0
 _REPEATS = 3  # runs of a shard at least, after one that warms up
 _CELL_SECONDS = 0.5  # how long a shard is run for one length, if that is more often
 
-Tell = Callable[[str, int, int], None]
-"""Told what is measured now, how many measurements are done, and how many there are."""
-
-
-def nobody(what: str, done: int, count: int) -> None:
-    """Tell nobody."""
-
 
 @dataclass(frozen=True)
 class Measuring:
@@ -192,12 +186,15 @@ class Measuring:
     Attributes:
         cluster: the devices at hand, as measured; device i is that of rank i.
         seconds: how long it may take, about; where that is too little for long sequences, shorter ones are timed.
-        tell: told how far it has come.
     """
 
     cluster: Cluster
     seconds: float = SECONDS
-    tell: Tell = field(default=nobody, compare=False)
+
+    @property
+    def first(self) -> int:
+        """Return the first rank that measures."""
+        return next(rank for rank in self.cluster.ranks if self.measures(rank))
 
     def measures(self, rank: int) -> bool:
         """Tell whether a rank measures: the fastest device of each kind does, the others wait."""
@@ -205,8 +202,12 @@ class Measuring:
         return fastest_of(device.kind, self.cluster).rank == rank
 
 
-def with_times(profile: Profile, program: Program, rank: int, measuring: Measuring, place: torch.device) -> Profile:
+def with_times(
+    profile: Profile, program: Program, rank: int, measuring: Measuring, place: torch.device, tell: Tell = nobody
+) -> Profile:
     """Return the profile with times and alpha of this rank's kind of device, measured on `place`.
+
+    `tell` takes which block of how many is measured.
 
     Raises:
         ProfileError: the model has no sequences of any length, no repeated blocks, or they cannot be run apart.
@@ -214,7 +215,7 @@ def with_times(profile: Profile, program: Program, rank: int, measuring: Measuri
     check_measurable(profile.costs, program, place)
     _check_lengths(program)
     kind = measuring.cluster.device(rank).kind
-    samples = list(_Measurement(profile, program, measuring, rank, place).samples())
+    samples = list(_Measurement(profile, program, measuring, rank, place).samples(tell))
     times = [
         block_time(kind, found, profile.costs, profile.tokens_per_row, measuring.cluster)
         for degree in degrees_of(profile.costs.units)
@@ -263,7 +264,7 @@ class _Measurement:
         self._blocks = distinct_blocks(profile.costs)
         self._degrees = degrees_of(profile.costs.units)
 
-    def samples(self) -> Iterator[BlockSample]:
+    def samples(self, tell: Tell) -> Iterator[BlockSample]:
         """Yield what was measured."""
         lengths = lengths_of(self._profile.tokens_per_row, self._estimate(), self._measuring.seconds)
         total, done = len(self._degrees) * len(self._blocks) * len(lengths), 0
@@ -272,10 +273,9 @@ class _Measurement:
             for block, count in self._blocks:
                 shard = shard_of(self._program, block, degree)
                 for length in lengths:
-                    self._measuring.tell(f"block {block} on {degree} x {length} tokens", done, total)
+                    tell(f"block {block} on {degree} x {length} tokens", done, total)
                     yield BlockSample(degree, length, *_timed(shard, length, self._place, share), count)
                     done += 1
-        self._measuring.tell("done", total, total)
 
     def _estimate(self) -> float:
         """Return the seconds, by FLOPs, of all runs that are needed up to the longest sequence."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import fitted
@@ -47,10 +48,6 @@ class Captured(Protocol):
         ...
 
 
-def nobody(message: str) -> None:
-    """Tell nobody."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """A question to a search; all that it may read.
@@ -62,7 +59,7 @@ class Problem:
         before: the plan that runs now, for searches that weigh what is moved.
         steps_ahead: for how many steps a plan is wanted; with `before`, plans compete by their steps and getting there.
         captured: answers what profiles do not tell; None where there is no graph.
-        tell: told how far a long search has come; takes no part in the answer.
+        tell: told how far the search has come; takes no part in the answer.
         time_limit: when a search gives what it has.
     """
 
@@ -72,7 +69,7 @@ class Problem:
     before: Plan | None = None
     steps_ahead: float = math.inf
     captured: Captured | None = field(default=None, compare=False)
-    tell: Callable[[str], None] = field(default=nobody, compare=False)
+    tell: Tell = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class HeteroTemplates(Templates):
         """Return the fastest for the rows that the region's speed stands for, fastest first."""
         if region not in self._best:
             count = len(self.classes)
-            self._whole.tell(f"heteroauto: {len(self._best) + 1} of {count * (count + 1) // 2} regions")
+            self._whole.tell("heteroauto: regions", len(self._best), count * (count + 1) // 2)
             part = self._part(region)
             rows = part.costs.rows
             unlike: dict[Hashable, Template] = {}

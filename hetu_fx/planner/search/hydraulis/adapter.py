@@ -131,8 +131,9 @@ def _taken(free: list[list[int]], size: int) -> tuple[int, ...]:
 
 def _find(problem: Problem) -> Candidates:
     found: dict[Plan, float] = {}
-    for variant in variants(problem):
-        problem.tell(f"hydraulis: sequences of up to {variant.longest} tokens: {variant.strategy}")
+    asked = variants(problem)
+    for number, variant in enumerate(asked):
+        problem.tell(f"hydraulis: sequences of up to {variant.longest} tokens", number, len(asked))
         plan, _ = plan_of(variant, problem)
         found[plan] = _predict(plan, problem).seconds
     return found

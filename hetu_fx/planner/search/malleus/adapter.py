@@ -248,10 +248,10 @@ def _find(problem: Problem) -> Candidates:
     healthy = _without_stragglers(problem)
     even = sorted(candidates(healthy), key=lambda candidate: candidate.seconds)
     tried = tuple(shapes(problem, even))
-    for number, shape in enumerate(tried, 1):
+    for number, shape in enumerate(tried):
         if problem.time_limit.ends(found):
             return found
-        problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
+        problem.tell(f"malleus: {shape}", number, len(tried))
         plan = _plan(problem, shape, _below(problem, shape, min(found.values(), default=math.inf)))
         priced = None if plan is None else problem.fitted(plan)
         if priced is not None:

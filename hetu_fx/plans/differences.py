@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.words import ranks_text
-from hetu_fx.plans.tables import FEW_DEVICES, rows_text, short_text
+from hetu_fx.plans.alike import FEW_DEVICES
+from hetu_fx.plans.tables import rows_text, short_text
 
 if TYPE_CHECKING:
     from hetu_fx.plans.plan import Plan

@@ -16,8 +16,10 @@ from typing import Literal, get_args
 
 from hetu_fx.base.documents import nearest, table_text
 from hetu_fx.base.json_values import PAIRS, many
+from hetu_fx.base.markup import alone
 from hetu_fx.base.records import Document, Key, record
 from hetu_fx.errors import PlanError
+from hetu_fx.plans.picture import plan_html
 from hetu_fx.plans.prediction import PREDICTION, Prediction
 from hetu_fx.plans.stage import LATER, PIPELINE, Pipeline, Stage, check_devices, reduced
 from hetu_fx.plans.tables import HEADER, busiest, device_rows, left_out_text, plan_table, rows_text
@@ -187,6 +189,10 @@ class Plan(Document):
             return "\n".join([*head, "no prediction: the plan was given, not made by the planner"])
         rows = list(device_rows(self))
         return "\n".join([*head, *([table_text(HEADER, rows)] if rows else []), self.predicted.text(busiest(self))])
+
+    def _repr_html_(self) -> str:
+        """Return what notebooks show: who has which share of the work, as a table with bars."""
+        return alone(plan_html(self))
 
 
 def _no_schedule(name: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from hetu_fx.base.documents import table_text
-from hetu_fx.base.words import bytes_of, bytes_text, ranks_text, share_text
-from hetu_fx.plans.prediction import DeviceCost
+from hetu_fx.base.words import ranks_text, share_text
+from hetu_fx.plans.alike import FEW_DEVICES, Alike, alike, busy_text, groups_of, idle_seconds, memory_text
 from hetu_fx.plans.stage import Pipeline, Stage, ratios_text
 
 if TYPE_CHECKING:
@@ -18,79 +17,9 @@ if TYPE_CHECKING:
 PLAN_HEADER = ("pipeline", "rows", "micro-batches", "stage", "devices", "ratios", "blocks")
 HEADER = ("device", "pipeline", "stage", "rows", "shard", "memory", "busy")
 
-FEW_DEVICES = 8
-"""Plans of so many devices are written out; of more, like stages that follow each other stand together too."""
-
 _FEW_GROUPS = 2  # of like stages, whose devices are written out
 _FEW_RANKS = 4  # of a group
 _LONG = 12  # letters of ratios that are all alike
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Stages that differ in their devices alone: some that follow each other, of some pipelines.
-
-    Attributes:
-        numbers: of the pipelines.
-        pipeline: the first of them.
-        positions: of the stages.
-        groups: the devices of each stage, pipeline by pipeline.
-    """
-
-    numbers: tuple[int, ...]
-    pipeline: Pipeline
-    positions: range
-    groups: tuple[tuple[int, ...], ...]
-
-    @property
-    def stage(self) -> Stage:
-        """Return the first of the stages."""
-        return self.pipeline.stages[self.positions.start]
-
-    @property
-    def place(self) -> list[str]:
-        """Return the numbers of the pipelines, and of the stages."""
-        return [ranks_text(self.numbers), ranks_text(self.positions)]
-
-    @property
-    def stages(self) -> Iterator[tuple[int, tuple[float, float]]]:
-        """Yield each device with its shares of the sequence and of what is split."""
-        return ((rank, own) for group in self.groups for rank, own in zip(group, self.stage.shares, strict=True))
-
-
-def alike(plan: Plan) -> list[Alike]:
-    """Return the stages of a plan, those together that stand in one row."""
-    return [found for numbers in _like_pipelines(plan) for found in _alike_in(numbers, plan)]
-
-
-def _like_pipelines(plan: Plan) -> list[list[int]]:
-    """Return the numbers of pipelines that differ in their devices alone."""
-    found: dict[object, list[int]] = {}
-    for number, pipeline in enumerate(plan.pipelines):
-        stages = tuple(map(_anywhere, pipeline.stages))
-        found.setdefault((pipeline.share, pipeline.micro_batches, pipeline.max_length, stages), []).append(number)
-    return list(found.values())
-
-
-def _anywhere(stage: Stage) -> Stage:
-    """Return the stage on the first devices that there are."""
-    return replace(stage, devices=tuple(range(len(stage.devices))))
-
-
-def _alike_in(numbers: Sequence[int], plan: Plan) -> Iterator[Alike]:
-    pipelines = [plan.pipelines[number] for number in numbers]
-    for positions in _runs(pipelines[0].stages, is_short=len(plan.devices) <= FEW_DEVICES):
-        groups = tuple(pipeline.stages[position].devices for pipeline in pipelines for position in positions)
-        yield Alike(tuple(numbers), pipelines[0], positions, groups)
-
-
-def _runs(stages: Sequence[Stage], *, is_short: bool) -> Iterator[range]:
-    """Yield the positions of like stages that follow each other; of a short plan each alone."""
-    start = 0
-    for _, run in groupby(range(len(stages)), lambda i: i if is_short else _anywhere(stages[i])):
-        stop = start + len(list(run))
-        yield range(start, stop)
-        start = stop
 
 
 def plan_table(plan: Plan) -> str:
@@ -100,8 +29,8 @@ def plan_table(plan: Plan) -> str:
 
 def _plan_row(found: Alike) -> list[str]:
     one, stage, (pipelines, positions) = found.pipeline, found.stage, found.place
-    head = [pipelines, f"{one.share}{_limit_text(one)}", str(one.micro_batches)]
-    cells = [positions, _groups_text(found.groups), _ratios(stage) + _context(stage), _blocks_text(stage)]
+    head = [pipelines, f"{one.share}{limit_text(one)}", str(one.micro_batches)]
+    cells = [positions, _groups_text(found.groups), _ratios(stage) + _context(stage), blocks_text(stage)]
     return [*(head if found.positions.start == 0 else ["", "", ""]), *cells]
 
 
@@ -127,13 +56,13 @@ def _context(stage: Stage) -> str:
     return f"{shared} {ratios_text(stage.context_ratios)}" if stage.is_grid else shared
 
 
-def _blocks_text(stage: Stage) -> str:
+def blocks_text(stage: Stage) -> str:
     """Return how many blocks a stage has, and recomputes: `12, recompute 5`."""
     blocks = "even" if stage.blocks is None else str(stage.blocks)
     return ", ".join(filter(None, [blocks, stage.recompute_text]))
 
 
-def _limit_text(pipeline: Pipeline) -> str:
+def limit_text(pipeline: Pipeline) -> str:
     """Return what a pipeline says of lengths, after a comma; empty if it says nothing."""
     return "" if pipeline.max_length is None else f", up to {pipeline.max_length} tokens"
 
@@ -152,63 +81,25 @@ def device_rows(plan: Plan) -> Iterator[list[str]]:
     rows: its pipeline's share of the batch; shard: its share of what its stage cuts; memory: what it needs, of what
     it has, of several the most; busy: the share of the step in which it does not wait for others.
     """
-    costs = {} if plan.predicted is None else {device.rank: device for device in plan.predicted.devices}
-    total = sum(pipeline.share for pipeline in plan.pipelines)
-    for found in alike(plan):
-        for shard, ranks in _like_devices(found, costs, is_short=len(plan.devices) <= FEW_DEVICES):
-            own = [costs[rank] for rank in ranks]
-            cells = [share_text(found.pipeline.share / total), shard]
-            yield [ranks_text(ranks), *found.place, *cells, _most_memory(own), _busy(own)]
-
-
-def _like_devices(
-    found: Alike, costs: Mapping[int, DeviceCost], *, is_short: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield shards and the devices that have them, and as much memory; of a short plan also what is shown of them."""
-    like: dict[tuple[object, ...], list[int]] = {}
-    for rank, (context, tensor) in found.stages:
-        if rank in costs:
-            cost = costs[rank]
-            shown = (_memory(cost), _busy([cost])) if is_short else (cost.limit_bytes,)
-            like.setdefault((share_text(context * tensor), *shown), []).append(rank)
-    yield from ((str(key[0]), tuple(ranks)) for key, ranks in like.items())
+    for group in groups_of(plan):
+        if group.costs:
+            cells = [share_text(group.rows), share_text(group.shard), memory_text(group.most), busy_text(group.costs)]
+            yield [ranks_text(group.ranks), *group.alike.place, *cells]
 
 
 def busiest(plan: Plan) -> list[int]:
     """Return of each row of a plan of many devices the one that waits least; none for a short plan."""
     if plan.predicted is None or len(plan.devices) <= FEW_DEVICES:
         return []
-    costs = {device.rank: device for device in plan.predicted.devices}
-    rows = [ranks for found in alike(plan) for _, ranks in _like_devices(found, costs, is_short=False)]
-    return [min(ranks, key=lambda rank: (_idle(costs[rank]), rank)) for ranks in rows]
-
-
-def _most_memory(costs: Sequence[DeviceCost]) -> str:
-    return _memory(max(costs, key=lambda cost: cost.total_bytes))
-
-
-def _memory(cost: DeviceCost) -> str:
-    if cost.limit_bytes is None:
-        return bytes_text(cost.total_bytes)
-    return f"{bytes_of(cost.total_bytes, cost.limit_bytes)} ({share_text(cost.total_bytes / cost.limit_bytes)})"
-
-
-def _idle(cost: DeviceCost) -> float:
-    return dict(cost.seconds).get("idle", 0.0)
-
-
-def _busy(costs: Sequence[DeviceCost]) -> str:
-    """Return the share in which devices do not wait: that of all, or the least and the most."""
-    shares = [1 - _idle(cost) / cost.total_seconds for cost in costs if cost.total_seconds]
-    ends = list(dict.fromkeys(share_text(share) for share in (min(shares), max(shares)))) if shares else [""]
-    return "-".join([*(end.removesuffix(" %") for end in ends[:-1]), ends[-1]])
+    told = (group.costs for group in groups_of(plan) if group.costs)
+    return [min(costs, key=lambda cost: (idle_seconds(cost), cost.rank)).rank for costs in told]
 
 
 def rows_text(pipeline: Pipeline) -> str:
     """Return a pipeline's share and parts: `3 rows in 2`."""
     noun = "row" if pipeline.share == 1 else "rows"
     parts = f" in {pipeline.micro_batches}" if pipeline.micro_batches > 1 else ""
-    return f"{pipeline.share} {noun}{parts}{_limit_text(pipeline)}"
+    return f"{pipeline.share} {noun}{parts}{limit_text(pipeline)}"
 
 
 def short_text(plan: Plan) -> str:
@@ -230,7 +121,7 @@ def _short_pipeline(found: Sequence[Alike]) -> str:
 def _short_stage(stage: Stage) -> str:
     devices = "1 device" if len(stage.devices) == 1 else f"{len(stage.devices)} devices"
     ratios = "" if len(set(stage.ratios)) <= 1 else f" {ratios_text(stage.ratios)}"
-    return f"[{devices}{ratios}{_context(stage)}]x{_blocks_text(stage)}"
+    return f"[{devices}{ratios}{_context(stage)}]x{blocks_text(stage)}"
 
 
 def _times(count: int, text: str) -> str:

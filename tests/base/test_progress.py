@@ -54,7 +54,7 @@ def test_a_log_has_a_line_while_it_lasts_and_one_at_the_end() -> None:
 
 
 def test_a_terminals_line_is_written_anew() -> None:
-    assert told(replaces=True) == "\rhetu_fx: capturing ... 0 s\rhetu_fx: capturing: 0 s\n"
+    assert told(replaces=True) == "\rhetu_fx: capturing ... 0 s\rhetu_fx: capturing: 0 s   \n"
 
 
 def test_how_much_is_done_is_told_and_on_a_terminal_with_a_bar() -> None:

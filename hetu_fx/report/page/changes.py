@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from hetu_fx.report.page.markup import note
+from hetu_fx.base.markup import note
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.summary import CHANGES, entry_text
 

@@ -10,6 +10,8 @@ from html import escape
 from statistics import median
 from typing import TypeVar
 
+from hetu_fx.base.markup import COLOURS
+
 T = TypeVar("T")
 
 PLACES = 400
@@ -17,12 +19,9 @@ PLACES = 400
 
 WIDTH, HEIGHT = 1000.0, 200.0
 
-COLOURS = ("#4a7fd0", "#e08a2e", "#3f9d63", "#c2588f", "#9a8420", "#4aa3b5")
-"""Of variants, in the order in which they first ran; seen on light and on dark."""
-
 
 def colours_of(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name; the seventh has that of the first."""
+    """Return a colour for each name, in the order in which they first ran; the seventh has that of the first."""
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(dict.fromkeys(names))}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hetu_fx.base.markup import note, number
 from hetu_fx.report.page.charts import Scale, curve, finite, places, plot
-from hetu_fx.report.page.markup import note, number
 from hetu_fx.report.run import LoggedRun
 
 _COLOUR = "#4a7fd0"

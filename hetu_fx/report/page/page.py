@@ -1,4 +1,7 @@
-"""The report of a run: its sections, in order, as one HTML page that needs nothing from elsewhere, and as JSON."""
+"""The report of a run: its sections, in order, as one HTML page that needs nothing from elsewhere, and as JSON.
+
+Words are never inside pictures, which are stretched to the width of the window: so they stay as large as the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,25 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from hetu_fx.base.markup import CLASS, STYLE
 from hetu_fx.report.page import changes, cluster, losses, memory, plans, steps, timeline, traffic
-from hetu_fx.report.page.markup import STYLE
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import entry_text
+
+_STYLE = """
+:root{color-scheme:light dark}
+body{max-width:1100px;margin:0 auto;padding:1rem}
+h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.2rem;margin:2rem 0 .5rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
+a{color:var(--link)}nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem}
+pre{overflow:auto;max-height:32rem;background:var(--soft);padding:.7rem;border-radius:4px;font-size:.85rem;
+overflow-wrap:normal}
+svg{display:block;width:100%;background:var(--soft)}svg *{vector-effect:non-scaling-stroke}
+.plot svg{height:200px}.axis{display:flex;justify-content:space-between;font-size:.85rem;color:var(--quiet)}
+.lanes{overflow-y:auto;max-height:38rem;margin:.5rem 0}
+.lane{display:grid;grid-template-columns:6.5rem 1fr;align-items:center;font-size:.85rem}
+.lane svg{height:1.5rem}.lane.more svg{height:.8rem}.lane.more{color:var(--quiet);margin-bottom:.3rem}
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +70,8 @@ def html_page(log: Sequence[Entry], title: str) -> str:
     name, start = escape(title), escape(entry_text(log[0]))
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{meta}<title>{name}</title><style>{STYLE}</style></head>\n'
-        f"<body><h1>{name}</h1>\n<p>{start}</p>\n<nav>{contents}</nav>\n{sections}\n</body></html>\n"
+        f'<!DOCTYPE html>\n<html lang="en"><head>{meta}<title>{name}</title><style>{STYLE}{_STYLE}</style></head>\n'
+        f'<body class="{CLASS}"><h1>{name}</h1>\n<p>{start}</p>\n<nav>{contents}</nav>\n{sections}\n</body></html>\n'
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from hetu_fx.report.page.markup import note
+from hetu_fx.base.markup import note
+from hetu_fx.plans.picture import plan_html
+from hetu_fx.plans.plan import Plan
 from hetu_fx.report.run import LoggedRun
 
 MOST = 8
@@ -20,6 +22,11 @@ def data(run: LoggedRun) -> dict[str, Any]:
 def html(run: LoggedRun) -> str:
     """Return the plans of variants that have trained."""
     shown = run.shown[:MOST]
-    texts = (f'<h3>{escape(name)}</h3><pre tabindex="0">{escape(run.plans[name].explain())}</pre>' for name in shown)
     left = len(run.plans) - len(shown)
-    return "".join(texts) + note(f"{left} more are in the log, whose variants have not trained.") * bool(shown and left)
+    told = "".join(_html(name, run.plans[name]) for name in shown)
+    return told + note(f"{left} more are in the log, whose variants have not trained.") * bool(shown and left)
+
+
+def _html(name: str, plan: Plan) -> str:
+    """Return the plan as a picture and in words."""
+    return f'<h3>{escape(name)}</h3>{plan_html(plan)}<pre tabindex="0">{escape(plan.explain())}</pre>'

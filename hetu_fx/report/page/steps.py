@@ -8,8 +8,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from hetu_fx.base.markup import keys, note, number, table
 from hetu_fx.report.page.charts import Scale, boxes, colours_of, levels, places, plot, shares
-from hetu_fx.report.page.markup import keys, note, number, table
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
 from hetu_fx.report.summary import HEADER, summaries, variant_row

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
+from hetu_fx.base.markup import keys, note, number, table
 from hetu_fx.planner.simulate.simulation import Simulation
 from hetu_fx.planner.simulate.timeline import COLORS, OTHER, Event
 from hetu_fx.plans.schedule import Phase
 from hetu_fx.report.page.cluster import UNKNOWN
-from hetu_fx.report.page.markup import keys, note, number, table
 from hetu_fx.report.run import LoggedRun
 
 WIDTH = 1000.0

@@ -1,37 +1,34 @@
-"""What sections are made of: tables, keys, bars and notes, and the style of it all.
-
-Words are never inside pictures, which are stretched to the width of the window: so they stay as large as the rest.
-"""
+"""What pages and pictures in notebooks are made of: tables, keys, bars and notes, and their style."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+COLOURS = ("#4a7fd0", "#e08a2e", "#3f9d63", "#c2588f", "#9a8420", "#4aa3b5")
+"""Told apart, on light and on dark."""
+
+CLASS = "hetu-fx"
+"""Of the element around them; nothing of the style holds outside of it, so that it may stand in a page of others."""
+
 STYLE = """
-:root{color-scheme:light dark;--ink:#1f2328;--paper:#fff;--soft:#f3f4f6;--line:#d5d9de;--quiet:#57606a;--link:#1f5fbf}
+.hetu-fx{color-scheme:light dark;--ink:#1f2328;--paper:#fff;--soft:#f3f4f6;--line:#d5d9de;--quiet:#57606a;
+--link:#1f5fbf;font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);overflow-wrap:anywhere}
 @media (prefers-color-scheme:dark){
-:root{--ink:#e4e6ea;--paper:#16181c;--soft:#23262c;--line:#3d434b;--quiet:#a2abb5;--link:#8ab4f8}}
-*{box-sizing:border-box}
-body{font:16px/1.5 system-ui,sans-serif;max-width:1100px;margin:0 auto;padding:1rem;color:var(--ink);
-background:var(--paper);overflow-wrap:anywhere}
-h1{font-size:1.5rem;line-height:1.25}h2{font-size:1.2rem;margin:2rem 0 .5rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
-a{color:var(--link)}nav{display:flex;flex-wrap:wrap;gap:.2rem 1rem}
-.scroll{overflow:auto;max-height:32rem;border:1px solid var(--line);border-radius:4px;margin:.5rem 0}
-table{border-collapse:collapse;font-size:.9rem;width:100%;overflow-wrap:normal}
-th,td{padding:.25rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
-th:first-child,td:first-child{text-align:left}th{background:var(--soft);position:sticky;top:0}
-pre{overflow:auto;max-height:32rem;background:var(--soft);padding:.7rem;border-radius:4px;font-size:.85rem;
-overflow-wrap:normal}
-svg{display:block;width:100%;background:var(--soft)}svg *{vector-effect:non-scaling-stroke}
-.note{color:var(--quiet);font-size:.9rem;margin:.3rem 0}
-.key{display:inline-block;margin-right:1rem}.key i,.bar i{display:inline-block;height:.8em;border-radius:2px}
-.key i{width:.8em;margin-right:.35em}
-.plot svg{height:200px}.axis{display:flex;justify-content:space-between;font-size:.85rem;color:var(--quiet)}
-.lanes{overflow-y:auto;max-height:38rem;margin:.5rem 0}
-.lane{display:grid;grid-template-columns:6.5rem 1fr;align-items:center;font-size:.85rem}
-.lane svg{height:1.5rem}.lane.more svg{height:.8rem}.lane.more{color:var(--quiet);margin-bottom:.3rem}
-.bar{display:flex;width:11rem;height:.8rem;border-left:1px solid var(--line);margin-left:auto}.bar i{border-radius:0}
+.hetu-fx{--ink:#e4e6ea;--paper:#16181c;--soft:#23262c;--line:#3d434b;--quiet:#a2abb5;--link:#8ab4f8}}
+.hetu-fx *{box-sizing:border-box}
+.hetu-fx .scroll{overflow:auto;max-height:32rem;border:1px solid var(--line);border-radius:4px;margin:.5rem 0}
+.hetu-fx table{border-collapse:collapse;font-size:.9rem;width:100%;margin:0;overflow-wrap:normal}
+.hetu-fx th,.hetu-fx td{padding:.25rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line);
+background:var(--paper);color:var(--ink)}
+.hetu-fx th:first-child,.hetu-fx td:first-child{text-align:left}
+.hetu-fx th{background:var(--soft);position:sticky;top:0}
+.hetu-fx .note{color:var(--quiet);font-size:.9rem;margin:.3rem 0}
+.hetu-fx .key{display:inline-block;margin-right:1rem}
+.hetu-fx .key i,.hetu-fx .bar i{display:inline-block;height:.8em;border-radius:2px}
+.hetu-fx .key i{width:.8em;margin-right:.35em}
+.hetu-fx .bar{display:flex;width:11rem;height:.8rem;border-left:1px solid var(--line);margin-left:auto}
+.hetu-fx .bar i{border-radius:0}.hetu-fx .short .bar{width:4rem}
 """
 
 
@@ -78,3 +75,8 @@ def number(value: float | None, scale: float = 1.0) -> str:
         return ""
     shown = value / scale
     return f"{shown:.3g}" if abs(shown) < 1000 else f"{shown:,.0f}"
+
+
+def alone(parts: str) -> str:
+    """Return parts with their style, as what can stand in any page."""
+    return f'<div class="{CLASS}"><style>{STYLE}</style>{parts}</div>'

@@ -1,0 +1,64 @@
+"""A plan as notebooks and reports show it: a table of pipelines, stages and devices, with bars for their shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from hetu_fx.base.markup import COLOURS, bar, cells_table, keys, note
+from hetu_fx.base.words import ranks_text, seconds_text, share_text
+from hetu_fx.plans.alike import Group, busy_shares, busy_text, groups_of, memory_text
+from hetu_fx.plans.tables import blocks_text, left_out_text, limit_text
+
+if TYPE_CHECKING:
+    from hetu_fx.plans.plan import Plan
+
+_ROWS, _SHARD, _MEMORY, _BUSY = COLOURS[:4]
+_MEANINGS = {
+    "rows: of the batch": _ROWS,
+    "shard: of what the stage cuts": _SHARD,
+    "memory: of what the device has": _MEMORY,
+    "busy: not waiting for others": _BUSY,
+}
+_PLACE = ("pipeline", "micro-batches", "stage", "blocks", "device", "rows", "shard")
+_PREDICTED = ("memory", "busy")
+
+
+def plan_html(plan: Plan) -> str:
+    """Return the table, with what its bars mean, and what the step was predicted to take."""
+    groups = list(groups_of(plan))
+    is_predicted = any(group.costs for group in groups)
+    header = [*_PLACE, *(_PREDICTED if is_predicted else ())]
+    meanings = dict(list(_MEANINGS.items())[: 4 if is_predicted else 2])
+    table = cells_table(header, (_row(group)[: len(header)] for group in groups))
+    return f'<div class="short">{"".join(map(note, _title(plan)))}{table}{keys(meanings)}</div>'
+
+
+def _title(plan: Plan) -> Iterator[str]:
+    length = "" if plan.max_length is None else f", sequences of at most {plan.max_length}"
+    name = "plan" if plan.name is None else f"plan {plan.name!r}"
+    step = "" if plan.predicted is None else f": predicted step {seconds_text(plan.predicted.seconds)}"
+    yield f"{name}{step}; schedule {plan.schedule}, zero {plan.zero}{length}"
+    yield from left_out_text(plan)
+
+
+def _row(group: Group) -> list[str]:
+    """Return the cells of devices that do the same, as HTML; of several the most memory and the least busy."""
+    found, one = group.alike, group.alike.pipeline
+    pipelines, positions = found.place
+    place = [pipelines, str(one.micro_batches), positions, blocks_text(found.stage), ranks_text(group.ranks)]
+    shares = [_share(share_text(group.rows) + limit_text(one), group.rows, _ROWS)]
+    shares += [_share(share_text(group.shard), group.shard, _SHARD)]
+    return [*map(escape, place), *shares, *(_predicted(group) if group.costs else ("", ""))]
+
+
+def _predicted(group: Group) -> Iterator[str]:
+    most, busy = group.most, busy_shares(group.costs)
+    yield _share(memory_text(most), most.total_bytes / most.limit_bytes if most.limit_bytes else 0.0, _MEMORY)
+    yield _share(busy_text(group.costs), min(busy, default=0.0), _BUSY)
+
+
+def _share(text: str, share: float, colour: str) -> str:
+    """Return a share as text, with a bar below it."""
+    return escape(text) + bar([(text, share, colour)], 1.0)

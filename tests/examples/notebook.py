@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-PICTURES = {"image/png": "_repr_png_", "image/svg+xml": "_repr_svg_"}
+PICTURES = {"image/png": "_repr_png_", "image/svg+xml": "_repr_svg_", "text/html": "_repr_html_"}
 
 
 def run_cells(sources: list[str]) -> list[list[dict[str, Any]]]:

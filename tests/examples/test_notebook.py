@@ -55,6 +55,6 @@ def test_the_file_is_small_names_no_machine_and_every_cell_has_run() -> None:
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
 
 
-def test_it_has_pictures_of_a_timeline_and_a_graph() -> None:
+def test_it_has_pictures_of_a_plan_a_timeline_and_a_graph() -> None:
     kinds = {kind for cell in code_cells(read()) for output in cell["outputs"] for kind in output.get("data", {})}
-    assert {"image/png", "image/svg+xml"} <= kinds
+    assert {"image/png", "image/svg+xml", "text/html"} <= kinds

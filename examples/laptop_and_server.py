@@ -1,5 +1,7 @@
 """Unequal devices: who is faster gets more rows, or more layers. The plan is made from what is measured, and explained.
 
+A model too small for two stays on the fast device (this one at a hidden_size of 64); the plan says who is left out.
+
 python examples/laptop_and_server.py
 hetu-fx emulate --speeds 1.2,0.4 -- python examples/laptop_and_server.py
 """
@@ -13,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hetu_fx
 
-ROWS, LENGTH, STEPS = 16, 32, 6
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+ROWS, LENGTH, STEPS = 16, 128, 6
+SIZES = {"vocab_size": 64, "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4}
 
 
 def batch() -> torch.Tensor:

@@ -9,20 +9,15 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
 
-from hetu_fx.cli import main as cli
+from hetu_fx.cli.main import COMMANDS
+from tests.docs.commands import PAGES, ROOT, check_words, commands, names, without_settings
 
-ROOT = Path(__file__).parents[2]
 START = ROOT / "docs" / "start.md"
-PAGES = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")])
-BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECONDS = 120
 
 
@@ -43,6 +38,13 @@ PLANNED = Held(by="test_planning_page.py::test_the_page_shows_what_the_commands_
 TORCHRUN = Held(by="integrations/test_launchers.py::test_torchrun_trains_like_one_process")
 VERIFY = Held(by="cli/test_verify.py::test_plans_train_what_one_device_trains")
 SEVERAL = Held(why="needs more processes or GPUs than CI has; its programs are read, each is run on fewer elsewhere")
+
+EXAMPLE = Held(by="examples/test_examples.py::test_an_example_trains_in_two_processes_what_it_trains_alone")
+LAUNCHED = Held(by="integrations/test_launchers.py::test_accelerate_launch_trains_like_one_process")
+ONE_OF_TWO = Held(by="integrations/test_launchers.py::test_a_launch_of_one_process_where_two_were_asked_for_is_told")
+SCRIPTS = Held(by="scripts/test_scripts.py::test_a_script_comes_out_as_on_one_device_or_is_refused_by_name")
+BENCHMARK = Held(why="minutes long, of this machine; its module and its options are looked up")
+CI = Held(why="CI is this (.ci/run); its target is looked up")
 
 HELD = {
     "make demo": Held(why="minutes long; its parts are tested in tests/demo, its target is looked up"),
@@ -81,28 +83,77 @@ HELD = {
     ),
     "hetu-fx completion bash": Held(run=True),
     "hetu-fx completion fish": Held(run=True),
+    "hetu-fx emulate --set 2=0.1": Held(by="emulate/test_emulate_ranks.py::test_a_running_rank_changes_its_speed"),
+    "hetu-fx emulate --speeds 0.8,0.4 -- python train.py": EMULATED,
+    "hetu-fx emulate --speeds 1.2,0.4 -- python examples/laptop_and_server.py": EMULATED,
+    "hetu-fx launch --nproc 4 -- train.py": Held(by="launch/test_launcher.py::test_workers_that_are_done_end_the_job"),
+    "hetu-fx log run.jsonl --out run.png": Held(
+        by="report/test_run_log.py::test_the_command_sums_a_log_up_and_draws_it"
+    ),
+    "hetu-fx measure --cluster cluster.json": Held(
+        by="cli/test_measure.py::test_without_a_model_only_the_devices_are_measured"
+    ),
+    "hetu-fx measure MODULE:FUNCTION": MEASURE,
+    "hetu-fx plan --help": Held(by="cli/test_plan.py::test_help_lists_the_searches_and_what_can_be_allowed"),
+    "hetu-fx plan ... --before plan.json --steps 500": Held(
+        by="cli/test_plan.py::test_a_job_with_few_steps_left_stays_and_one_with_many_moves"
+    ),
+    "hetu-fx plan plan.json --cluster ... --profile ...": Held(
+        by="cli/test_plan.py::test_a_plan_by_hand_is_priced_and_told_when_it_does_not_fit"
+    ),
+    "hetu-fx report run.jsonl": Held(
+        by="report/test_page.py::test_the_command_writes_the_page_beside_the_log_or_prints_json"
+    ),
+    "hetu-fx verify MODULE:FUNCTION --json": VERIFY,
+    "torchrun --nproc-per-node 2 -m hetu_fx.cli doctor": Held(
+        by="cli/test_doctor.py::test_two_processes_are_started_and_tell_of_clocks_speeds_and_links"
+    ),
+    "torchrun --nnodes 2 --node-rank R --master-addr HOST --nproc-per-node 4 train.py": SEVERAL,
+    "torchrun --max-restarts 3 train.py": Held(
+        by="test_chaos.py::test_under_torchrun_a_lost_process_costs_no_finished_step"
+    ),
+    "ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 train.py": TORCHRUN,
+    "accelerate launch --max_restarts 3 train.py": Held(why="accelerate hands it to torchrun, whose row is above"),
+    "accelerate launch --num_processes 4 train.py": LAUNCHED,
+    "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py": SEVERAL,
+    "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py": LAUNCHED,
+    "accelerate launch --cpu train.py": ONE_OF_TWO,
+    "accelerate launch --cpu --num_processes 2 train.py": ONE_OF_TWO,
+    "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
+    "examples/accelerate_loop.py": EXAMPLE,
+    **{
+        f"torchrun --nproc-per-node 2 examples/{name}.py": EXAMPLE
+        for name in ("vision", "experts", "lora", "trainer", "lightning_loop", "mixed_precision", "mixed_lengths")
+    },
+    "python examples/plan_ahead.py": EXAMPLE,
+    "pip install 'hetu-fx[onnx]'": INSTALL,
+    "pip install 'hetu-fx[lightning]'": INSTALL,
+    "make test": CI,
+    "make lint": CI,
+    "make docs": Held(by="docs/test_pages.py::test_the_site_is_built_without_a_warning"),
+    "make parity": Held(why="an hour long; `make test` runs a selection of the same, its target is looked up"),
+    'python -m pytest -q -m "not distributed"': Held(why="this very program"),
+    "python -m tests.house": Held(by="test_house.py::test_no_folder_is_too_full_to_open"),
+    "python -m tests.docs.look --site run.jsonl": Held(why="needs a browser; its options are looked up"),
+    "python -m tests.chaos --faults 200 --seed 1": Held(
+        by="test_chaos.py::test_a_run_with_faults_at_random_moments_is_that_without"
+    ),
+    "python -m tests.scripts": SCRIPTS,
+    "python -m tests.scripts --page docs/scripts.md": SCRIPTS,
+    "python -m tests.scripts --area finetuning": SCRIPTS,
+    "python -m tests.scripts --area lightning_settings": SCRIPTS,
+    "python -m tests.scripts --area trainer_settings --area adapter_settings --area lightning_settings "
+    "--area seq2seq_settings --page docs/trainer.md": SCRIPTS,
+    "python -m benchmarks.NAME --quick": BENCHMARK,
+    "python -m benchmarks.coverage --write-docs": BENCHMARK,
+    "python -m benchmarks.mutants --scripts": BENCHMARK,
+    **{
+        f"python -m benchmarks.{name}": BENCHMARK
+        for name in ("gradient_sync", "homes", "mixed_length", "mutants", "planning", "reshard", "ring_attention")
+    },
+    "python -m benchmarks.straggler": BENCHMARK,
+    "python -m benchmarks.switch": BENCHMARK,
 }
-
-
-def commands(page: Path) -> Iterator[str]:
-    """Yield the commands of a page: of `sh` blocks all lines, of `console` blocks those behind a $, without comments.
-
-    What stands in brackets may be left out, and is there; `source <(X)` and `X | source` run X.
-    """
-    for kind, text in BLOCK.findall(page.read_text()):
-        marked = kind == "console" and "$ " in text
-        for line in text.splitlines():
-            if not marked or line.startswith("$ "):
-                yield from _parts(line.removeprefix("$ "))
-
-
-def _parts(line: str) -> Iterator[str]:
-    bare, _, comment = line.partition("# ")
-    if also := re.search(r"or \w+; fish: (.*)", comment):
-        yield from _parts(also[1])
-    for part in bare.split("&&"):
-        if command := part.split("|")[0].strip().removeprefix("source <(").removesuffix(")"):
-            yield re.sub(r" \[(-.*?)\]", r" \1", command)
 
 
 ALL = {command: page for page in PAGES for command in commands(page)}
@@ -127,7 +178,7 @@ def test_a_command_runs(command: str, tmp_path: Path) -> None:
     code = re.search(r"^`train.py`:\n\n```python\n(.*?)^```", START.read_text(), re.MULTILINE | re.DOTALL)
     assert code is not None
     (tmp_path / "train.py").write_text(code[1])
-    program, *words = shlex.split(command)
+    program, *words = without_settings(shlex.split(command))
     started = {"python": [], "hetu-fx": ["-m", "hetu_fx.cli"]}[program]
     ended = subprocess.run(
         [sys.executable, *started, *words], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -136,31 +187,12 @@ def test_a_command_runs(command: str, tmp_path: Path) -> None:
     assert ended.stdout
 
 
+def test_commands_that_pages_name_are_there() -> None:
+    assert {name for page in PAGES for name in names(page)} <= {*COMMANDS}
+
+
 def test_a_command_that_its_program_does_not_take_is_noticed() -> None:
-    for command in ("hetu-fx doctor --fast", "torchrun --procs 2 a.py", "make dmo", "pip install -e '.[uy]'", "ls"):
+    for command in ("hetu-fx doctor --fast", "torchrun --procs 2 a.py", "make dmo", "pip install -e '.[uy]'", "ls",
+                    "python -m tests.scripts --aera a", "A_B=1 accelerate launch --processes 2 a.py"):  # fmt: skip
         with pytest.raises((SystemExit, AssertionError)):
             check_words(shlex.split(command))
-
-
-def check_words(words: Sequence[str]) -> None:
-    """Fail unless the program takes these words; what is behind `--` is a command of its own."""
-    match words:
-        case ["hetu-fx", *own]:
-            at = own.index("--") if "--" in own else len(own)
-            cli.make_parser().parse_args(own[:at])
-            if own[at + 1 :] not in ([], ["COMMAND"]):
-                check_words(own[at + 1 :])
-        case ["torchrun", *own]:
-            options = get_args_parser().parse_args(own)
-            if options.module:
-                assert options.training_script == "hetu_fx.cli"
-                check_words(["hetu-fx", *options.training_script_args])
-        case ["make", target]:
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        case ["pip", "install", "-e", place, *_]:
-            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            assert set(place.removeprefix(".[").removesuffix("]").split(",")) <= {*project["optional-dependencies"]}
-        case ["python", script]:
-            assert script == "train.py" or (ROOT / script).is_file()
-        case other:
-            raise AssertionError(f"no program is known for {other}")

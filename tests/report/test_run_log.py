@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import hetu_fx
+from hetu_fx.cli.main import main
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import BatchError, EnvironmentProblem, StateError
 from hetu_fx.planner.dispatch.assignment import Planned
@@ -260,6 +261,14 @@ def test_a_picture_is_drawn(log_file: Path, tmp_path: Path) -> None:
     log = [*read_log(log_file), {"event": "health", "step": 2, "rates": {"1": 2.0}}]
     draw(log, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_sums_a_log_up_and_draws_it(
+    log_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["log", str(log_file), "--out", str(tmp_path / "run.png")]) == 0
+    assert "'short' -> 'long'" in capsys.readouterr().out
+    assert (tmp_path / "run.png").is_file()
 
 
 def test_a_log_that_cannot_be_written_is_an_error(model: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from hetu_fx import Framework, Launcher, register_framework
 from hetu_fx.errors import EnvironmentProblem, StateError
+from hetu_fx.integrations.accelerate_plugins import check_plugins
 from hetu_fx.integrations.patching import Patch, patch_what_is_loaded, register_patch
 
 MARK = "_is_accelerate_prepared"  # accelerate leaves objects with it alone
@@ -30,11 +31,14 @@ def meet(model: nn.Module) -> None:
 
     Raises:
         EnvironmentProblem: there is an Accelerator already, which takes each process for the only one.
+        StateError: it has a plugin that shards models.
     """
-    from accelerate.state import PartialState, is_initialized
+    from accelerate.state import AcceleratorState, is_initialized
 
     if is_initialized():
-        check_processes(PartialState().num_processes)
+        state = AcceleratorState()
+        check_processes(state.num_processes)
+        check_plugins(state)
     if MARK not in vars(model):
         object.__setattr__(model, MARK, TO_COME)
     vars(model).pop(ORIGINAL, None)  # of a model prepared before: what it had been wrapped in was captured with it
@@ -66,8 +70,10 @@ def _with_precision(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
         prepared = prepare_model(self, model, *args, **kwargs)
         if hasattr(model, "hetu"):
             check_processes(self.num_processes)
+            check_plugins(self.state)
             patch_what_is_loaded()
             _warn_of_comm_hook(self)
+            _warn_of_compiler(self)
         if getattr(model, MARK, None) == TO_COME:
             ask_for_precision(self, model)
         return prepared
@@ -97,6 +103,18 @@ def ask_for_precision(accelerator: Any, model: nn.Module) -> None:
     object.__setattr__(model, "forward", MethodType(forward, model))
 
 
+def _without_plugins(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `prepare` refuse plugins before it takes a parallel model apart for them."""
+
+    @functools.wraps(prepare)
+    def without_plugins(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(hasattr(given, "hetu") for given in args):
+            check_plugins(self.state)
+        return prepare(self, *args, **kwargs)
+
+    return without_plugins
+
+
 def _warn_of_comm_hook(accelerator: Any) -> None:
     """Say that what DistributedDataParallel was to send gradients by is not used for parallel models."""
     from accelerate.utils import DDPCommunicationHookType
@@ -106,6 +124,19 @@ def _warn_of_comm_hook(accelerator: Any) -> None:
         warnings.warn(
             f"DistributedDataParallelKwargs(comm_hook='{handler.comm_hook.value}') is not used: hetu_fx sends "
             "gradients of parallel models in their own type; leave comm_hook out",
+            stacklevel=4,
+        )
+
+
+def _warn_of_compiler(accelerator: Any) -> None:
+    """Say that the compiler asked for is not used: accelerate would compile what it has wrapped itself."""
+    from accelerate.utils import DynamoBackend
+
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend is not DynamoBackend.NO:
+        warnings.warn(
+            f"Accelerator(dynamo_backend='{backend.value.lower()}'), or TrainingArguments(torch_compile=True), is not "
+            "used for parallel models; pass compile= to hetu_fx.auto_parallelize",
             stacklevel=4,
         )
 
@@ -148,6 +179,14 @@ register_patch(
         why="mixed_precision= would be left out of models that are prepared already, as parallel ones are",
         tested="1.15",
         wrap=_with_precision,
+    )
+)  # fmt: skip
+register_patch(
+    Patch(
+        "accelerate", "accelerate.accelerator", "Accelerator", "prepare",
+        why="plugins for FSDP2, DeepSpeed, Megatron-LM and tensor parallelism would take parallel models apart",
+        tested="1.15",
+        wrap=_without_plugins,
     )
 )  # fmt: skip
 register_patch(

@@ -103,6 +103,15 @@ def test_a_hook_of_ddp_is_said_not_to_be_used_and_no_hook_is_not(hook: str, recw
         Accelerator(cpu=True, kwargs_handlers=[asked]).prepare(model)
 
 
+def test_a_compiler_of_the_accelerator_is_said_not_to_be_used(recwarn: pytest.WarningsRecorder) -> None:
+    model = parallel(Net())
+    Accelerator(cpu=True).prepare(model)
+    assert not [one for one in recwarn if "dynamo_backend" in str(one.message)]
+    AcceleratorState._reset_state(True)
+    with pytest.warns(UserWarning, match=r"dynamo_backend='eager'.*pass compile= to hetu_fx.auto_parallelize"):
+        Accelerator(cpu=True, dynamo_backend="eager").prepare(model)
+
+
 def test_processes_that_accelerate_takes_for_the_only_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_processes(1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

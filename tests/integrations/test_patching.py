@@ -42,7 +42,7 @@ def numbers(release: str) -> list[int]:
 
 def test_every_patch_is_listed_with_its_reason_and_a_version_not_after_what_is_installed() -> None:
     assert {f"{patch.owner}.{patch.name}" for patch in patches()} == {
-        "Accelerator.prepare_model", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
+        "Accelerator.prepare_model", "Accelerator.prepare", "Trainer.prediction_step", "Seq2SeqTrainer.prediction_step",
         "Trainer._get_num_items_in_batch", "Trainer.compute_loss", "LocalSGD.__enter__",
         "SFTTrainer.compute_loss", "SFTTrainer.prediction_step",
     }  # fmt: skip

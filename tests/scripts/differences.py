@@ -16,7 +16,11 @@ by two with the model made parallel. A number is the largest difference of all t
 relative to the largest value of what it is in: all that was logged (losses, gradient norms, rates, evaluations), the
 names of files, the weights in the last checkpoint, and the same of a run that was resumed from the first. "0" is equal
 to the last bit; *refused* is an error of hetu_fx that says what to do instead; "-" was not run. Small models in single
-precision, but for lines of bf16 and fp16; Lightning's in double precision.
+precision, but for lines of bf16 and fp16; Lightning's, and lines that say so, in double precision.
+
+Optimizers that divide gradients by their own size (AdamW, RMSprop) turn the rounding of gradients that are next to
+nothing into a difference of weights. Lines of the same in double precision show that it is rounding and nothing else:
+they are smaller by as much as double precision is finer.
 """
 _NOT_RUN = "-"
 

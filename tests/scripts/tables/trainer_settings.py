@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ PLANS = ("dp2", "tp2", "pp2")
 SINGLE = 1e-5
 # Some optimizers divide by gradients, of which some are rounding and nothing else.
 DIVIDED = 1e-4
+DOUBLE = 1e-10
 BOUND = 400.0
 EVERY: dict[str, Any] = {
     "max_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 2,
@@ -138,12 +140,29 @@ _script(
         "losses logged of several steps": {"logging_steps": 2, "logging_first_step": True},
     },
 )
+
+
+def _with(optimizer: str) -> Changes:
+    return {"optim": optimizer, "learning_rate": 1e-4}
+
+
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop")
 _script(
     "optimizers that need no other package (sgd above)",
-    {f"optim={name}": {"optim": name, "learning_rate": 1e-4} for name in _OPTIMIZERS},
+    {f"optim={name}": _with(name) for name in _OPTIMIZERS},
     tolerance=DIVIDED,
 )
+
+
+@script("Trainer: optimizers that divide, in double precision", tolerance=DOUBLE, settings=PLANS, seconds=BOUND)
+def _(job: Job) -> Results:
+    # transformers' losses say .float(), whatever the dtype is, which would round here what must not be rounded.
+    with patch.object(torch.Tensor, "float", torch.Tensor.double):
+        model, batch = job.llama()
+        chosen = {f"optim={name}, in double precision": _with(name) for name in ("adamw_torch", "rmsprop")}
+        return each(job, job.parallel(model, batch), chosen)
+
+
 _script("gradient checkpointing", {"gradient_checkpointing": {"gradient_checkpointing": True}})
 _script("torch.compile", {"torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"}})
 _script("bf16", {"bf16": {"bf16": True}}, tolerance=2e-2)

@@ -169,4 +169,4 @@ def test_a_program_or_cluster_that_it_is_not_for_is_refused() -> None:
 def test_a_long_search_tells_how_far_it_is_and_answers_the_same() -> None:
     told: list[tuple[object, ...]] = []
     assert make_plans(replace(BOTH, tell=lambda *now: told.append(now)), "heteroauto") == make_plans(BOTH, "heteroauto")
-    assert told[0] == ("heteroauto: regions", 0, 6)
+    assert told[0] == ("heteroauto: regions", 0, 3)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from hetu_fx.base.markup import CLASS, STYLE
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
 from hetu_fx.plans.prediction import DeviceCost, Prediction
+from tests.base.seen_html import Seen
 from tests.plans.test_tables import of_many, priced
-from tests.seen_html import Seen
 
 STAGES = (Stage((0, 2), (3, 1), blocks=3), Stage((4,), blocks=1))
 PLAN = Plan((Pipeline(STAGES, share=3, micro_batches=2), Pipeline((Stage((5,)),))), name="<a>")

@@ -18,8 +18,8 @@ from hetu_fx.report.page.traffic import by_kind
 from hetu_fx.report.read import read_log
 from hetu_fx.report.run import LoggedRun
 from hetu_fx.report.run_log import Entry
+from tests.base.seen_html import Seen
 from tests.report.logs import NAMES, log
-from tests.seen_html import Seen
 
 OLD = (
     {"event": "start", "format": "hetu_fx.log/1", "processes": 2, "variants": ["a<b"]},

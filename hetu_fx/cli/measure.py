@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetu_fx.base.progress import telling
 from hetu_fx.cli.given import function_named, local_device
 from hetu_fx.cli.plan import print_table
 
@@ -70,8 +71,10 @@ def call_measure(options: argparse.Namespace, rest: Sequence[str]) -> int:
     make = None if options.model is None else function_named(options.model)
     join_world()
     table, device = GroupTable(), local_device(options.device)
-    cluster, rank = Cluster.measure(table, device=device), table.rank
-    cluster = replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
+    rank = table.rank
+    with telling("measuring devices and links"):
+        cluster = Cluster.measure(table, device=device)
+        cluster = replace(cluster, collectives=time_collectives(table, groups_to_time(cluster), device))
     if rank == 0:
         cluster.write(options.cluster)
         if not options.json:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from hetu_fx.report.page.page import html_page
 from hetu_fx.report.read import read_log
+from hetu_fx.report.run import LoggedRun
 from tests.report.logs import log
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ SECONDS = 60
 ON_PAPER = ((2, 1), (4, 60), (64, 10_000))
 """Devices and steps of logs that are looked at besides those given."""
 
-SITE = ("index", "start", "howto/watch", "api", "errors", "scripts")
+SITE = ("index", "start", "howto/watch", "api", "errors", "integrations", "planning", "scripts", "trainer")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PROBE = """<!DOCTYPE html><html><body style="margin:0"><output id="found" hidden></output><script>
 const widths = %s, found = {};
@@ -77,11 +78,19 @@ def write_pages(folder: Path, logs: Sequence[Path], *, with_site: bool) -> list[
     reports |= {file.stem: list(read_log(file)) for file in logs}
     for name, entries in reports.items():
         (folder / f"{name}.html").write_text(html_page(entries, name), encoding="utf-8")
-    pages = [f"{name}.html" for name in reports]
+    (folder / "notebook.html").write_text(notebook_page(), encoding="utf-8")
+    pages = [*(f"{name}.html" for name in reports), "notebook.html"]
     if with_site:
         shutil.copytree(ROOT / "build" / "site", folder / "site")
         pages += [f"site/{'' if name == 'index' else name + '/'}index.html" for name in SITE]
     return pages
+
+
+def notebook_page() -> str:
+    """Return pictures of plans in a page of another style, as notebooks show them."""
+    plans = [plan for devices in (4, 64) for plan in LoggedRun(log(devices, 1)).plans.values()]
+    pictures = "".join(f"<p>a cell</p>{plan._repr_html_()}" for plan in plans)
+    return f'<!DOCTYPE html><html><body style="background:#222;color:#eee;font-family:serif">{pictures}</body></html>'
 
 
 @contextmanager

@@ -79,4 +79,4 @@ def number(value: float | None, scale: float = 1.0) -> str:
 
 def alone(parts: str) -> str:
     """Return parts with their style, as what can stand in any page."""
-    return f'<div class="{CLASS}"><style>{STYLE}</style>{parts}</div>'
+    return f'<div class="{CLASS}" style="padding:.5rem"><style>{STYLE}</style>{parts}</div>'

@@ -47,6 +47,13 @@ class Alike:
         """Return the numbers of the pipelines, and of the stages."""
         return [ranks_text(self.numbers), ranks_text(self.positions)]
 
+    def pipelines_of(self, ranks: Iterable[int]) -> list[int]:
+        """Return the numbers of the pipelines that have any of some devices."""
+        wanted, each = {*ranks}, len(self.positions)
+        starts = range(0, len(self.groups), each)
+        owned = ({rank for group in self.groups[start : start + each] for rank in group} for start in starts)
+        return [number for number, own in zip(self.numbers, owned, strict=True) if own & wanted]
+
     @property
     def stages(self) -> Iterator[tuple[int, tuple[float, float]]]:
         """Yield each device with its shares of the sequence and of what is split."""
@@ -105,6 +112,11 @@ class Group:
     rows: float
     shard: float
     costs: tuple[DeviceCost, ...]
+
+    @property
+    def place(self) -> list[str]:
+        """Return the numbers of the pipelines that have the devices, and of the stages."""
+        return [ranks_text(self.alike.pipelines_of(self.ranks)), ranks_text(self.alike.positions)]
 
     @property
     def most(self) -> DeviceCost:

@@ -46,7 +46,7 @@ def _title(plan: Plan) -> Iterator[str]:
 def _row(group: Group) -> list[str]:
     """Return the cells of devices that do the same, as HTML; of several the most memory and the least busy."""
     found, one = group.alike, group.alike.pipeline
-    pipelines, positions = found.place
+    pipelines, positions = group.place
     place = [pipelines, str(one.micro_batches), positions, blocks_text(found.stage), ranks_text(group.ranks)]
     shares = [_share(share_text(group.rows) + limit_text(one), group.rows, _ROWS)]
     shares += [_share(share_text(group.shard), group.shard, _SHARD)]

@@ -84,7 +84,7 @@ def device_rows(plan: Plan) -> Iterator[list[str]]:
     for group in groups_of(plan):
         if group.costs:
             cells = [share_text(group.rows), share_text(group.shard), memory_text(group.most), busy_text(group.costs)]
-            yield [ranks_text(group.ranks), *group.alike.place, *cells]
+            yield [ranks_text(group.ranks), *group.place, *cells]
 
 
 def busiest(plan: Plan) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from tests.scripts.report import Found
 from tests.scripts.script import Script
@@ -33,8 +34,21 @@ def page(found: Found) -> str:
     for area in dict.fromkeys(script.area for script, _ in found.scripts()):
         rows = [row for one in found.scripts() if one[0].area == area for row in _rows(*one, names)]
         title = f"## {area.replace('_', ' ').capitalize()}: {len(rows)}"
-        lines += [title, "", f"| {head} |", "|" + "---|" * (len(names) + 2), *rows, ""]
+        usual = _usual(rows)
+        told = [f"*all*: {usual}.", ""] if usual else []
+        table = [_markdown([one, "*all*" if compared == usual else compared, *cells]) for one, compared, *cells in rows]
+        lines += [title, "", *told, f"| {head} |", "|" + "---|" * (len(names) + 2), *table, ""]
     return "\n".join(lines)
+
+
+def _usual(rows: Sequence[Sequence[str]]) -> str:
+    """Return what is compared in most lines, where several compare the same of more than one kind; else ""."""
+    ((compared, count),) = Counter(compared for _, compared, *_ in rows).most_common(1)
+    return compared if count > 1 and "," in compared else ""
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _remade(found: Found) -> str:
@@ -42,11 +56,14 @@ def _remade(found: Found) -> str:
     return f"`python -m tests.scripts {areas} --page docs/trainer.md` makes this page."
 
 
-def _rows(script: Script, verdicts: Mapping[str, Verdict], names: list[str]) -> list[str]:
-    """Return a script's lines: one for each setting that the names of its results begin with, else one for all."""
+def _rows(script: Script, verdicts: Mapping[str, Verdict], names: list[str]) -> list[list[str]]:
+    """Return the cells of a script's lines.
+
+    One is for each setting that the names of its results begin with, else one for all.
+    """
     results = list(dict.fromkeys(name for verdict in verdicts.values() for name in verdict.differences))
     lines = list(dict.fromkeys(_line_of(script, result) for result in results)) or [script.name]
-    return [_row(script, line, [r for r in results if _line_of(script, r) == line], verdicts, names) for line in lines]
+    return [_row(line, [r for r in results if _line_of(script, r) == line], verdicts, names) for line in lines]
 
 
 def _line_of(script: Script, result: str) -> str:
@@ -54,9 +71,9 @@ def _line_of(script: Script, result: str) -> str:
     return setting if colon else script.name.partition(": ")[2]
 
 
-def _row(script: Script, line: str, results: list[str], verdicts: Mapping[str, Verdict], names: list[str]) -> str:
+def _row(line: str, results: list[str], verdicts: Mapping[str, Verdict], names: list[str]) -> list[str]:
     cells = [_cell(verdicts[name], results) if name in verdicts else _NOT_RUN for name in names]
-    return f"| {line} | {_compared(results)} | {' | '.join(cells)} |"
+    return [line, _compared(results), *cells]
 
 
 def _cell(verdict: Verdict, results: list[str]) -> str:

@@ -119,6 +119,15 @@ def test_a_page_has_a_line_for_each_setting_with_the_largest_difference_under_ea
     ]
 
 
+def test_what_most_lines_of_a_page_compare_is_said_once() -> None:
+    found = Found()
+    results = {f"{line}: {name}": 0.0 for line in "ab" for name in ("loss", "rate")} | {"c: loss": 0.0}
+    found.add(_script(), "dp2", Verdict(Kind.RIGHT, differences=results))
+    lines = differences.page(found).splitlines()
+    assert "*all*: loss, rate." in lines
+    assert lines[-3:] == ["| a | *all* | 0 |", "| b | *all* | 0 |", "| c | loss | 0 |"]
+
+
 def test_what_is_compared_is_told_with_its_largest_difference() -> None:
     one, other = Returned({"loss": [1.0, 2.0], "text": "a"}), Returned({"loss": [1.0, 2.0 + 2e-10], "text": "a"})
     found = judge(_script(), one, {0: one, 1: other}, 2)

@@ -109,11 +109,13 @@ HELD = {
         by="cli/test_doctor.py::test_two_processes_are_started_and_tell_of_clocks_speeds_and_links"
     ),
     "torchrun --nnodes 2 --node-rank R --master-addr HOST --nproc-per-node 4 train.py": SEVERAL,
-    "torchrun --max-restarts 3 train.py": Held(
+    "torchrun --nproc-per-node 4 --max-restarts 3 train.py": Held(
         by="test_chaos.py::test_under_torchrun_a_lost_process_costs_no_finished_step"
     ),
     "ACCELERATE_USE_CPU=1 torchrun --nproc-per-node 2 train.py": TORCHRUN,
-    "accelerate launch --max_restarts 3 train.py": Held(why="accelerate hands it to torchrun, whose row is above"),
+    "accelerate launch --num_processes 4 --max_restarts 3 train.py": Held(
+        why="accelerate hands it to torchrun, whose row is above"
+    ),
     "accelerate launch --num_processes 4 train.py": LAUNCHED,
     "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py": SEVERAL,
     "ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 train.py": LAUNCHED,

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -244,7 +245,7 @@ def default_folder() -> Path:
 def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Plan, ...]:
     """Return what `make_plans` returns, from the folder if the same has been asked before.
 
-    What is wrong with the folder or a file in it is told to `problem.tell` and costs time only.
+    What is wrong with the folder or a file in it is told in a warning and costs time only.
     """
     key = question_key(problem, search)
     path = folder / f"{key}.json"
@@ -252,7 +253,7 @@ def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Pla
         try:
             return _read(path, key)
         except PlanError as problem_with_file:
-            problem.tell(f"planning anew: {problem_with_file}")
+            warnings.warn(f"planning anew: {problem_with_file}", stacklevel=2)
     plans = make_plans(problem, search)
     if any(plan.predicted is not None and plan.predicted.bound_seconds is not None for plan in plans):
         return plans  # with more time there may be a better one
@@ -260,7 +261,7 @@ def make_or_find_plans(problem: Problem, search: str, folder: Path) -> tuple[Pla
         folder.mkdir(parents=True, exist_ok=True)
         _Answer(key, plans).write(path)
     except OSError as failure:
-        problem.tell(f"the plan is not kept for the next time: {failure}")
+        warnings.warn(f"the plan is not kept for the next time: {failure}", stacklevel=2)
     return plans
 
 

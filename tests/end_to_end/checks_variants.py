@@ -97,6 +97,9 @@ def check_the_groups_of_a_variant_are_created_when_it_is_first_used(rank: int, w
     assert all(group.seconds > 0 for group in hetu.stats["groups"])
     assert all(use.graph_seconds > 0 for use in hetu.stats["first_use"].values())
     assert f"{len(first['other'])} process groups" in hetu.explain()
+    hetu.switch(hetu.add_variant(Plan.single(), "alone"))
+    twins.step(batch, (2, 2, 2))
+    assert "left out: 2 of 3 devices, 1, 2" in hetu.explain().splitlines()
 
 
 def memory_of(twins: Twins) -> list[int]:

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hetu_fx
 
-ROWS, LENGTH, STEPS = 16, 128, 6
-SIZES = {"vocab_size": 64, "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4}
+ROWS, LENGTH, STEPS = 32, 128, 6
+SIZES = {"vocab_size": 64, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
 
 
 def batch() -> torch.Tensor:

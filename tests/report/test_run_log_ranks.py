@@ -57,7 +57,7 @@ def check_losses_and_the_memory_of_all_are_in_the_log(rank: int, world: int, fol
         losses = run(rank, plan, file, logs=True)
         if rank == 0:
             told = report_json(read_log(file))
-            assert [entry["loss"] for entry in told["losses"]] == losses
+            assert [entry["loss"] for entry in told["losses"]] == losses, (told["losses"], losses)
             assert all(count > 1e8 for count in told["memory"]["peak_bytes"])
             assert all(told[key] for key in SECTIONS if key != "changes")
 

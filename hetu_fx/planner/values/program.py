@@ -236,10 +236,16 @@ class ProgramCosts:
         ]
         return reduce(add, extra, self.between(start, stop))
 
+    @once
     def between(self, start: int, stop: int) -> PartCosts:
         """Return the same with a parameter that several parts read counted for the first of all only."""
         first, last = self.numbers(start, stop)
         return reduce(add, self.parts[first:last], PartCosts())
+
+    def alike(self, start: int, stop: int) -> tuple[int, int]:
+        """Return blocks that cost the same by themselves, the same for all such: few ranges differ where no blocks do."""
+        uniform = self.is_uniform and (self.wide is None or self.wide.is_uniform)
+        return (1, 1 + stop - start) if uniform and 0 < start and stop < self.num_blocks else (start, stop)
 
     def numbers(self, start: int, stop: int) -> tuple[int, int]:
         """Return the numbers of the parts of a stage with the blocks [start, stop): the first, and after the last."""

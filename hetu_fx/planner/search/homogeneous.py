@@ -15,7 +15,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Protocol
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.contiguous import replica_counts
@@ -116,8 +118,16 @@ class TimedArrangement:
         return self.manner.of(plan)
 
 
-def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
-    """Yield the homogeneous plans that are estimated to fit and may be near the best; none is context parallel."""
+@once
+def candidates(problem: Problem, manner: Manner = PLAIN) -> tuple[TimedArrangement, ...]:
+    """Return the homogeneous plans that are estimated to fit and may be near the best; none is context parallel.
+
+    Other searches ask for them too.
+    """
+    return tuple(_candidates(problem, manner))
+
+
+def _candidates(problem: Problem, manner: Manner) -> Iterator[TimedArrangement]:
     trial, bounds = _Estimating(problem, manner), Bounds(problem)
     best = math.inf
     for degrees in sorted(_all_degrees(problem), key=lambda one: one.least_seconds(bounds)):
@@ -260,14 +270,28 @@ def finalists(num_devices: int) -> int:
     return max(2, min(64, 2048 // num_devices))
 
 
-def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan, float]:
-    """Return the first so many plans that fit and may be, with their seconds by the cost model."""
+class Expected(Protocol):
+    """A plan that has not been made yet, and the seconds that it is estimated to take."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds."""
+        ...
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan."""
+        ...
+
+
+def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float]:
+    """Return the plans that are expected to be the fastest and fit, with their seconds by the cost model.
+
+    As many as a cluster of that size allows, of those that are near the best that any search has priced.
+    """
     fitting: dict[Plan, float] = {}
-    asked = set[Plan]()
-    for plan in itertools.islice(problem.options.allowed(found), 4 * most):
-        if plan in asked:
-            continue
-        asked.add(plan)
+    most = finalists(len(problem.cluster.devices))
+    plans = _plans_worth_pricing(sorted(found, key=lambda one: one.seconds), problem)
+    for plan in itertools.islice(problem.options.allowed(plans), 4 * most):
         priced = problem.fitted(plan)
         fitting |= [] if priced is None else [priced]
         if len(fitting) == most or problem.time_limit.ends(fitting):
@@ -275,22 +299,27 @@ def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan
     return fitting
 
 
+def _plans_worth_pricing(found: Iterable[Expected], problem: Problem) -> Iterator[Plan]:
+    """Yield plans that differ, fastest first, for as long as they are near the best that has been priced meanwhile."""
+    made = set[Plan]()
+    for one in found:
+        if one.seconds > problem.priced.worth_seconds:
+            break
+        plan = one.plan(problem)
+        if plan not in made:
+            made.add(plan)
+            yield plan
+
+
 def _find(problem: Problem) -> Candidates:
     problem.tell("homogeneous: pipelines x stages x devices of a stage x micro-batches")
-    found = _best(candidates(problem), problem)
+    found = best_priced(candidates(problem), problem)
     if shared_between_products(problem, found):
-        found |= _best(candidates(problem, IN_SEQUENCE), problem)
+        found |= best_priced(candidates(problem, IN_SEQUENCE), problem)
     if shared_throughout(problem, found):
         problem.tell("homogeneous: the same with sequences shared")
-        found |= _best(_context_candidates(problem), problem)
+        found |= best_priced(_context_candidates(problem), problem)
     return found
-
-
-def _best(timed: Iterable[TimedArrangement], problem: Problem) -> dict[Plan, float]:
-    """Return those of the fastest plans by estimate that fit."""
-    found = sorted(timed, key=lambda candidate: candidate.seconds)
-    plans = (candidate.plan(problem) for candidate in found)
-    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
 
 
 HOMOGENEOUS = Search(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.step import fitted
@@ -51,6 +52,31 @@ def nobody(message: str) -> None:
     """Tell nobody."""
 
 
+WORTH = 1.25
+"""What is expected to be slower than the best plan by more than this factor is neither priced nor simulated."""
+
+LEAST_PRICED = 8
+"""So many plans are priced whatever they are expected to take."""
+
+
+@dataclass(slots=True)
+class Priced:
+    """What has been priced: how many plans that fit, and the seconds of the best."""
+
+    count: int = 0
+    least_seconds: float = math.inf
+
+    def add(self, seconds: float) -> None:
+        """Note a plan that fits."""
+        self.count += 1
+        self.least_seconds = min(self.least_seconds, seconds)
+
+    @property
+    def worth_seconds(self) -> float:
+        """Return the seconds above which plans are not worth pricing; infinite while only a few have been."""
+        return math.inf if self.count < LEAST_PRICED else WORTH * self.least_seconds
+
+
 @dataclass(frozen=True)
 class Problem:
     """A question to a search; all that it may read.
@@ -64,6 +90,7 @@ class Problem:
         captured: answers what profiles do not tell; None where there is no graph.
         tell: told how far a long search has come; takes no part in the answer.
         time_limit: when a search gives what it has.
+        priced: what all searches have priced of this very problem.
     """
 
     profile: Profile
@@ -74,6 +101,7 @@ class Problem:
     captured: Captured | None = field(default=None, compare=False)
     tell: Callable[[str], None] = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
+    priced: Priced = field(default_factory=Priced, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.steps_ahead > 0:
@@ -109,6 +137,7 @@ class Problem:
         """Return the costs of a step for what the plan's groups split; without a graph, as if it did not say."""
         return self.costs if self.captured is None or not plan.split else self.captured.costs_of(plan.split)
 
+    @once
     def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
         """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits.
 
@@ -116,7 +145,10 @@ class Problem:
         """
         costs = self.costs_of(plan)
         found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
-        return None if found is None or self.options.refused(found.plan) else (found.plan, found.overlapped_seconds)
+        if found is None or self.options.refused(found.plan):
+            return None
+        self.priced.add(found.overlapped_seconds)
+        return found.plan, found.overlapped_seconds
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

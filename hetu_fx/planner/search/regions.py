@@ -20,7 +20,7 @@ from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, rules_of
-from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
+from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
@@ -271,9 +271,7 @@ def seconds_of(chosen: Sequence[Template], rows: Sequence[int], problem: Problem
 
 def _find(problem: Problem) -> Candidates:
     problem.tell(f"classes: {len(classes_of(problem))} classes of devices")
-    found = sorted(estimated(problem), key=lambda one: one.seconds)
-    plans = (one.plan(problem) for one in found)
-    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
+    return best_priced(estimated(problem), problem)
 
 
 def _lacks(problem: Problem) -> str:

@@ -243,7 +243,7 @@ class ProgramCosts:
         return reduce(add, self.parts[first:last], PartCosts())
 
     def alike(self, start: int, stop: int) -> tuple[int, int]:
-        """Return blocks that cost the same by themselves, the same for all such: few ranges differ where no blocks do."""
+        """Return blocks that cost the same by themselves, which are the same for all such where no blocks differ."""
         uniform = self.is_uniform and (self.wide is None or self.wide.is_uniform)
         return (1, 1 + stop - start) if uniform and 0 < start and stop < self.num_blocks else (start, stop)
 

@@ -131,6 +131,12 @@ def most_below(filled: Filled, seconds: float) -> int:
     return most if most >= len(filled.kinds) else 0
 
 
+def most_by(filled: Filled, seconds: float) -> int:
+    """Return the most micro-batches that a pipeline does in no more than `seconds`; 0 if fewer than it has stages."""
+    most = math.floor(seconds / filled.bottleneck / _BELOW)
+    return most if most >= len(filled.kinds) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Left:
     """What is left to choose: so many pipelines of row `rest`, from a position in the order of loss, within a slack."""

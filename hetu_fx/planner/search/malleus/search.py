@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -291,8 +292,10 @@ def _parts(placement: Placement) -> Iterator[tuple[int, ...]]:
         return filled.bottleneck * capacity
 
     order = sorted(range(len(placement.pipelines)), key=lambda i: (-waste(i), i))
-    copies = [sum(placement.pipelines[j] == placement.pipelines[i] for j in order[:n]) for n, i in enumerate(order)]
-    few = [i for i, before in zip(order, copies, strict=True) if before < PART]
+    copies, few = Counter[Filled](), list[int]()
+    for i in order:
+        few += [i] if copies[placement.pipelines[i]] < PART else []
+        copies[placement.pipelines[i]] += 1
     seen = set()
     for part in combinations(few, PART):
         key = tuple(sorted(placement.pipelines[i].kinds for i in part))

@@ -108,9 +108,9 @@ class HeteroTemplates(Templates):
             return  # nothing is known of groups that some kind could form
         heapq.heapify(queue)
         while queue and queue[0][0] < below and not part.time_limit.ends(below < math.inf):
-            _, is_near, shape = heapq.heappop(queue)
-            if not is_near:  # a bound that takes longer to work out
-                heapq.heappush(queue, (uppers.of(shape, MARGINS[0]).least_seconds, True, shape))
+            _, is_bounded, shape = heapq.heappop(queue)
+            if not is_bounded:
+                heapq.heappush(queue, (*uppers.of(shape, MARGINS[0]).bounded(), shape))
                 continue
             seconds, found = self._fitting(part, uppers, shape, below)
             below = min(below, worth * seconds)

@@ -69,6 +69,12 @@ class _Lazily:
                 return
             yield self._found[place]
 
+    def bounded(self) -> tuple[float, bool]:
+        """Work out one bound more; return the least of all, and whether it is one that was worked out."""
+        if self._heap and not self._heap[0][1]:
+            self._work_out()
+        return self._heap[0][:2] if self._heap else (math.inf, True)
+
     def _work_out(self) -> None:
         _, is_bounded, number, one = heapq.heappop(self._heap)
         if is_bounded:
@@ -89,10 +95,12 @@ class Upper:
         self._candidates = _Lazily(self._all(), self._bounded)
         self._num_arranged = 0
 
-    @property
-    def least_seconds(self) -> float:
-        """Return what no plan with groups of one size per kind is below; infinite where none can fit memory."""
-        return next((candidate.seconds for candidate in self._candidates), math.inf)
+    def bounded(self) -> tuple[float, bool]:
+        """Work out one bound more; return what no plan with groups of one size per kind is below, and if that is all.
+
+        It is infinite where none can fit memory.
+        """
+        return self._candidates.bounded()
 
     def search_below(self, seconds: float) -> HeteroResult | None:
         """Return the best plan found; None when none that fits memory takes less than so many seconds."""
@@ -123,7 +131,7 @@ class Upper:
         """
         first, best = list(islice(self._candidates, 1)), None
         for slack in _SLACKS if first else ():
-            limit = min(below, self.least_seconds * slack)
+            limit = min(below, first[0].seconds * slack)
             best = self._best(first, limit)
             if best is not None or limit == below:
                 break

@@ -255,7 +255,7 @@ def _find(problem: Problem) -> Candidates:
         if problem.time_limit.ends(found):
             return found
         problem.tell(f"malleus: {number} of {len(tried)}: {shape}")
-        plan = _plan(problem, shape, _below(problem, shape, problem.priced.least_seconds))
+        plan = _plan(problem, shape, _below(problem, shape, min(found.values(), default=math.inf)))
         priced = None if plan is None else problem.fitted(plan)
         if priced is not None:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))

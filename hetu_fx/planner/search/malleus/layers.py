@@ -186,10 +186,14 @@ class Listing:
         values = np.unique(np.concatenate([kind.seconds * layers for kind in self._kinds]))
         seconds = np.array([kind.seconds for kind in self._kinds])[:, None]
         fitting = np.floor(values * (1 + 1e-12) / seconds)
-        held = np.zeros(len(self._counts), dtype=np.int64)
-        for part in np.array_split(np.arange(len(self._counts)), len(self._counts) // 1000 + 1):
-            held[part] = (self._counts[part] @ fitting < self._situation.num_layers).sum(axis=1)
-        return np.append(values, np.inf)[held]
+        low, high = (np.full(len(self._counts), number) for number in (0, len(values)))
+        for _ in range(len(values).bit_length()):
+            middle = np.minimum((low + high) // 2, len(values) - 1)
+            columns = zip(self._counts.T, fitting, strict=True)
+            held = sum((column * fits[middle] for column, fits in columns), np.zeros(len(self._counts)))
+            high = np.where(held >= self._situation.num_layers, middle, high)
+            low = np.where(held >= self._situation.num_layers, low, middle + 1)
+        return np.append(values, np.inf)[high]
 
     def find(self, below: float) -> list[Filled] | None:
         """Return pipelines that take less than `below` seconds by (2), or None; is_complete says if that is sure."""

@@ -248,15 +248,17 @@ class Placer:
     def _exchange(self, bins: list[Kinds], i: int, j: int, best: Placement | None) -> Placement | None:
         """Make the best exchange between two pipelines, if one is better than `best`."""
         better, chosen = None, None
+        filled: list[Filled | None] = [*map(self.filler.fill, bins)] if best is None else [*best.pipelines]
         reach = None if best is None else Reach.of(best.pipelines, sum(best.micro_batches), best.seconds, (i, j))
         for one, other in exchanges(bins[i], bins[j]):
             if not self._swaps.take(1):
                 break
-            if reach is not None and not reach.allows(self.filler.fill(one), self.filler.fill(other)):
+            pair = self.filler.fill(one), self.filler.fill(other)
+            if reach is not None and not reach.allows(*pair):
                 continue
-            tried = [*bins]
-            tried[i], tried[j] = one, other
-            placed = self._micro_batches([self.filler.fill(kinds) for kinds in tried])
+            tried = [*filled]
+            tried[i], tried[j] = pair
+            placed = self._micro_batches(tried)
             if placed is not None and _merit(placed) < min(_merit(best), _merit(better)):
                 better, chosen = placed, (one, other)
         if chosen is not None:

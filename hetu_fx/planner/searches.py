@@ -25,6 +25,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 
 _SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
+_FEW = 16  # devices of a cluster whose unlike devices may be worth grouping as if some of them straggled
 _LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds
 
 
@@ -104,7 +105,7 @@ AUTO = auto(
         SearchRule(HOMOGENEOUS, always),
         SearchRule(CLASSES, always),
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
-        SearchRule(MALLEUS, partial(some_straggle, or_up_to=_LARGE)),
+        SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
         SearchRule(HETEROAUTO, lambda problem: _kinds_differ(problem) and _is_up_to(_LARGE, problem)),
         SearchRule(HAP, _has_no_blocks_for_few),
     ),

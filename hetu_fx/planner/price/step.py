@@ -240,13 +240,22 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
     )
 
 
-def least_blocks(count: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the least number, 0 to `count`, of blocks recomputed that fits; None if not even all of them do."""
-    if fits(0):
-        return 0
-    if not count or not fits(count):
+_STEP = 2  # blocks more than what is known of others may have to be recomputed
+
+
+def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int | None:
+    """Return the least number, `known` to `count`, of blocks recomputed that fits; None if not even all of them do.
+
+    That fewer than `known` do not fit is taken as known.
+    """
+    if fits(known):
+        return known
+    near = known + _STEP
+    if known and near < count and fits(near):
+        return bisect_left(range(known + 1, near), True, key=fits) + known + 1
+    if known >= count or not fits(count):
         return None
-    return bisect_left(range(1, count), True, key=fits) + 1
+    return bisect_left(range(known + 1, count), True, key=fits) + known + 1
 
 
 def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:

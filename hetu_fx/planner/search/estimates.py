@@ -31,6 +31,9 @@ from hetu_fx.plans.plan import Pipeline, Stage
 
 _FEWEST = 2  # blocks, of which one stands at neither end if there are more
 
+_OTHER = 1.25
+"""Blocks that are balanced for slower numbers of micro-batches, up to this factor, may be the best for faster ones."""
+
 _ROUNDED = 1 - 1e-9  # so much of a bound is one however it is rounded
 
 Blocks = tuple[int, ...]
@@ -116,7 +119,7 @@ class Estimates:
         """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
         best, found = None, dict[Blocks, None]()
         for bound, count in sorted(self._bounds(groups, rows)):
-            if best is not None and bound > best.seconds(rows):
+            if best is not None and bound > _OTHER * best.seconds(rows):
                 break
             micro_rows = math.ceil(rows / count)
             blocks = self.blocks(groups, num_replicas, (micro_rows, count), micro_rows)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Protocol
 
-from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.bounds import Bounds
 from hetu_fx.planner.search.contiguous import replica_counts
@@ -118,22 +117,18 @@ class TimedArrangement:
         return self.manner.of(plan)
 
 
-@once
-def candidates(problem: Problem, manner: Manner = PLAIN) -> tuple[TimedArrangement, ...]:
-    """Return the homogeneous plans that are estimated to fit and may be near the best; none is context parallel.
+def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
+    """Yield the homogeneous plans that are estimated to fit and may be near the best, also of what has been priced.
 
-    Other searches ask for them too.
+    None is context parallel.
     """
-    return tuple(_candidates(problem, manner))
-
-
-def _candidates(problem: Problem, manner: Manner) -> Iterator[TimedArrangement]:
     trial, bounds = _Estimating(problem, manner), Bounds(problem)
     best = math.inf
     for degrees in sorted(_all_degrees(problem), key=lambda one: one.least_seconds(bounds)):
         if problem.time_limit.ends(best < math.inf):
             return
-        if degrees.least_seconds(bounds) <= best * RUNNER_UP_SLACK and degrees.may_fit(bounds):
+        limit = min(best * RUNNER_UP_SLACK, problem.priced.worth_seconds)
+        if degrees.least_seconds(bounds) <= limit and degrees.may_fit(bounds):
             for found in trial.of(degrees):
                 best = min(best, found.seconds)
                 yield found
@@ -147,7 +142,8 @@ def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
         if problem.time_limit.ends(best < math.inf):
             return
         for degrees in family:
-            if degrees.least_seconds(bounds) > best * RUNNER_UP_SLACK or not degrees.may_fit(bounds):
+            limit = min(best * RUNNER_UP_SLACK, problem.priced.worth_seconds)
+            if degrees.least_seconds(bounds) > limit or not degrees.may_fit(bounds):
                 continue
             found: list[TimedArrangement] = []
             for attention in attentions(degrees.group, degrees.context, problem):

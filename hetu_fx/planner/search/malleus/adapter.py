@@ -260,7 +260,7 @@ def _find(problem: Problem) -> Candidates:
         if priced is not None:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
-    return found | ({} if healthy is problem else _adapted(problem, healthy, even))
+    return found | ({} if healthy.cluster == problem.cluster else _adapted(problem, healthy, even))
 
 
 def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement]) -> dict[Plan, float]:
@@ -276,8 +276,7 @@ def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement
 
 def _without_stragglers(problem: Problem) -> Problem:
     """Return the problem as it would be if no device straggled."""
-    cluster = problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0))
-    return problem if cluster == problem.cluster else replace(problem, cluster=cluster)
+    return replace(problem, cluster=problem.cluster.with_rates(dict.fromkeys(problem.cluster.ranks, 1.0)))
 
 
 def _below(problem: Problem, shape: Shape, best: float) -> float:

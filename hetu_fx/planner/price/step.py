@@ -141,13 +141,22 @@ class PricedStep:
         return row_sum_seconds(self.plan, self._costs, self._cluster)
 
     @cached_property
+    def _held(self) -> dict[int, Terms]:
+        """Return the bytes of every device by term."""
+        speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
+        return device_bytes(self.plan, self._costs, speeds)
+
+    def fits(self, fraction: float) -> bool:
+        """Tell whether every device has what it needs in so much of its memory."""
+        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held.items())
+        return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
+
+    @cached_property
     def prediction(self) -> Prediction:
         """Return the predicted step, and every device's seconds and bytes by term."""
         step = max(finished.seconds for finished in self._finishes) + self.end_seconds + self._row_sums
-        speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
-        held = device_bytes(self.plan, self._costs, speeds)
         devices = tuple(
-            _device_cost(place, held[place.rank], self._ends_of(place.rank), step) for place in self._places
+            _device_cost(place, self._held[place.rank], self._ends_of(place.rank), step) for place in self._places
         )
         why = [_why(devices, step), *dict.fromkeys(filter(None, map(_repeated_text, self._places)))]
         return Prediction(step, devices, why="\n".join(why))
@@ -264,7 +273,7 @@ def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptio
     Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
     """
     bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
-    if not memory_problems(bare.prediction, cluster, options.memory_fraction):
+    if bare.fits(options.memory_fraction):
         return bare
     stages = _least_recompute(bare.plan, costs, cluster, options.memory_fraction) if options.recompute else None
     return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)

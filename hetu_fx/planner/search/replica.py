@@ -276,8 +276,20 @@ class Family:
     def best(self, rows: int) -> ReplicaRun | None:
         """Return the fastest way to do `rows` rows; None if none fits."""
         if rows not in self.known:
-            self.known[rows] = min(self.ways(rows), key=lambda way: (way.seconds, way.micro_batches), default=None)
+            self.known[rows] = self._new_best(rows)
         return self.known[rows]
+
+    def _new_best(self, rows: int) -> ReplicaRun | None:
+        """Ask for what has to be recomputed only where the way may be the fastest with nothing recomputed."""
+        best: ReplicaRun | None = None
+        for least, count, most in sorted(
+            (self.replica.seconds(rows, count), count, most) for count, most in self.limits
+        ):
+            if best is not None and least > best.seconds:
+                break
+            ways = [way for way in (best, self._way(rows, count, most)) if way is not None]
+            best = min(ways, key=lambda way: (way.seconds, way.micro_batches), default=None)
+        return best
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""

@@ -150,8 +150,9 @@ class Problem:
         found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
         if found is None or self.options.refused(found.plan):
             return None
-        self.priced.add(found.overlapped_seconds)
-        return found.plan, found.overlapped_seconds
+        seconds = found.overlapped_seconds
+        self.priced.add(seconds)
+        return found.plan, seconds
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

@@ -50,7 +50,6 @@ from hetu_fx.planner.values.device_memory import fixed_bytes, in_flight
 from hetu_fx.planner.values.state import ParameterState
 
 NOTHING = EndCosts()
-_ROUNDED = 1 - 1e-9  # so much of a bound is one however it is rounded
 Numbers = NDArray[np.float64]
 Amount = TypeVar("Amount", float, Numbers)
 """A number, or many at once."""
@@ -250,11 +249,6 @@ class Tables:
     def least_share(self, groups: Groups) -> float:
         """Return what a layer adds to the bubble's sum at least."""
         return self.problem.bubble * layer_seconds(groups)
-
-    def least_longest(self, choices: Sequence[GroupChoice]) -> float:
-        """Return what the slowest stage's bound is at least, however layers are dealt to the stages of some choices."""
-        rate = sum(choice.most_stages / layer_seconds(choice.groups) for choice in choices)
-        return (self._count - self.problem.bubble) * self.problem.num_layers / rate * _ROUNDED
 
     def stage(self, place: StageGroups, row: int, layers: int) -> HeteroStage:
         """Return the stage of so many layers at a place, which recomputes where it has to."""

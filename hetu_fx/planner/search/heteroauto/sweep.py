@@ -48,19 +48,10 @@ class _Closing:
 
 
 class Sweep:
-    """(1) for one limit; `sizes` are the numbers of layers that a stage may have. Sums from `most` on are left out."""
+    """(1) for one limit; `sizes` are the numbers of layers that a stage may have."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        choices: Sequence[GroupChoice],
-        limit: float,
-        sizes: Sequence[int],
-        most: float = math.inf,
-    ) -> None:
+    def __init__(self, tables: Tables, choices: Sequence[GroupChoice], limit: float, sizes: Sequence[int]) -> None:
         self._tables, self._choices, self._limit = tables, choices, limit
-        least = min(tables.least_share(choice.groups) for choice in choices)
-        self._most_sums = most - least * np.arange(tables.problem.num_layers, -1, -1.0)  # by layers of an end
         self._num_layers = tables.problem.num_layers
         self._most = min(self._num_layers, sum(choice.most_stages for choice in choices))
         self._forbidden = np.isin(np.arange(self._num_layers + 1), sizes, invert=True)
@@ -121,8 +112,8 @@ class Sweep:
         shares, ends = share[low + 1 : high + 1], end[low:high]
         sizes = np.flatnonzero(np.isfinite(shares).any(axis=0))
         if sizes.size:
-            added = (self._behind_each(ends)[:, :, sizes] + shares[:, None, sizes]).min(axis=2)
-            result[low + 1 : high + 1] = np.where(added < self._most_sums, added, np.inf)
+            added = self._behind_each(ends)[:, :, sizes] + shares[:, None, sizes]
+            result[low + 1 : high + 1] = added.min(axis=2)
         return result
 
     def _behind_each(self, ends: Numbers) -> Numbers:
@@ -215,8 +206,7 @@ def _descend(tables: Tables, choices: Sequence[GroupChoice], below: float, sizes
     best: Arranged | None = None
     limit = below - tables.problem.num_layers * min(tables.least_share(choice.groups) for choice in choices)
     while _may_hold(tables, choices, limit, sizes):
-        most = below - tables.least_longest(choices)
-        found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes, most).solve()
+        found = Sweep(tables, choices, math.nextafter(limit, -math.inf), sizes).solve()
         if found is None:
             break
         share, steps = found

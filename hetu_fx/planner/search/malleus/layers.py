@@ -193,7 +193,8 @@ class Listing:
             held = sum((column * fits[middle] for column, fits in columns), np.zeros(len(self._counts)))
             high = np.where(held >= self._situation.num_layers, middle, high)
             low = np.where(held >= self._situation.num_layers, low, middle + 1)
-        return np.append(values, np.inf)[high]
+        bottlenecks: NDArray[np.float64] = np.append(values, np.inf)[high]
+        return bottlenecks
 
     def find(self, below: float) -> list[Filled] | None:
         """Return pipelines that take less than `below` seconds by (2), or None; is_complete says if that is sure."""

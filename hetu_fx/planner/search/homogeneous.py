@@ -171,9 +171,16 @@ class _Estimating:
         self._estimates = Estimates(costs, problem.cluster, self._rules[-1], manner.shape)
 
     def of(self, degrees: Degrees) -> Iterator[TimedArrangement]:
-        """Yield the ways to run so many pipelines that are estimated to fit."""
+        """Yield the ways to run so many pipelines that are estimated to fit, near the best that has been priced."""
         for arrangement in _arrangements(degrees, self._problem.cluster):
-            yield from self._timed(arrangement)
+            if self._least_seconds(arrangement) <= self._problem.priced.worth_seconds:
+                yield from self._timed(arrangement)
+
+    def _least_seconds(self, arrangement: Arrangement) -> float:
+        """Return a bound that no way is below, of the first pipeline and the last, which has the slowest devices."""
+        count, rows = arrangement.degrees.pipelines, self._problem.costs.rows
+        ends = arrangement.groups(0), arrangement.groups(count - 1)
+        return max(self._estimates.least_seconds(groups, rows // count) for groups in ends)
 
     def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
         costs, degrees = self._problem.costs, arrangement.degrees

@@ -64,14 +64,16 @@ LEAST_PRICED = 8
 
 @dataclass(slots=True)
 class Priced:
-    """What has been priced: how many plans that fit, and the seconds of the best."""
+    """What has been priced: how many plans that fit, the seconds of the best, and if some recompute nothing."""
 
     count: int = 0
     least_seconds: float = math.inf
+    are_roomy: bool = False
 
-    def add(self, seconds: float) -> None:
-        """Note a plan that fits."""
+    def add(self, seconds: float, *, is_roomy: bool = False) -> None:
+        """Note a plan that fits, and whether it recomputes nothing."""
         self.count += 1
+        self.are_roomy |= is_roomy
         self.least_seconds = min(self.least_seconds, seconds)
 
     @property
@@ -151,7 +153,7 @@ class Problem:
         if found is None or self.options.refused(found.plan):
             return None
         seconds = found.overlapped_seconds
-        self.priced.add(seconds)
+        self.priced.add(seconds, is_roomy=not any(stage.recompute for *_, stage in found.plan.stages))
         return found.plan, seconds
 
 

@@ -129,28 +129,28 @@ class Estimates:
                 best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
         return best
 
-    def least_seconds(self, groups: Groups, rows: int) -> float:
+    def least_seconds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> float:
         """Return seconds that no pipeline of these stages is below for so many rows; they take little to work out."""
-        return min(bound for bound, _ in self._bounds(groups, rows))
+        return min(bound for bound, _ in self._bounds(groups, rows, hands_over=hands_over))
 
-    def _bounds(self, groups: Groups, rows: int) -> Iterator[tuple[float, int]]:
+    def _bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> Iterator[tuple[float, int]]:
         """Yield such seconds for each number of micro-batches; 0 where blocks differ.
 
         They leave out memory.
         """
-        whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups)
+        whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups, hands_over)
         for count in sorted({min(one, rows) for one in self._rules.micro_batches}):
             micro_rows = math.ceil(rows / count)
             lines = [Line(one(micro_rows), each(micro_rows)) for one, each in zip(besides, by_block, strict=True)]
             yield (least_passing(whole, lines, count - 1) * _ROUNDED if lines else 0.0), count
 
-    def _block_lines(self, groups: Groups) -> tuple[list[Line], list[Line]]:
+    def _block_lines(self, groups: Groups, hands_over: bool) -> tuple[list[Line], list[Line]]:
         """Return what stages take for each block, and besides blocks; nothing where blocks differ."""
         count = self._costs.num_blocks
         if not self._costs.is_uniform or count <= _FEWEST:
             return [], []
         lines = [self.stage(group, 1, 2).seconds for group in groups]
-        besides = self._messages(groups, range(1, len(groups)))
+        besides = self._messages(groups, range(1, len(groups))) if hands_over else [Line()] * len(groups)
         for place, start in ((0, 0), (-1, count - 1)):
             with_end = self.stage(groups[place], start, start + 1).seconds
             end = Line(with_end.fixed - lines[place].fixed, with_end.slope - lines[place].slope)

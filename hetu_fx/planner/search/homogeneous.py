@@ -42,6 +42,9 @@ RUNNER_UP_SLACK = 1.25
 FEW_DEVICES = 32
 """In clusters up to so many devices, plans that leave devices over are tried too."""
 
+LEAST_OF_SEARCH = 16
+"""So many plans of a search are priced whatever they are estimated to take: where links are slow that is too much."""
+
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
@@ -177,10 +180,10 @@ class _Estimating:
                 yield from self._timed(arrangement)
 
     def _least_seconds(self, arrangement: Arrangement) -> float:
-        """Return a bound that no way is below, of the first pipeline and the last, which has the slowest devices."""
+        """Return a bound that no way is below, of the first pipeline and the last, if hand-overs are hidden."""
         count, rows = arrangement.degrees.pipelines, self._problem.costs.rows
         ends = arrangement.groups(0), arrangement.groups(count - 1)
-        return max(self._estimates.least_seconds(groups, rows // count) for groups in ends)
+        return max(self._estimates.least_seconds(groups, rows // count, hands_over=False) for groups in ends)
 
     def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
         costs, degrees = self._problem.costs, arrangement.degrees
@@ -289,11 +292,13 @@ class Expected(Protocol):
 def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float]:
     """Return the plans that are expected to be the fastest and fit, with their seconds by the cost model.
 
-    As many as a cluster of that size allows, of those that are near the best that any search has priced.
+    As many as a cluster of that size allows; in larger ones, from some on, those near the best that has been priced.
     """
     fitting: dict[Plan, float] = {}
-    most = finalists(len(problem.cluster.devices))
-    plans = _plans_worth_pricing(sorted(found, key=lambda one: one.seconds), problem)
+    count = len(problem.cluster.devices)
+    most = finalists(count)
+    least = most if count <= FEW_DEVICES else LEAST_OF_SEARCH
+    plans = _plans_worth_pricing(sorted(found, key=lambda one: one.seconds), problem, least)
     for plan in itertools.islice(problem.options.allowed(plans), 4 * most):
         priced = problem.fitted(plan)
         fitting |= [] if priced is None else [priced]
@@ -302,11 +307,11 @@ def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float
     return fitting
 
 
-def _plans_worth_pricing(found: Iterable[Expected], problem: Problem) -> Iterator[Plan]:
-    """Yield plans that differ, fastest first, for as long as they are near the best that has been priced meanwhile."""
+def _plans_worth_pricing(found: Iterable[Expected], problem: Problem, least: int) -> Iterator[Plan]:
+    """Yield plans that differ, fastest first, `least` and all near the best that has been priced meanwhile."""
     made = set[Plan]()
     for one in found:
-        if one.seconds > problem.priced.worth_seconds:
+        if len(made) >= least and one.seconds > problem.priced.worth_seconds:
             break
         plan = one.plan(problem)
         if plan not in made:

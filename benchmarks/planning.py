@@ -47,8 +47,13 @@ SEARCH_BARS = {
     ("malleus", "7B, 4096 A800, 1 straggles"): 60.0,
     ("heteroauto", "7B, 64 of 4 kinds"): 2.0,
     ("heteroauto", "70B, 256 of 4 kinds"): 60.0,
+    ("auto", "7B, 64 of 1 kinds"): 2.0,
+    ("auto", "7B, 64 of 2 kinds"): 2.0,
+    ("auto", "7B, 64 of 4 kinds"): 2.0,
+    ("auto", "7B, 4096 A800, 1 straggles"): 60.0,
+    ("auto", "70B, 256 of 4 kinds"): 60.0,
 }
-"""Seconds of a search alone."""
+"""Seconds of a search alone, and of all that are asked where none is named, without simulations of what they find."""
 
 
 NUM_PLANS, QUICK_PLANS = 2000, 200  # drawn, for the fidelity of closed form and simulation

@@ -91,6 +91,8 @@ def tiers_of(
     tiers: Sequence[Sequence[int]], ranks: Sequence[int], members: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return what some of `ranks` stand in."""
+    if not tiers:
+        return ()
     place = {rank: index for index, rank in enumerate(ranks)}
     return tuple(tuple(tier[place[rank]] for rank in members) for tier in tiers)
 

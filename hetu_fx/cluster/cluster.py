@@ -7,8 +7,9 @@ for devices that are not there. It needs no process group and no torch unless it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hetu_fx.base.json_values import many
@@ -201,7 +202,21 @@ class Cluster(Document):
 
     def meeting_seconds(self, ranks: Sequence[int]) -> float:
         """Return what devices lose, besides messages, when they meet between pieces of compute; 0 for one device."""
-        return max(self.device(rank).meeting_now for rank in ranks) if len(ranks) > 1 else 0.0
+        return max(map(self._meetings.__getitem__, ranks)) if len(ranks) > 1 else 0.0
+
+    @cached_property
+    def _meetings(self) -> dict[int, float]:
+        """Return what a meeting costs each device."""
+        return {device.rank: device.meeting_now for device in self.devices}
+
+    def copy_seconds(self, ranks: Iterable[int]) -> float:
+        """Return the seconds until each of some devices has moved a byte through its memory."""
+        return max(map(self._copies.__getitem__, ranks))
+
+    @cached_property
+    def _copies(self) -> dict[int, float]:
+        """Return what moving a byte through its memory takes each device."""
+        return {device.rank: device.flops_per_byte / device.speed for device in self.devices}
 
     @property
     def links(self) -> ClusterLinks | None:

@@ -30,7 +30,7 @@ from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.price.bound import bound_seconds
 from hetu_fx.planner.price.step import memory_problems
-from hetu_fx.planner.search.problem import Candidates, Captured, Problem, Search, predict_by_costs
+from hetu_fx.planner.search.problem import WORTH, Candidates, Captured, Problem, Search, predict_by_costs
 from hetu_fx.planner.search.staying import with_moves
 from hetu_fx.planner.searches import DEFAULT, find_search
 from hetu_fx.planner.simulate.simulate import num_jobs, simulated_seconds
@@ -131,16 +131,17 @@ def _best(search: Search, problem: Problem, found: Mapping[Plan, float]) -> Plan
 def _simulated(found: Mapping[Plan, float], problem: Problem) -> dict[Plan, float]:
     """Return the plans of least seconds by the closed form, with the seconds that simulations of them take.
 
-    As many as can be simulated in the time that there is, which is counted in jobs, so that the answer depends on
-    nothing else.
+    As many as are near the best, and can be simulated in the time that there is, which is counted in jobs, so that the
+    answer depends on nothing else.
     """
-    finalists, jobs = list[Plan](), 0
+    taken, jobs = dict[Plan, float](), 0
     for plan in sorted(found, key=lambda plan: (found[plan], plan.summary())):
         jobs += num_jobs(plan) + len(plan.devices)
-        if len(finalists) >= LEAST_FINALISTS and jobs > MOST_JOBS:
+        is_near = jobs <= MOST_JOBS and found[plan] <= WORTH * min(taken.values(), default=math.inf)
+        if len(taken) >= LEAST_FINALISTS and not is_near:
             break
-        finalists.append(plan)
-    return {plan: simulated_seconds(plan, problem.costs_of(plan), problem.cluster) for plan in finalists}
+        taken[plan] = simulated_seconds(plan, problem.costs_of(plan), problem.cluster)
+    return taken
 
 
 def predicted(plan: Plan, problem: Problem) -> Plan:

@@ -1,8 +1,9 @@
 """The searches that there are: a new one is a file in `search` and a line here. `auto` asks those that suit.
 
-The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches. Where
-devices differ (in kind, rate or memory) those for unlike devices are asked too; where the sequences of a batch differ
-and one search plans by length, its plans are the answer. The one cost says whose plan is best.
+The homogeneous search is always asked, so that no answer is worse than its plan by the cost of all searches: after that
+by classes, which leaves it what is near the best of these. Where devices differ (in kind, rate or memory) those for
+unlike devices are asked too; where the sequences of a batch differ and one search plans by length, its plans are the
+answer. The one cost says whose plan is best.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hetu_fx.plans.plan import Plan
 from hetu_fx.plans.prediction import Prediction
 
 _SMALL = 6  # devices of a cluster whose runs are gone through one by one within seconds, whatever they are
+_FEW = 16  # devices of a cluster whose unlike devices may be worth grouping as if some of them straggled
 _LARGE = 512  # devices of a cluster of several kinds that is searched for more than equal pipelines within seconds
 
 
@@ -101,10 +103,10 @@ def auto(by_length: Search, rules: Sequence[SearchRule]) -> Search:
 AUTO = auto(
     HYDRAULIS,
     (
-        SearchRule(HOMOGENEOUS, always),
         SearchRule(CLASSES, always),
+        SearchRule(HOMOGENEOUS, always),
         SearchRule(CONTIGUOUS, partial(_is_up_to, _SMALL)),
-        SearchRule(MALLEUS, partial(some_straggle, or_up_to=_LARGE)),
+        SearchRule(MALLEUS, partial(some_straggle, or_up_to=_FEW)),
         SearchRule(HETEROAUTO, lambda problem: _kinds_differ(problem) and _is_up_to(_LARGE, problem)),
         SearchRule(HAP, _has_no_blocks_for_few),
     ),

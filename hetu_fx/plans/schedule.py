@@ -70,9 +70,7 @@ def departures(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, i
     larger than its buffers), whichever stages hand something to which: were a call the first on the clock that is never
     reached, the one before it would wait for another that is earlier on the clock and was never reached.
     """
-    ticks = _ticks(stages)
-    called = [_called(order, started) for order, started in zip(stages, ticks, strict=True)]
-    places = [{action: place for place, action in enumerate(order)} for order in stages]
+    called, places = _calls(stages)
     found = {}
     for number, action in enumerate(stages[stage]):
         later = range(stage + 1, len(stages)) if action.phase is Phase.FORWARD else range(stage)
@@ -102,6 +100,13 @@ def takings(stages: tuple[Order, ...], stage: int) -> Mapping[tuple[Action, int]
     return found
 
 
+@lru_cache(maxsize=64)
+def _calls(stages: tuple[Order, ...]) -> tuple[list[list[int]], list[dict[Action, int]]]:
+    """Return when the calls of each stage are made, and the number of each of its actions."""
+    called = [_called(order, started) for order, started in zip(stages, _ticks(stages), strict=True)]
+    return called, [{action: place for place, action in enumerate(order)} for order in stages]
+
+
 def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
     """Return when the call before each action is made, and that after the last."""
     return [0, *(started[action] + 1 for action in order)]
@@ -110,7 +115,7 @@ def _called(order: Order, started: Mapping[Action, int]) -> list[int]:
 def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
     """Return when each action of each stage starts, if each takes one tick and waits for that of the stage before."""
     ticks: list[dict[Action, int]] = [{} for _ in stages]
-    left = sum(map(len, stages))
+    free, left = [0] * len(stages), sum(map(len, stages))
     while left:
         for stage, (order, own) in enumerate(zip(stages, ticks, strict=True)):
             for action in order[len(own) :]:
@@ -118,7 +123,8 @@ def _ticks(stages: Sequence[Order]) -> list[dict[Action, int]]:
                 others = ticks[before] if 0 <= before < len(stages) else {action: -1}
                 if action not in others:
                     break
-                own[action] = 1 + max(others[action], max(own.values(), default=-1))
+                own[action] = max(1 + others[action], free[stage])
+                free[stage] = own[action] + 1
         before_sweep, left = left, sum(map(len, stages)) - sum(map(len, ticks))
         assert left < before_sweep, "an order in which stages wait for each other"
     return ticks

@@ -141,13 +141,22 @@ class PricedStep:
         return row_sum_seconds(self.plan, self._costs, self._cluster)
 
     @cached_property
+    def _held(self) -> dict[int, Terms]:
+        """Return the bytes of every device by term."""
+        speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
+        return device_bytes(self.plan, self._costs, speeds)
+
+    def fits(self, fraction: float) -> bool:
+        """Tell whether every device has what it needs in so much of its memory."""
+        needed = ((rank, sum(count for _, count in held)) for rank, held in self._held.items())
+        return all(count <= int(self._cluster.device(rank).memory_bytes * fraction) for rank, count in needed)
+
+    @cached_property
     def prediction(self) -> Prediction:
         """Return the predicted step, and every device's seconds and bytes by term."""
         step = max(finished.seconds for finished in self._finishes) + self.end_seconds + self._row_sums
-        speeds = {rank: self._cluster.device(rank).speed for rank in self.plan.devices}
-        held = device_bytes(self.plan, self._costs, speeds)
         devices = tuple(
-            _device_cost(place, held[place.rank], self._ends_of(place.rank), step) for place in self._places
+            _device_cost(place, self._held[place.rank], self._ends_of(place.rank), step) for place in self._places
         )
         why = [_why(devices, step), *dict.fromkeys(filter(None, map(_repeated_text, self._places)))]
         return Prediction(step, devices, why="\n".join(why))
@@ -240,13 +249,22 @@ def memory_problems(prediction: Prediction, cluster: Cluster, fraction: float = 
     )
 
 
-def least_blocks(count: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the least number, 0 to `count`, of blocks recomputed that fits; None if not even all of them do."""
-    if fits(0):
-        return 0
-    if not count or not fits(count):
+_STEP = 2  # blocks more than what is known of others may have to be recomputed
+
+
+def least_blocks(count: int, fits: Callable[[int], bool], known: int = 0) -> int | None:
+    """Return the least number, `known` to `count`, of blocks recomputed that fits; None if not even all of them do.
+
+    That fewer than `known` do not fit is taken as known.
+    """
+    if fits(known):
+        return known
+    near = known + _STEP
+    if known and near < count and fits(near):
+        return bisect_left(range(known + 1, near), True, key=fits) + known + 1
+    if known >= count or not fits(count):
         return None
-    return bisect_left(range(1, count), True, key=fits) + 1
+    return bisect_left(range(known + 1, count), True, key=fits) + known + 1
 
 
 def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptions) -> PricedStep | None:
@@ -255,7 +273,7 @@ def fitted(plan: Plan, costs: ProgramCosts, cluster: Cluster, options: PlanOptio
     Without `options.recompute` the plan is returned as it is, if it fits. Its blocks must be written out.
     """
     bare = PricedStep(_recomputing(plan, {}) if options.recompute else plan, costs, cluster)
-    if not memory_problems(bare.prediction, cluster, options.memory_fraction):
+    if bare.fits(options.memory_fraction):
         return bare
     stages = _least_recompute(bare.plan, costs, cluster, options.memory_fraction) if options.recompute else None
     return None if stages is None else PricedStep(_recomputing(bare.plan, stages), costs, cluster)

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from hetu_fx.annotations.annotation import Annotation
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import messages_cost
 from hetu_fx.comm_ops.plans.slices import finest_slices
@@ -45,14 +46,14 @@ def sync_seconds(num_bytes: float, ranks: Sequence[int], cluster: Cluster, zero:
     """
     if len(ranks) < 2:
         return 0.0, 0.0
-    copies = _copy_seconds(num_bytes * TURN_MOVES, map(cluster.device, ranks))
-    turn = turn_seconds(num_bytes, ranks, cluster) + copies
+    turn = _turn(cluster, num_bytes, tuple(ranks))
     return (turn, turn) if zero else (2 * turn, 0.0)
 
 
-def _copy_seconds(num_bytes: float, devices: Iterable[Device]) -> float:
-    """Return the seconds until each of the devices has moved so many bytes through its memory."""
-    return num_bytes * max(device.flops_per_byte / device.speed for device in devices)
+@once
+def _turn(cluster: Cluster, num_bytes: float, ranks: tuple[int, ...]) -> float:
+    """Return the seconds of a turn around a ring, and of the copies into messages and out of them."""
+    return turn_seconds(num_bytes, ranks, cluster) + num_bytes * TURN_MOVES * cluster.copy_seconds(ranks)
 
 
 def update_line(num_bytes: float, device: Device, seconds_per_byte: float | None = None) -> Line:
@@ -150,7 +151,7 @@ def _by_device(pairs: Pairs, cluster: Cluster) -> list[float]:
         for rank in ends:
             moved[rank] += num_bytes
     moves = TURN_MOVES / 2  # around a ring, every byte that arrives is one that leaves
-    return [travelling + _copy_seconds(moves * moved[device.rank], [device]) for device in cluster.devices]
+    return [travelling + moves * moved[device.rank] * cluster.copy_seconds([device.rank]) for device in cluster.devices]
 
 
 @dataclass(frozen=True, slots=True)

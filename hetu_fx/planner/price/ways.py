@@ -97,6 +97,12 @@ class Way:
         """Tell whether several devices of a tensor parallel group hold the same part of parameters."""
         return any(self._costs.of_groups(stage).repeated_parts > 1 for stage in self.stages)
 
+    @cached_property
+    def _repeating(self) -> list[tuple[Stage, ProgramCosts]]:
+        """Return the stages whose groups hold some parameters several times, with the costs for them."""
+        pairs = ((stage, self._costs.of_groups(stage)) for stage in self.stages)
+        return [(stage, costs) for stage, costs in pairs if costs.whole.repeated_parameter_bytes]
+
     @property
     def turns(self) -> int:
         """Return how often bytes go around, each way."""
@@ -120,21 +126,22 @@ class Way:
         """Return for how long it keeps the busiest resource."""
         return max(self.loads.values(), default=0.0)
 
-    @once
     def share(self, start: int, stop: int) -> float:
         """Return what some blocks have of the bytes that `traffic` sends."""
         return self._costs.between(start, stop).parameter_bytes / BUCKET_BYTES
 
-    @once
     def line(self, direction: Direction, start: int, stop: int) -> Line:
         """Return latency, and seconds, of the slowest ring of some blocks, if it has all links for itself."""
+        return self._line(direction, *self._costs.alike(start, stop))
+
+    @once
+    def _line(self, direction: Direction, start: int, stop: int) -> Line:
         line = reduce(Line.upper, (self._ring_line(direction, *one) for one in self._sizes(start, stop)))
         return line + reduce(Line.upper, self._repeated_lines(direction, start, stop), Line())
 
     def _repeated_lines(self, direction: Direction, start: int, stop: int) -> Iterator[Line]:
         """Yield what parameters take besides of which several devices of a group hold the same part."""
-        for stage in self.stages:
-            costs = self._costs.of_groups(stage)
+        for stage, costs in self._repeating:
             parts = costs.between(start, stop)
             size = parts.repeated_parameter_bytes if direction == "gather" else parts.late_parameter_bytes
             if size:

@@ -29,6 +29,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from hetu_fx.planner.values.line import Line
+
 Seconds = Callable[[int], float]
 """Seconds one receiver needs for a count; must not decrease with the count."""
 
@@ -182,6 +184,55 @@ def spread_evenly(
     elif surplus > 0:
         _take(counts, costs, low, surplus)
     return tuple(counts)
+
+
+def least_longest(total: int, lines: Sequence[Line]) -> float:
+    """Return the least time by which `total` items can be done, at least one by each line; infinite if there are fewer.
+
+    A little less where some line takes longer for one item than others for their part.
+    """
+    if total < len(lines):
+        return math.inf
+    level = _level(total, lines) * _BELOW
+    counts = [max(1, int((level - line.fixed) / line.slope)) for line in lines]
+    following = [line(count + 1) for line, count in zip(lines, counts, strict=True)]
+    heap = list(zip(following, range(len(lines)), strict=True))
+    heapq.heapify(heap)
+    for _ in range(total - sum(counts)):
+        level, i = heap[0]
+        heapq.heapreplace(heap, (level + lines[i].slope, i))
+    return max(level, *(line(1) for line in lines))
+
+
+def least_passing(total: int, lines: Sequence[Line], weight: float) -> float:
+    """Return what the sum of all times and `weight` times the longest come to at least, for `total` items.
+
+    Within a limit on the longest, items are fastest where they take least time; the best limit is where lines of other
+    slopes are no longer needed, or the least there is.
+    """
+    longest = least_longest(total, lines)
+    if longest == math.inf:
+        return math.inf
+    order = sorted(lines, key=lambda line: line.slope)
+    steps = [count for count in range(1, len(order)) if order[count].slope > order[count - 1].slope]
+    limits = [longest, *(limit for count in steps if (limit := _level(total, order[:count])) > longest)]
+    fixed = sum(line.fixed for line in lines)
+    return fixed + min(weight * limit + _filled(total, order, limit) for limit in limits)
+
+
+def _level(total: int, lines: Sequence[Line]) -> float:
+    """Return by when items, divided at will, are done."""
+    return (total + sum(line.fixed / line.slope for line in lines)) / sum(1 / line.slope for line in lines)
+
+
+def _filled(total: int, lines: Sequence[Line], limit: float) -> float:
+    """Return the time of `total` items given to lines in order, as many as each does by the limit."""
+    left, taken = float(total), 0.0
+    for line in lines:
+        count = min(left, max(0.0, (limit - line.fixed) / line.slope))
+        left -= count
+        taken += count * line.slope
+    return taken
 
 
 def _add(counts: list[int], costs: Sequence[float], high: Sequence[int], number: int) -> None:

@@ -5,9 +5,12 @@ fastest devices with the ramp of the pipeline, and its first stage holds paramet
 micro-batches that are under way there, what enters each block or what a block keeps, whichever is less:
 
     seconds >= work(x) / (S n speed) (m + S - 1) / m                                                            (1)
+    seconds >= work of the least x and blocks of a stage / (n speed of the slowest)                             (1')
     bytes >= 2 P / (S g) + min(m, S) ceil(x / m) blocks / S min(boundary, kept / g) / c                          (2)
 
-for groups of g devices of which c share the sequence. Searches leave out what cannot fit, or cannot be near the best.
+for groups of g devices of which c share the sequence. Stages are equal, so that in (1') the slowest device counts; it
+is no faster than that of as many of the fastest as the plan has. Searches leave out what cannot fit, or cannot be near
+the best.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ class Bounds:
     problem: Problem
 
     @cached_property
-    def _speed(self) -> float:
-        return max(device.speed for device in self.problem.cluster.devices)
+    def _speeds(self) -> list[float]:
+        return sorted((device.speed for device in self.problem.cluster.devices), reverse=True)
+
+    @cached_property
+    def _least_flops(self) -> float:
+        return min((block.flops for block in self.problem.costs.blocks), default=0.0)
 
     @cached_property
     def _room(self) -> float:
@@ -42,10 +49,12 @@ class Bounds:
         return min(costs.boundary_bytes, default=0.0), min((b.activation_bytes for b in costs.blocks), default=0.0)
 
     def seconds(self, pipelines: int, stages: int, size: int) -> float:
-        """Return (1) for the rows of a step over so many pipelines."""
-        rows = math.ceil(self.problem.costs.rows / pipelines)
-        work = FORWARD_AND_BACKWARD * self.problem.costs.whole.flops * rows
-        return work / (stages * size * self._speed) * (1 + (stages - 1) / self._most_micro_batches(rows))
+        """Return (1) or (1'), whichever is more, for the rows of a step over so many pipelines."""
+        rows, costs = math.ceil(self.problem.costs.rows / pipelines), self.problem.costs
+        work, speeds = FORWARD_AND_BACKWARD * costs.whole.flops * rows, self._speeds
+        ramped = work / (stages * size * speeds[0]) * (1 + (stages - 1) / self._most_micro_batches(rows))
+        least = FORWARD_AND_BACKWARD * self._least_flops * (costs.num_blocks // stages) * (costs.rows // pipelines)
+        return max(ramped, least / (size * speeds[min(len(speeds), pipelines * stages * size) - 1]))
 
     def fits(self, pipelines: int, stages: int, group: int, context: int) -> bool:
         """Tell whether (2) fits the largest device."""

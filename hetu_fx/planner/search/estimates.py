@@ -21,13 +21,20 @@ from hetu_fx.cluster.cluster import Cluster, Device
 from hetu_fx.comm_ops.plans.cost import BUCKETS_AT_ONCE, cheapest_ring_cost
 from hetu_fx.planner.price.links import hand_over_line
 from hetu_fx.planner.price.step_end import sync_seconds
-from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, spread
+from hetu_fx.planner.search.allocate import RangeSeconds, cut, deal, least_passing, spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in
 from hetu_fx.planner.search.problem import Problem
 from hetu_fx.planner.search.replica import Family, Replica, ReplicaRules, StageEstimate, StageRun, stage_estimate
 from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.program import ProgramCosts
 from hetu_fx.plans.plan import Pipeline, Stage
+
+_FEWEST = 2  # blocks, of which one stands at neither end if there are more
+
+_OTHER = 1.25
+"""Blocks that are balanced for slower numbers of micro-batches, up to this factor, may be the best for faster ones."""
+
+_ROUNDED = 1 - 1e-9  # so much of a bound is one however it is rounded
 
 Blocks = tuple[int, ...]
 """How many blocks each stage of a pipeline has."""
@@ -97,22 +104,63 @@ class Estimates:
         self._replicas: dict[Hashable, Replica] = {}
         self._families: dict[Hashable, Family | None] = {}
         self._hand_overs: dict[Hashable, Line] = {}
+        self._seconds: dict[Hashable, float] = {}
+        self._rings: dict[Hashable, tuple[int, ...]] = {}
+        self._kinds: dict[tuple[int, ...], Hashable] = {}
 
     def family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
         """Return the fastest pipeline of these stages for so many rows, equal ones as one object; None if none fits."""
         key = (self.key(groups), num_replicas, rows)
         if key not in self._families:
-            replicas = (self.replica(groups, blocks) for blocks in self._choices(groups, num_replicas, rows))
-            found = (Family.of(replica, num_replicas, self._rules) for replica in replicas)
-            self._families[key] = min(found, key=lambda family: family.seconds(rows), default=None)
+            self._families[key] = self._new_family(groups, num_replicas, rows)
         return self._families[key]
 
-    def _choices(self, groups: Groups, num_replicas: int, rows: int) -> Iterator[Blocks]:
-        """Return the blocks of a pipeline's stages for each number of micro-batches of its rows, if they fit."""
-        counts = sorted({min(count, rows) for count in self._rules.micro_batches})
-        pairs = ((math.ceil(rows / count), count) for count in counts)
-        found = (self.blocks(groups, num_replicas, pair, pair[0]) for pair in pairs)
-        return iter(dict.fromkeys(blocks for blocks in found if blocks is not None))
+    def _new_family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
+        """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
+        best, found = None, dict[Blocks, None]()
+        for bound, count in sorted(self._bounds(groups, rows)):
+            if best is not None and bound > _OTHER * best.seconds(rows):
+                break
+            micro_rows = math.ceil(rows / count)
+            blocks = self.blocks(groups, num_replicas, (micro_rows, count), micro_rows)
+            if blocks is not None and blocks not in found:
+                found[blocks] = None
+                family = Family.of(self.replica(groups, blocks), num_replicas, self._rules)
+                best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
+        return best
+
+    def least_seconds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> float:
+        """Return seconds that no pipeline of these stages is below for so many rows; they take little to work out."""
+        return min(bound for bound, _ in self._bounds(groups, rows, hands_over=hands_over))
+
+    def _bounds(self, groups: Groups, rows: int, *, hands_over: bool = True) -> Iterator[tuple[float, int]]:
+        """Yield such seconds for each number of micro-batches; 0 where blocks differ.
+
+        They leave out memory.
+        """
+        whole, by_block, besides = self._costs.num_blocks, *self._block_lines(groups, hands_over)
+        for count in sorted({min(one, rows) for one in self._rules.micro_batches}):
+            micro_rows = math.ceil(rows / count)
+            lines = [Line(one(micro_rows), each(micro_rows)) for one, each in zip(besides, by_block, strict=True)]
+            yield (least_passing(whole, lines, count - 1) * _ROUNDED if lines else 0.0), count
+
+    def _block_lines(self, groups: Groups, hands_over: bool) -> tuple[list[Line], list[Line]]:
+        """Return what stages take for each block, and besides blocks; nothing where blocks differ."""
+        count = self._costs.num_blocks
+        if not self._costs.is_uniform or count <= _FEWEST:
+            return [], []
+        lines = [self.stage(group, 1, 2).seconds for group in groups]
+        besides = self._messages(groups, range(1, len(groups))) if hands_over else [Line()] * len(groups)
+        for place, start in ((0, 0), (-1, count - 1)):
+            with_end = self.stage(groups[place], start, start + 1).seconds
+            end = Line(with_end.fixed - lines[place].fixed, with_end.slope - lines[place].slope)
+            besides[place] = besides[place] + end
+        return lines, besides
+
+    def _messages(self, groups: Groups, stops: Sequence[int]) -> list[Line]:
+        """Return what each stage hands over, to the next one and back; stages but the last end at these blocks."""
+        edges = [self._hand_over(*pair, stop) for pair, stop in zip(itertools.pairwise(groups), stops, strict=True)]
+        return list(map(Line.__add__, [*edges, Line()], [Line(), *edges]))
 
     def blocks(self, groups: Groups, num_replicas: int, rows: tuple[int, int], timed_rows: int) -> Blocks | None:
         """Return the blocks that let stages end together, timed for so many rows; None when no cut fits memory.
@@ -120,9 +168,14 @@ class Estimates:
         `rows` are those of a micro-batch, and how many of these.
         """
         runs = [StageRun.of(stage, len(groups), rows, num_replicas, self._rules) for stage in range(len(groups))]
+        asked = [(self._kind(group), run, timed_rows) for group, run in zip(groups, runs, strict=True)]
 
         def seconds(index: int, start: int, stop: int) -> float:
-            return self.stage(groups[index], start, stop).seconds_of(runs[index], self._rules, timed_rows)
+            key = (asked[index], start, stop)
+            if key not in self._seconds:
+                stage = self.stage(groups[index], start, stop)
+                self._seconds[key] = stage.seconds_of(runs[index], self._rules, timed_rows)
+            return self._seconds[key]
 
         return self.balanced(groups, seconds)
 
@@ -145,6 +198,13 @@ class Estimates:
         if kind not in self._shapes:
             self._shapes[kind] = self._shape([self._cluster.device(rank) for rank in devices])
         return replace(self._shapes[kind], devices=devices)
+
+    def _sharing(self, devices: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the places in a group of those that hold the same of all weights as its first device."""
+        kind = self._kind(devices)
+        if kind not in self._rings:
+            self._rings[kind] = tuple(map(devices.index, self._stage_of(devices).context_groups[0]))
+        return self._rings[kind]
 
     def replica(self, groups: Groups, blocks: Blocks) -> Replica:
         """Return a pipeline like that of these groups; one like it that was asked for before has other devices."""
@@ -174,7 +234,7 @@ class Estimates:
         found = list(replicas)
         parameters = max(replica.parameter_bytes for replica in found)
         update = reduce(Line.upper, (replica.update for replica in found))
-        ring = tuple(rank for devices in firsts for rank in self._stage_of(devices).context_groups[0])
+        ring = tuple([devices[place] for devices in firsts for place in self._sharing(devices)])
         pieces = max(1, *(stage.blocks or 0 for replica in found for stage in replica.pipeline.stages))
         rings = [self._turns(parameters, one, zero, pieces) for one in (ring, (last, *ring[1:]))]
         gradients, gather = (max(column) for column in zip(*rings, strict=True))
@@ -211,6 +271,17 @@ class Estimates:
                     total[node] = total.get(node, 0.0) + size
         return max(total.values(), default=0.0)
 
+    def least_turn_seconds(self, pipelines: Sequence[Groups]) -> float:
+        """Return for how long one turn of all parameters keeps the link of some node busy at least.
+
+        Whatever the stages hold, as far as none stands in one node only.
+        """
+        held = [{self._node[rank] for group in stage for rank in group} for stage in zip(*pipelines, strict=True)]
+        least = min(map(len, held))
+        share = least / len(set[int]().union(*held)) if least > 1 else 0.0
+        size = self._costs.between(0, self._costs.num_blocks).parameter_bytes
+        return share * size * _ROUNDED / self._cluster.inter.bytes_per_second
+
     def crossing_seconds(self, pipelines: Sequence[Groups], replica: Replica) -> float:
         """Return for how long a row of each pipeline keeps the busiest link of a node busy with hand-overs."""
         stops = itertools.accumulate(stage.blocks or 0 for stage in replica.pipeline.stages)
@@ -223,8 +294,13 @@ class Estimates:
                     sent[node] = sent.get(node, 0.0) + size
         return max(sent.values(), default=0.0) / self._cluster.inter.bytes_per_second
 
-    def _kind(self, devices: Sequence[int]) -> Hashable:
+    def _kind(self, devices: tuple[int, ...]) -> Hashable:
         """Return what a group is: the classes of its devices, and which share a node."""
+        if devices not in self._kinds:
+            self._kinds[devices] = self._new_kind(devices)
+        return self._kinds[devices]
+
+    def _new_kind(self, devices: tuple[int, ...]) -> Hashable:
         nodes: dict[int, int] = {}
         places = [nodes.setdefault(self._node[rank], len(nodes)) for rank in devices]
         classes = tuple([self._class[rank] for rank in devices])
@@ -247,8 +323,7 @@ class Estimates:
         stops = list(itertools.accumulate(blocks))
         triples = zip(groups, blocks, stops, strict=True)
         stages = [self.stage(devices, stop - count, stop) for devices, count, stop in triples]
-        edges = [self._hand_over(groups[i], groups[i + 1], stops[i]) for i in range(len(groups) - 1)]
-        messages = map(Line.__add__, [*edges, Line()], [Line(), *edges])
+        messages = self._messages(groups, stops[:-1])
         held = [replace(holding, stage=i) for i, stage in enumerate(stages) for holding in stage.holdings]
         pairs = zip(groups, blocks, strict=True)
         return Replica(
@@ -259,11 +334,11 @@ class Estimates:
             recompute_lines=tuple(stage.recompute_line for stage in stages),
         )
 
-    def _hand_over(self, group: Sequence[int], other: Sequence[int], block: int) -> Line:
+    def _hand_over(self, group: tuple[int, ...], other: tuple[int, ...], block: int) -> Line:
         size = self._costs.boundary(block)
         key = (self._kind((*group, *other)), len(group), size)
         if key not in self._hand_overs:
-            stages = Stage(tuple(group)), Stage(tuple(other))
+            stages = Stage(group), Stage(other)
             self._hand_overs[key] = hand_over_line(*stages, size, self._cluster)
         return self._hand_overs[key]
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Protocol
 
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.planner.search.bounds import Bounds
@@ -40,6 +41,9 @@ RUNNER_UP_SLACK = 1.25
 
 FEW_DEVICES = 32
 """In clusters up to so many devices, plans that leave devices over are tried too."""
+
+LEAST_OF_SEARCH = 16
+"""So many plans of a search are priced whatever they are estimated to take: where links are slow that is too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +121,17 @@ class TimedArrangement:
 
 
 def candidates(problem: Problem, manner: Manner = PLAIN) -> Iterator[TimedArrangement]:
-    """Yield the homogeneous plans that are estimated to fit and may be near the best; none is context parallel."""
+    """Yield the homogeneous plans that are estimated to fit and may be near the best, also of what has been priced.
+
+    None is context parallel.
+    """
     trial, bounds = _Estimating(problem, manner), Bounds(problem)
     best = math.inf
     for degrees in sorted(_all_degrees(problem), key=lambda one: one.least_seconds(bounds)):
         if problem.time_limit.ends(best < math.inf):
             return
-        if degrees.least_seconds(bounds) <= best * RUNNER_UP_SLACK and degrees.may_fit(bounds):
+        limit = min(best * RUNNER_UP_SLACK, problem.priced.worth_seconds)
+        if degrees.least_seconds(bounds) <= limit and degrees.may_fit(bounds):
             for found in trial.of(degrees):
                 best = min(best, found.seconds)
                 yield found
@@ -137,7 +145,8 @@ def _context_candidates(problem: Problem) -> Iterator[TimedArrangement]:
         if problem.time_limit.ends(best < math.inf):
             return
         for degrees in family:
-            if degrees.least_seconds(bounds) > best * RUNNER_UP_SLACK or not degrees.may_fit(bounds):
+            limit = min(best * RUNNER_UP_SLACK, problem.priced.worth_seconds)
+            if degrees.least_seconds(bounds) > limit or not degrees.may_fit(bounds):
                 continue
             found: list[TimedArrangement] = []
             for attention in attentions(degrees.group, degrees.context, problem):
@@ -165,9 +174,16 @@ class _Estimating:
         self._estimates = Estimates(costs, problem.cluster, self._rules[-1], manner.shape)
 
     def of(self, degrees: Degrees) -> Iterator[TimedArrangement]:
-        """Yield the ways to run so many pipelines that are estimated to fit."""
+        """Yield the ways to run so many pipelines that are estimated to fit, near the best that has been priced."""
         for arrangement in _arrangements(degrees, self._problem.cluster):
-            yield from self._timed(arrangement)
+            if self._least_seconds(arrangement) <= self._problem.priced.worth_seconds:
+                yield from self._timed(arrangement)
+
+    def _least_seconds(self, arrangement: Arrangement) -> float:
+        """Return a bound that no way is below, of the first pipeline and the last, if hand-overs are hidden."""
+        count, rows = arrangement.degrees.pipelines, self._problem.costs.rows
+        ends = arrangement.groups(0), arrangement.groups(count - 1)
+        return max(self._estimates.least_seconds(groups, rows // count, hands_over=False) for groups in ends)
 
     def _timed(self, arrangement: Arrangement) -> Iterator[TimedArrangement]:
         costs, degrees = self._problem.costs, arrangement.degrees
@@ -260,14 +276,30 @@ def finalists(num_devices: int) -> int:
     return max(2, min(64, 2048 // num_devices))
 
 
-def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan, float]:
-    """Return the first so many plans that fit and may be, with their seconds by the cost model."""
+class Expected(Protocol):
+    """A plan that has not been made yet, and the seconds that it is estimated to take."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds."""
+        ...
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan."""
+        ...
+
+
+def best_priced(found: Iterable[Expected], problem: Problem) -> dict[Plan, float]:
+    """Return the plans that are expected to be the fastest and fit, with their seconds by the cost model.
+
+    As many as a cluster of that size allows; in larger ones, from some on, those near the best that has been priced.
+    """
     fitting: dict[Plan, float] = {}
-    asked = set[Plan]()
-    for plan in itertools.islice(problem.options.allowed(found), 4 * most):
-        if plan in asked:
-            continue
-        asked.add(plan)
+    count = len(problem.cluster.devices)
+    most = finalists(count)
+    least = most if count <= FEW_DEVICES else LEAST_OF_SEARCH
+    plans = _plans_worth_pricing(sorted(found, key=lambda one: one.seconds), problem, least)
+    for plan in itertools.islice(problem.options.allowed(plans), 4 * most):
         priced = problem.fitted(plan)
         fitting |= [] if priced is None else [priced]
         if len(fitting) == most or problem.time_limit.ends(fitting):
@@ -275,22 +307,27 @@ def best_priced(found: Iterable[Plan], problem: Problem, most: int) -> dict[Plan
     return fitting
 
 
+def _plans_worth_pricing(found: Iterable[Expected], problem: Problem, least: int) -> Iterator[Plan]:
+    """Yield plans that differ, fastest first, `least` and all near the best that has been priced meanwhile."""
+    made = set[Plan]()
+    for one in found:
+        if len(made) >= least and one.seconds > problem.priced.worth_seconds:
+            break
+        plan = one.plan(problem)
+        if plan not in made:
+            made.add(plan)
+            yield plan
+
+
 def _find(problem: Problem) -> Candidates:
     problem.tell("homogeneous: pipelines x stages x devices of a stage x micro-batches")
-    found = _best(candidates(problem), problem)
+    found = best_priced(candidates(problem), problem)
     if shared_between_products(problem, found):
-        found |= _best(candidates(problem, IN_SEQUENCE), problem)
+        found |= best_priced(candidates(problem, IN_SEQUENCE), problem)
     if shared_throughout(problem, found):
         problem.tell("homogeneous: the same with sequences shared")
-        found |= _best(_context_candidates(problem), problem)
+        found |= best_priced(_context_candidates(problem), problem)
     return found
-
-
-def _best(timed: Iterable[TimedArrangement], problem: Problem) -> dict[Plan, float]:
-    """Return those of the fastest plans by estimate that fit."""
-    found = sorted(timed, key=lambda candidate: candidate.seconds)
-    plans = (candidate.plan(problem) for candidate in found)
-    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
 
 
 HOMOGENEOUS = Search(

@@ -58,19 +58,20 @@ def shared_between_products(problem: Problem, found: Iterable[Plan]) -> bool:
     options, costs = problem.options, problem.costs
     if options.sequence_parallel is False or not options.tensor_parallel or not costs.has_sequence:
         return False
-    return bool(options.sequence_parallel) or _is_short_of_memory(found)
+    return bool(options.sequence_parallel) or _is_short_of_memory(problem, found)
 
 
 def shared_throughout(problem: Problem, found: Iterable[Plan]) -> bool:
     """Tell whether context parallel plans are worth asking for, when those that are not are `found`."""
     if not problem.options.context_parallel or problem.costs.sequence_units < 2:
         return False
-    return problem.costs.rows < len(problem.cluster.devices) or _is_short_of_memory(found)
+    return problem.costs.rows < len(problem.cluster.devices) or _is_short_of_memory(problem, found)
 
 
-def _is_short_of_memory(found: Iterable[Plan]) -> bool:
-    """Tell whether every plan recomputes; they do if there are none."""
-    return all(any(stage.recompute for *_, stage in plan.stages) for plan in found)
+def _is_short_of_memory(problem: Problem, found: Iterable[Plan]) -> bool:
+    """Tell whether every plan recomputes; where there are none, if no other search has found one that does not."""
+    recomputing = [any(stage.recompute for *_, stage in plan.stages) for plan in found]
+    return all(recomputing) if recomputing else not problem.priced.are_roomy
 
 
 def contexts(most: int, problem: Problem) -> Iterator[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from hetu_fx.base.once import once
 from hetu_fx.base.progress import Tell, nobody
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
@@ -48,6 +49,36 @@ class Captured(Protocol):
         ...
 
 
+WORTH = 1.3
+"""What is expected to be slower than the best plan by more than this factor is neither priced nor simulated.
+
+Estimates were seen to be up to 1.25 times the price, and prices up to 1.14 times what a simulation says.
+"""
+
+LEAST_PRICED = 8
+"""So many plans are priced whatever they are expected to take."""
+
+
+@dataclass(slots=True)
+class Priced:
+    """What has been priced: how many plans that fit, the seconds of the best, and if some recompute nothing."""
+
+    count: int = 0
+    least_seconds: float = math.inf
+    are_roomy: bool = False
+
+    def add(self, seconds: float, *, is_roomy: bool = False) -> None:
+        """Note a plan that fits, and whether it recomputes nothing."""
+        self.count += 1
+        self.are_roomy |= is_roomy
+        self.least_seconds = min(self.least_seconds, seconds)
+
+    @property
+    def worth_seconds(self) -> float:
+        """Return the seconds above which plans are not worth pricing; infinite while only a few have been."""
+        return math.inf if self.count < LEAST_PRICED else WORTH * self.least_seconds
+
+
 @dataclass(frozen=True)
 class Problem:
     """A question to a search; all that it may read.
@@ -61,6 +92,7 @@ class Problem:
         captured: answers what profiles do not tell; None where there is no graph.
         tell: told how far the search has come; takes no part in the answer.
         time_limit: when a search gives what it has.
+        priced: what all searches have priced of this very problem.
     """
 
     profile: Profile
@@ -71,6 +103,7 @@ class Problem:
     captured: Captured | None = field(default=None, compare=False)
     tell: Tell = field(default=nobody, compare=False)
     time_limit: TimeLimit = field(default_factory=TimeLimit, compare=False)
+    priced: Priced = field(default_factory=Priced, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.steps_ahead > 0:
@@ -106,6 +139,7 @@ class Problem:
         """Return the costs of a step for what the plan's groups split; without a graph, as if it did not say."""
         return self.costs if self.captured is None or not plan.split else self.captured.costs_of(plan.split)
 
+    @once
     def fitted(self, plan: Plan) -> tuple[Plan, float] | None:
         """Return a plan, with the least recompute that fits memory, and its predicted seconds; None if none fits.
 
@@ -113,7 +147,11 @@ class Problem:
         """
         costs = self.costs_of(plan)
         found = fitted(plan.with_blocks(costs.num_blocks), costs, self.cluster, self.options)
-        return None if found is None or self.options.refused(found.plan) else (found.plan, found.overlapped_seconds)
+        if found is None or self.options.refused(found.plan):
+            return None
+        seconds = found.overlapped_seconds
+        self.priced.add(seconds, is_roomy=not any(stage.recompute for *_, stage in found.plan.stages))
+        return found.plan, seconds
 
 
 def predict_by_costs(plan: Plan, problem: Problem) -> Prediction:

@@ -10,6 +10,7 @@ pipelines of one kind each, whatever is faster: the shapes of the published plan
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from bisect import insort
@@ -20,7 +21,7 @@ from hetu_fx.cluster.cluster import Device
 from hetu_fx.planner.search.allocate import spread
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import NO_END, EndEstimate, Estimates, rules_of
-from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
+from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.search.splits import in_all_splits
@@ -101,6 +102,19 @@ class Deal:
         """Return the groups of a pipeline."""
         return tuple(itertools.chain.from_iterable(self._of(found, index) for found in self.groups))
 
+    def rows(self, total: int) -> int:
+        """Return the most rows of a pipeline, of so many in all."""
+        return math.ceil(total / self.count)
+
+    def least_seconds(self, estimates: Estimates, rows: int, zero: int) -> tuple[float, float]:
+        """Return bounds that no template is below: of its pipelines, and of what ends a step."""
+        turn = estimates.least_turn_seconds(tuple(map(self.pipeline, range(self.count)))) if zero else 0.0
+        return estimates.least_seconds(self.pipeline(0), self.rows(rows)), turn
+
+    def template(self, family: Family, estimates: Estimates, zero: int) -> Template:
+        """Return the template of all pipelines, run in one of these ways."""
+        return Template.of(tuple(map(self.pipeline, range(self.count))), family, estimates, zero)
+
     def _of(self, found: Sequence[tuple[int, ...]], index: int) -> Sequence[tuple[int, ...]]:
         each = len(found) // self.count
         return (
@@ -110,16 +124,27 @@ class Deal:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A deal, the ways to run one of its pipelines, and the seconds of these without what ends a step."""
+    """A deal by number, what its pipelines and the end of a step take at least, and how pipelines run if known."""
 
     deal: Deal
-    family: Family
-    seconds: float
+    number: int
+    pipeline_seconds: float
+    end_seconds: float
+    family: Family | None = None
 
-    def template(self, estimates: Estimates, zero: int) -> Template:
-        """Return the template, with all of its pipelines."""
-        pipelines = tuple(map(self.deal.pipeline, range(self.deal.count)))
-        return Template.of(pipelines, self.family, estimates, zero)
+    @property
+    def least_seconds(self) -> float:
+        """Return seconds that no template of it is below."""
+        return self.pipeline_seconds + self.end_seconds
+
+    def __lt__(self, other: Draft) -> bool:
+        return (self.least_seconds, self.number) < (other.least_seconds, other.number)
+
+    def with_blocks(self, estimates: Estimates, rows: int) -> Draft | None:
+        """Return it with blocks dealt to stages; None where none fit."""
+        own = self.deal.rows(rows)
+        family = estimates.family(self.deal.pipeline(0), self.deal.count, own)
+        return None if family is None else replace(self, family=family, pipeline_seconds=family.seconds(own))
 
 
 def classes_of(problem: Problem) -> list[tuple[Device, ...]]:
@@ -144,15 +169,24 @@ class Templates:
             self._found[region] = self._fastest(self._all(region, rows), rows)
         return self._found[region]
 
-    def _fastest(self, drafts: Iterable[Draft], rows: int) -> list[Template]:
-        """Return the templates that are fastest with what ends a step, which is priced as long as it can matter."""
-        kept: list[tuple[float, int, Template]] = []
-        for number, draft in sorted(enumerate(drafts), key=lambda pair: pair[1].seconds):
-            if len(kept) == KEPT and draft.seconds > kept[-1][0]:
-                break
-            made = draft.template(self.estimates, self._problem.options.zero)
-            insort(kept, (made.step_seconds(rows), number, made), key=lambda one: one[:2])
-            del kept[KEPT:]
+    def _fastest(self, deals: Iterable[Deal], rows: int) -> list[Template]:
+        """Return the templates that are fastest with what ends a step.
+
+        Blocks are dealt, and then the end of a step priced, as long as either can matter.
+        """
+        kept, zero = list[tuple[float, int, Template]](), self._problem.options.zero
+        queue = [
+            Draft(deal, number, *deal.least_seconds(self.estimates, rows, zero)) for number, deal in enumerate(deals)
+        ]
+        heapq.heapify(queue)
+        while queue and not (len(kept) == KEPT and queue[0].least_seconds > kept[-1][0]):
+            draft = heapq.heappop(queue)
+            if draft.family is not None:
+                made = draft.deal.template(draft.family, self.estimates, zero)
+                insort(kept, (made.step_seconds(rows), draft.number, made), key=lambda one: one[:2])
+                del kept[KEPT:]
+            elif (dealt := draft.with_blocks(self.estimates, rows)) is not None:
+                heapq.heappush(queue, dealt)
         return [made for *_, made in kept]
 
     def rows_of(self, region: Region) -> int:
@@ -161,15 +195,12 @@ class Templates:
         share = math.fsum(speeds[number] for number in region) / math.fsum(speeds)
         return max(1, round(self._problem.costs.rows * share))
 
-    def _all(self, region: Region, rows: int) -> Iterator[Draft]:
+    def _all(self, region: Region, rows: int) -> Iterator[Deal]:
         for sizes in self._sizes(region):
             groups = [self._groups(number, size) for number, size in zip(region, sizes, strict=True)]
             for count in self._counts(groups, rows):
                 for ordered in (groups,) if len(groups) == 1 else (groups, groups[::-1]):
-                    for deal in _deals(ordered, count):
-                        family = self.estimates.family(deal.pipeline(0), count, math.ceil(rows / count))
-                        if family is not None:
-                            yield Draft(deal, family, family.seconds(math.ceil(rows / count)))
+                    yield from _deals(ordered, count)
 
     def _sizes(self, region: Region) -> Iterator[tuple[int, ...]]:
         """Yield a group size for each class."""
@@ -271,9 +302,7 @@ def seconds_of(chosen: Sequence[Template], rows: Sequence[int], problem: Problem
 
 def _find(problem: Problem) -> Candidates:
     problem.tell(f"classes: {len(classes_of(problem))} classes of devices")
-    found = sorted(estimated(problem), key=lambda one: one.seconds)
-    plans = (one.plan(problem) for one in found)
-    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
+    return best_priced(estimated(problem), problem)
 
 
 def _lacks(problem: Problem) -> str:

@@ -6,7 +6,7 @@ What a group of devices takes for a range of blocks, whether its devices are ali
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -100,13 +100,26 @@ class DeviceHolding:
             return 0
         if not rules.recompute:
             return None
+
+        def fits(blocks: int) -> bool:
+            return self.most_rows(run, rules.zero, blocks) >= run.micro_rows
+
         piece, known = self.piece, self.piece.costs.known_recompute
-        key = run, rules.zero, self.memory, piece.start, piece.stop, piece.share, piece.group, self.shape.context
+        key, fewer = (self._asked(run, rules, *blocks) for blocks in ((piece.start, piece.stop), self._fewer))
         if key not in known:
-            known[key] = least_blocks(
-                piece.stop - piece.start, lambda blocks: self.most_rows(run, rules.zero, blocks) >= run.micro_rows
-            )
+            least = known.get(fewer, 0)
+            known[key] = None if least is None else least_blocks(piece.stop - piece.start, fits, least)
         return known[key]
+
+    def _asked(self, run: StageRun, rules: ReplicaRules, start: int, stop: int) -> Hashable:
+        """Return what the answer for these blocks is kept by."""
+        return run, rules.zero, self.memory, start, stop, self.piece.share, self.piece.group, self.shape.context
+
+    @property
+    def _fewer(self) -> tuple[int, int]:
+        """Return the blocks but for one, which need no more recomputed: searches give stages one after the other."""
+        start, stop = self.piece.start, self.piece.stop
+        return (start, stop - 1) if not start or stop < self.piece.costs.num_blocks else (start + 1, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +276,20 @@ class Family:
     def best(self, rows: int) -> ReplicaRun | None:
         """Return the fastest way to do `rows` rows; None if none fits."""
         if rows not in self.known:
-            self.known[rows] = min(self.ways(rows), key=lambda way: (way.seconds, way.micro_batches), default=None)
+            self.known[rows] = self._new_best(rows)
         return self.known[rows]
+
+    def _new_best(self, rows: int) -> ReplicaRun | None:
+        """Ask for what has to be recomputed only where the way may be the fastest with nothing recomputed."""
+        best: ReplicaRun | None = None
+        for least, count, most in sorted(
+            (self.replica.seconds(rows, count), count, most) for count, most in self.limits
+        ):
+            if best is not None and least > best.seconds:
+                break
+            ways = [way for way in (best, self._way(rows, count, most)) if way is not None]
+            best = min(ways, key=lambda way: (way.seconds, way.micro_batches), default=None)
+        return best
 
     def seconds(self, rows: int) -> float:
         """Return the seconds of the fastest way to do `rows` rows; infinite if none fits."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from operator import attrgetter
 
 from hetu_fx.errors import PlanError
@@ -271,15 +272,20 @@ class StageFootprint:
         if len(gradients) != len(parts):
             raise PlanError(f"a stage has {len(parts)} parts, but gradients of {len(gradients)}; give one of each")
         forward, backward, later = [], [], []
-        left = sum(gradients)
+        left, waits = sum(gradients), waiting or [0.0] * len(parts)
+        lines = {id(part): tuple(part.lines(share)) for part in parts}
+        beside = pairwise(zip(map(id, parts), gradients, waits, strict=True))
+        same = [False, *(one == other for one, other in beside), False]
         for number, part in enumerate(parts):
             left -= gradients[number]
-            made, waits = Line(left), Line(waiting[number] if waiting else 0.0)
-            for kept, *most in part.lines(share):
-                ahead, back, again = (before + line for line in most)
-                forward.append(ahead)
-                backward.append(back + made)
-                later.append(again + waits)
+            # what is held grows evenly over parts that are alike, so that the first or the last of them holds most
+            is_inside = same[number] and same[number + 1]
+            for kept, *most in lines[id(part)]:
+                if not is_inside:
+                    ahead, back, again = (before + line for line in most)
+                    forward.append(ahead)
+                    backward.append(back + Line(left))
+                    later.append(again + Line(waits[number]))
                 before = before + kept
         largest = max((part.largest.at(0, share) for part in parts), default=0.0)
         return cls(before, _highest(forward), _highest(backward), _highest(later), largest)

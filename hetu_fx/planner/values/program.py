@@ -202,15 +202,18 @@ class ProgramCosts:
         `summed` are the bytes per row that each block of a grid sums over tensor parallel groups beside what the
         devices gather.
         """
-        memory, (way, ops) = self.memory or _assumed(self.parts), how
-        parts = list(memory.parts)
+        memory, (way, ops) = self._held, how
+        parts, known = list(memory.parts), dict[tuple[int, Amount], PartMemory]()
         for block in range(start, stop):
             handed = self.boundary(block + 1) or self.boundary(block)
             ring = handed if self.blocks[block].ring_bytes else 0.0  # what attention makes, which it needs again
             sent = (self.blocks[block].reduced_bytes - self.blocks[block].ring_bytes) * (way != "alone")
             beside = ring + self.blocks[block].exchanged_bytes + (summed[block] if summed else 0.0)
             kept = Amount(0.0, handed + sent + beside, 0.0, handed * (way in ("context", "grid")) + beside)
-            parts[block + 1] = parts[block + 1].recomputed(way, kept, ops)
+            key = id(memory.parts[block + 1]), kept
+            if key not in known:
+                known[key] = parts[block + 1].recomputed(way, kept, ops)
+            parts[block + 1] = known[key]
         return replace(self, memory=replace(memory, parts=tuple(parts)))
 
     @property
@@ -236,10 +239,16 @@ class ProgramCosts:
         ]
         return reduce(add, extra, self.between(start, stop))
 
+    @once
     def between(self, start: int, stop: int) -> PartCosts:
         """Return the same with a parameter that several parts read counted for the first of all only."""
         first, last = self.numbers(start, stop)
         return reduce(add, self.parts[first:last], PartCosts())
+
+    def alike(self, start: int, stop: int) -> tuple[int, int]:
+        """Return blocks that cost the same by themselves, which are the same for all such where no blocks differ."""
+        uniform = self.is_uniform and (self.wide is None or self.wide.is_uniform)
+        return (1, 1 + stop - start) if uniform and 0 < start and stop < self.num_blocks else (start, stop)
 
     def numbers(self, start: int, stop: int) -> tuple[int, int]:
         """Return the numbers of the parts of a stage with the blocks [start, stop): the first, and after the last."""
@@ -258,13 +267,18 @@ class ProgramCosts:
     def footprint(self, start: int, stop: int, share: float) -> StageFootprint:
         """Return what the blocks [start, stop), with what stands before and after them all, hold of micro-batches."""
         first, last = self.numbers(start, stop)
-        memory = self.memory or _assumed(self.parts)
+        memory = self._held
         before = memory.everywhere.line(share) + Line(slope=self.boundary(start))
         counted = [part.parameter_bytes_at(share) for part in self.parts[first:last]]
         size = self.state.gradient_share
         gradients = [size * count for count in gradients_of(counted, self.tied, first, share)]
         waiting = [size * count for count in pending_of(self.tied, first, last - first, share)]
         return StageFootprint.of(memory.parts[first:last], gradients, share, before, waiting)
+
+    @cached_property
+    def _held(self) -> ProgramMemory:
+        """Return what each part holds, as far as is known."""
+        return self.memory or _assumed(self.parts)
 
     @cached_property
     def known_recompute(self) -> dict[object, int | None]:
@@ -278,7 +292,8 @@ def _assumed(parts: tuple[PartCosts, ...]) -> ProgramMemory:
         Amount(0.0, part.activation_bytes, 0.0, part.split_activation_bytes, 0.0, part.sequence_activation_bytes)
         for part in parts
     ]
-    return ProgramMemory(tuple(PartMemory(amount, amount) for amount in kept))
+    known = {amount: PartMemory(amount, amount) for amount in dict.fromkeys(kept)}
+    return ProgramMemory(tuple([known[amount] for amount in kept]))
 
 
 ENOUGH = 3

@@ -242,9 +242,24 @@ def test_the_least_number_of_blocks_is_found_wherever_it_is(least: int) -> None:
     assert least_blocks(6, lambda blocks: blocks >= least) == least
 
 
+@pytest.mark.parametrize("known", range(7))
+@pytest.mark.parametrize("least", range(7))
+def test_the_least_number_of_blocks_is_found_from_what_is_known_of_fewer(least: int, known: int) -> None:
+    asked: list[int] = []
+
+    def fits(blocks: int) -> bool:
+        asked.append(blocks)
+        return blocks >= least
+
+    assert least_blocks(6, fits, known) == max(least, known)
+    assert min(asked) >= known
+    assert least_blocks(6, lambda blocks: blocks >= least, 7) in (None, 7)
+
+
 def test_nothing_is_found_where_all_blocks_do_not_help() -> None:
     assert least_blocks(6, lambda blocks: False) is None
     assert least_blocks(0, lambda blocks: False) is None
+    assert least_blocks(6, lambda blocks: False, 3) is None
 
 
 def test_a_plan_that_fits_recomputes_nothing() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hetu_fx.cluster.cluster import Cluster, Link
 from hetu_fx.planner.search.homogeneous import HOMOGENEOUS, candidates, stage_counts
-from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.search.problem import LEAST_PRICED, WORTH, Problem
 from hetu_fx.planner.values.options import PlanOptions
 from hetu_fx.planner.values.profile_file import Profile
 from hetu_fx.plans.plan import Pipeline, Plan, Stage
@@ -94,3 +94,24 @@ def test_plans_that_do_not_fit_are_not_found() -> None:
     problem = Problem(Profile(COSTS), paper(1, 1, memory_bytes=1000))
     assert not HOMOGENEOUS.find(problem)
     assert HOMOGENEOUS.find(replace(problem, cluster=paper(1, 1)))
+
+
+def test_what_is_far_from_the_best_that_was_priced_is_not_looked_for() -> None:
+    problem = Problem(Profile(COSTS), paper(*[100] * 8, nodes="aaaabbbb", inter=SLOW))
+    found = HOMOGENEOUS.find(problem)
+    best = min(found.values())
+    assert problem.priced.least_seconds == best
+    assert problem.priced.worth_seconds == WORTH * best
+    for _ in range(LEAST_PRICED):
+        problem.priced.add(best / 100)
+    assert list(candidates(problem)) == []
+    assert list(candidates(replace(problem)))  # another problem, of which nothing is known
+
+
+def test_a_few_plans_are_priced_whatever_they_take() -> None:
+    priced = Problem(Profile(COSTS), paper(100, 100)).priced
+    for _ in range(LEAST_PRICED - 1):
+        priced.add(1.0)
+    assert priced.worth_seconds == math.inf
+    priced.add(2.0)
+    assert priced.worth_seconds == WORTH

@@ -35,6 +35,18 @@ def test_pieces_come_back_one_after_another() -> None:
     assert highest_at([line for line in stage.backward if line[0]], 10) == 30 + 10 * (5 + 2 + 9)
 
 
+@pytest.mark.parametrize("count", range(1, 6))
+def test_parts_that_are_alike_hold_what_they_hold_one_by_one(count: int) -> None:
+    again = PART.recomputed("alone", Amount(per_row=4), "all")
+    alike, gradients = [*[again] * count, *[PART] * count, PART], [30.0] * (2 * count) + [90.0]
+    apart = [replace(part) for part in alike]
+    one, other = (StageFootprint.of(parts, gradients, 0.5, Line(3, 1), gradients) for parts in (alike, apart))
+    assert one.kept == other.kept
+    for rows in (0, 1, 5, 1000):
+        for name in ("forward", "backward", "later"):
+            assert highest_at(getattr(one, name), rows) == pytest.approx(highest_at(getattr(other, name), rows))
+
+
 def test_a_context_parallel_group_has_the_whole_of_what_it_gathers() -> None:
     gathers = Segment(kept=Amount(per_row=4), sent=Amount(per_row=6), forward=Amount(per_row=20))
     reads = Segment(kept=Amount(per_row=4), forward=Amount(per_row=20))

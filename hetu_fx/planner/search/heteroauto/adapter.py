@@ -18,14 +18,15 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.device_orders import Groups, alike_in, ranks_by_node
 from hetu_fx.planner.search.estimates import Blocks, rules_of
 from hetu_fx.planner.search.heteroauto.cost import HeteroResult, throughput_bound
-from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems
+from hetu_fx.planner.search.heteroauto.kinds import HeteroProblems, Kinds
 from hetu_fx.planner.search.heteroauto.search import Upper
-from hetu_fx.planner.search.homogeneous import best_priced, finalists, stage_counts
+from hetu_fx.planner.search.homogeneous import best_priced, stage_counts
 from hetu_fx.planner.search.malleus.adapter import degrees
 from hetu_fx.planner.search.problem import Candidates, Problem, Search
 from hetu_fx.planner.search.regions import KEPT, MOST_CLASSES, Region, Template, Templates, estimated
@@ -51,6 +52,22 @@ def shapes(problem: Problem) -> list[Shape]:
     return sorted({(replicas, min(m, rows // replicas)) for replicas in counts for m in options.micro_batches})
 
 
+class _Uppers:
+    """The upper level of each shape, for a part of the memory."""
+
+    def __init__(self, problems: HeteroProblems) -> None:
+        self._problems = problems
+
+    def quick_seconds(self, shape: Shape) -> float:
+        """Return seconds that no plan of a shape is below; they take little to work out."""
+        return throughput_bound(self._problems.of(*shape, MARGINS[0]), shape[0])
+
+    @once
+    def of(self, shape: Shape, margin: float) -> Upper:
+        """Return it."""
+        return Upper(self._problems.of(*shape, margin))
+
+
 class HeteroTemplates(Templates):
     """The templates of each region that HeteroAuto finds, in place of those of groups of one size in equal numbers."""
 
@@ -59,6 +76,7 @@ class HeteroTemplates(Templates):
         self._whole, self._rules = problem, rules_of(problem, problem.options.zero)
         self._best: dict[Region, list[Template]] = {}
         self._families: dict[Hashable, Family] = {}
+        self._kinds = Kinds()
 
     def best(self, region: Region) -> list[Template]:
         """Return the fastest for the rows that the region's speed stands for, fastest first."""
@@ -82,28 +100,26 @@ class HeteroTemplates(Templates):
 
     def _searched(self, part: Problem) -> Iterator[Template]:
         """Yield what is found for each shape, in order of what they take at least."""
-        problems, below = HeteroProblems(part), math.inf
-        worth = _WORTH if len(alike_in(part.cluster)) > 1 else _WORTH_ALONE
+        below, worth = math.inf, _WORTH if len(alike_in(part.cluster)) > 1 else _WORTH_ALONE
         try:
-            queue = [(throughput_bound(problems.of(*shape), shape[0]), False, shape) for shape in shapes(part)]
+            uppers = _Uppers(HeteroProblems(part, self._kinds))
+            queue = [(uppers.quick_seconds(shape), False, shape) for shape in shapes(part)]
         except PlanError:
             return  # nothing is known of groups that some kind could form
         heapq.heapify(queue)
         while queue and queue[0][0] < below and not part.time_limit.ends(below < math.inf):
-            _, is_near, shape = heapq.heappop(queue)
-            if not is_near:  # a bound that takes longer to work out
-                heapq.heappush(queue, (Upper(problems.of(*shape)).least_seconds, True, shape))
+            _, is_bounded, shape = heapq.heappop(queue)
+            if not is_bounded:
+                heapq.heappush(queue, (*uppers.of(shape, MARGINS[0]).bounded(), shape))
                 continue
-            seconds, found = self._fitting(part, problems, shape, below)
+            seconds, found = self._fitting(part, uppers, shape, below)
             below = min(below, worth * seconds)
             yield from found
 
-    def _fitting(
-        self, part: Problem, problems: HeteroProblems, shape: Shape, below: float
-    ) -> tuple[float, list[Template]]:
+    def _fitting(self, part: Problem, uppers: _Uppers, shape: Shape, below: float) -> tuple[float, list[Template]]:
         """Return the best of one shape with their least seconds, from the most memory for which some fit."""
         for margin in MARGINS:
-            results = Upper(problems.of(*shape, margin)).near_below(below)
+            results = uppers.of(shape, margin).near_below(below)
             if not results:
                 break  # nor does anything fit in less memory
             made = itertools.chain.from_iterable(self._templates(part, result) for result in results)
@@ -153,9 +169,7 @@ def _taken(nodes: list[list[int]], size: int) -> tuple[int, ...]:
 
 
 def _find(problem: Problem) -> Candidates:
-    found = sorted(estimated(problem, HeteroTemplates(problem)), key=lambda one: one.seconds)
-    plans = (one.plan(problem) for one in found)
-    return best_priced(plans, problem, finalists(len(problem.cluster.devices)))
+    return best_priced(estimated(problem, HeteroTemplates(problem)), problem)
 
 
 def _lacks(problem: Problem) -> str:

@@ -248,7 +248,7 @@ class Tables:
 
     def least_share(self, groups: Groups) -> float:
         """Return what a layer adds to the bubble's sum at least."""
-        return self.problem.bubble * work_seconds(groups, 1.0, EndCosts(), recompute=False)
+        return self.problem.bubble * layer_seconds(groups)
 
     def stage(self, place: StageGroups, row: int, layers: int) -> HeteroStage:
         """Return the stage of so many layers at a place, which recomputes where it has to."""
@@ -293,11 +293,23 @@ def throughput_bound(problem: HeteroProblem, replicas: int) -> float:
     A micro-batch goes through L layers on the fastest groups at best, and each further one takes L over what all groups
     of a replica do in a second.
     """
-    pairs = [(kind, [Groups(kind, degree) for degree in kind.degrees]) for kind in problem.kinds]
-    seconds = {one: work_seconds(one, 1.0, EndCosts(), recompute=False) for _, found in pairs for one in found}
-    rate = sum(max(kind.num_groups(one.degree) / seconds[one] for one in found) for kind, found in pairs) / replicas
+    pairs = [
+        (kind, [(Groups(kind, degree), kind.num_groups(degree)) for degree in kind.degrees]) for kind in problem.kinds
+    ]
+    rate = sum(max(count / layer_seconds(one) for one, count in found) for _, found in pairs) / replicas
+    fastest = min(layer_seconds(one) for _, found in pairs for one, _ in found)
+    return _passing_seconds(problem, replicas, rate, fastest)
+
+
+def layer_seconds(groups: Groups) -> float:
+    """Return forward and backward of a layer and a micro-batch, nothing of which is computed again."""
+    return work_seconds(groups, 1.0, NOTHING, recompute=False)
+
+
+def _passing_seconds(problem: HeteroProblem, replicas: int, rate: float, fastest: float) -> float:
+    """Return the seconds of a step at so many layers per second, if one takes the fastest group so long."""
     count, bubble = problem.num_micro_batches // replicas, problem.bubble
-    return problem.num_layers * ((count - bubble) / rate + bubble * min(seconds.values()))
+    return problem.num_layers * ((count - bubble) / rate + bubble * fastest)
 
 
 _MOST_LIMITS = 512
@@ -314,6 +326,14 @@ class Bounds:
         self._until = np.append(self._limits, np.inf)[1:]  # limits stand for all up to here
         self._most: dict[tuple[GroupChoice, float, EndCosts], Numbers] = {}
         self._hand_overs: dict[tuple[Groups, Groups], float] = {}
+
+    def quick_seconds(self, choices: Sequence[GroupChoice]) -> float:
+        """Return such seconds, as all groups are busy with the slowest stage's share; they take little to work out."""
+        if not choices:
+            return math.inf
+        seconds = [layer_seconds(choice.groups) for choice in choices]
+        rate = sum(choice.most_stages / took for choice, took in zip(choices, seconds, strict=True))
+        return _passing_seconds(self._tables.problem, self._tables.replicas, rate, min(seconds))
 
     def seconds(self, choices: Sequence[GroupChoice]) -> float:
         """Return seconds that no arrangement of the choices is below; infinite where none fits memory."""

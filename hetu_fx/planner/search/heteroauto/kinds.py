@@ -7,58 +7,72 @@ compared by figures of one source.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+from hetu_fx.base.once import once
 from hetu_fx.cluster.cluster import Cluster, Device, Link
 from hetu_fx.planner.price.stage import FORWARD_AND_BACKWARD
 from hetu_fx.planner.price.step_end import optimizer_seconds
 from hetu_fx.planner.search.device_orders import Alike, alike_in, ranks_by_node
 from hetu_fx.planner.search.heteroauto.problem import ChipKind, EndCosts, Freedom, HeteroProblem, Layer
-from hetu_fx.planner.search.malleus.adapter import degrees, layer_seconds
+from hetu_fx.planner.search.malleus.adapter import degrees, layer_line
 from hetu_fx.planner.search.problem import Problem
+from hetu_fx.planner.values.line import Line
 from hetu_fx.planner.values.part_costs import PartCosts
 
 _FREE_KINDS = 4  # where there are more, groups of all kinds have one size
 
 
+class Kinds:
+    """Kinds of chips with what layers cost on them; each is worked out once for all problems of parts of a cluster."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bool], _Kind] = {}
+
+    def of(self, problem: Problem, alike: Alike) -> _Kind:
+        """Return the kind of devices that are alike; problems may differ in their clusters, and in what counts."""
+        key = alike.name, bool(problem.profile.times)
+        if key not in self._known:
+            self._known[key] = _Kind.of(problem, alike)
+        return self._known[key]
+
+
 class HeteroProblems:
-    """What HeteroAuto plans for with each number of replicas and micro-batches; kinds are worked out once."""
+    """What HeteroAuto plans for with each number of replicas and micro-batches."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self._alike = problem, alike_in(problem.cluster)
-        self._known = _of_one_source(problem)
-        self._block = _largest_block(problem)
-        self._kinds: dict[int, tuple[ChipKind, ...]] = {}
-
-    def of(self, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
-        """Return the problem in which each replica has so many micro-batches, within a part of the memory.
+    def __init__(self, problem: Problem, kinds: Kinds | None = None) -> None:
+        """Kinds that are known from other parts of the cluster may be given.
 
         Raises `PlanError` where nothing is known of groups that some kind can form.
         """
-        costs, cluster, options = self._problem.costs, self._problem.cluster, self._problem.options
+        costs, cluster = problem.costs, problem.cluster
+        self._problem = problem
+        known, kinds = _of_one_source(problem), kinds or Kinds()
+        self._kinds = [kinds.of(known, alike) for alike in alike_in(cluster)]
+        self._between = _link(cluster, cluster.devices)
+        self._edges = [_edge(part, _largest_block(problem), cluster) for part in (costs.before, costs.after)]
+
+    @once
+    def of(self, replicas: int, micro_batches: int, margin: float = 1.0) -> HeteroProblem:
+        """Return the problem in which each replica has so many micro-batches, within a part of the memory."""
+        costs, options = self._problem.costs, self._problem.options
         rows = math.ceil(costs.rows / (replicas * micro_batches))
         return HeteroProblem(
-            kinds=tuple(replace(kind, memory_bytes=margin * kind.memory_bytes) for kind in self._kinds_for(rows)),
+            kinds=tuple(kind.at(rows, margin) for kind in self._kinds),
             num_layers=costs.num_blocks,
             num_micro_batches=replicas * micro_batches,
-            between=_link(cluster, cluster.devices),
+            between=self._between,
             boundary_bytes=rows * max(costs.boundary_bytes, default=0.0),
-            before=_edge(costs.before, self._block, cluster),
-            after=_edge(costs.after, self._block, cluster),
+            before=self._edges[0],
+            after=self._edges[1],
             replicas=(replicas,),
             schedule=options.schedule,
             zero=options.zero,
-            freedom=Freedom(recompute=options.recompute, degree_per_kind=len(self._alike) <= _FREE_KINDS),
+            freedom=Freedom(recompute=options.recompute, degree_per_kind=len(self._kinds) <= _FREE_KINDS),
             state=costs.state,
         )
-
-    def _kinds_for(self, rows: int) -> tuple[ChipKind, ...]:
-        """Return the kinds with what micro-batches of so many rows cost."""
-        if rows not in self._kinds:
-            self._kinds[rows] = tuple(_kind(self._known, alike, rows) for alike in self._alike)
-        return self._kinds[rows]
 
 
 def _of_one_source(problem: Problem) -> Problem:
@@ -69,30 +83,54 @@ def _of_one_source(problem: Problem) -> Problem:
     return replace(problem, profile=profile)
 
 
-def _kind(problem: Problem, alike: Alike, rows: int) -> ChipKind:
-    cluster = replace(problem.cluster, devices=alike.devices)
-    own = replace(problem, cluster=cluster)
-    seconds = {size: alike.one.rate * layer_seconds(own, size, rows) for size in degrees(own)}
-    return ChipKind(
-        name=alike.name,
-        nodes=tuple(map(len, ranks_by_node(alike.devices, problem.cluster).values())),
-        memory_bytes=alike.memory_bytes * problem.options.memory_fraction,
-        layers={size: _layer(problem, size, rows, took) for size, took in seconds.items() if took < math.inf},
-        inside=problem.cluster.intra.between(*alike.devices),
-        across=_link(problem.cluster, alike.devices),
-        update_seconds_per_byte=optimizer_seconds(1.0, alike.one),
-    )
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of chips for micro-batches of one row, and what a layer takes by their rows, for each size of groups."""
+
+    for_a_row: ChipKind
+    lines: Mapping[int, Line]
+
+    @classmethod
+    def of(cls, problem: Problem, alike: Alike) -> _Kind:
+        """Return the kind of devices that are alike. Raises `PlanError` where nothing is known of groups of them."""
+        own, rate = replace(problem, cluster=replace(problem.cluster, devices=alike.devices)), alike.one.rate
+        found = [(size, layer_line(own, size)) for size in degrees(own)]
+        lines = {size: Line(rate * line.fixed, rate * line.slope) for size, line in found if line.fixed < math.inf}
+        kind = ChipKind(
+            name=alike.name,
+            nodes=tuple(map(len, ranks_by_node(alike.devices, problem.cluster).values())),
+            memory_bytes=alike.memory_bytes * problem.options.memory_fraction,
+            layers={size: _layer(problem, size, line) for size, line in lines.items()},
+            inside=problem.cluster.intra.between(*alike.devices),
+            across=_link(problem.cluster, alike.devices),
+            update_seconds_per_byte=optimizer_seconds(1.0, alike.one),
+        )
+        return cls(kind, lines)
+
+    @once
+    def at(self, rows: int, margin: float) -> ChipKind:
+        """Return the kind for micro-batches of so many rows, with a part of its memory."""
+        layers = {size: _of_rows(layer, self.lines[size], rows) for size, layer in self.for_a_row.layers.items()}
+        return replace(self.for_a_row, memory_bytes=margin * self.for_a_row.memory_bytes, layers=layers)
 
 
-def _layer(problem: Problem, size: int, rows: int, seconds: float) -> Layer:
-    block, forward = _largest_block(problem), seconds / FORWARD_AND_BACKWARD
+def _layer(problem: Problem, size: int, line: Line) -> Layer:
+    """Return a layer on a group, for micro-batches of one row."""
+    block, forward = _largest_block(problem), line(1) / FORWARD_AND_BACKWARD
     return Layer(
         forward_seconds=forward,
-        backward_seconds=seconds - forward,
+        backward_seconds=line(1) - forward,
         parameter_bytes=block.parameter_bytes_at(1 / size),
-        kept_bytes=rows * block.activation_bytes_at(1 / size),
-        input_bytes=rows * max(problem.costs.boundary_bytes, default=0.0),
+        kept_bytes=block.activation_bytes_at(1 / size),
+        input_bytes=max(problem.costs.boundary_bytes, default=0.0),
     )
+
+
+def _of_rows(layer: Layer, line: Line, rows: int) -> Layer:
+    """Return a layer for micro-batches of so many rows instead of one."""
+    forward = line(rows) / FORWARD_AND_BACKWARD
+    kept, entering = rows * layer.kept_bytes, rows * layer.input_bytes
+    return Layer(forward, line(rows) - forward, layer.parameter_bytes, kept, entering)
 
 
 def _largest_block(problem: Problem) -> PartCosts:

@@ -10,10 +10,12 @@ proof). H2: arXiv 2505.17548, section on HeteroAuto; its planner is not public.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.heteroauto.cost import Bounds, GroupChoice, Groups, HeteroResult, Tables
@@ -50,6 +52,37 @@ _Best = tuple[_Candidate, Arranged]
 """A candidate, and its best arrangement."""
 
 
+class _Lazily:
+    """Candidates that may fit, in order of bounds, each of which is worked out when a quick one no longer tells."""
+
+    def __init__(self, quick: Iterable[_Candidate], bounded: Callable[[_Candidate], _Candidate]) -> None:
+        """`bounded` returns a candidate with a bound that is no less."""
+        self._heap = [(one.seconds, False, number, one) for number, one in enumerate(quick)]
+        heapq.heapify(self._heap)
+        self._bounded, self._found = bounded, list[_Candidate]()
+
+    def __iter__(self) -> Iterator[_Candidate]:
+        for place in itertools.count():
+            while place == len(self._found) and self._heap:
+                self._work_out()
+            if place == len(self._found):
+                return
+            yield self._found[place]
+
+    def bounded(self) -> tuple[float, bool]:
+        """Work out one bound more; return the least of all, and whether it is one that was worked out."""
+        if self._heap and not self._heap[0][1]:
+            self._work_out()
+        return self._heap[0][:2] if self._heap else (math.inf, True)
+
+    def _work_out(self) -> None:
+        _, is_bounded, number, one = heapq.heappop(self._heap)
+        if is_bounded:
+            self._found.append(one)
+        elif (bound := self._bounded(one)).seconds < math.inf:
+            heapq.heappush(self._heap, (bound.seconds, True, number, bound))
+
+
 class Upper:
     """The upper level; remembers tables and bounds of each number of replicas."""
 
@@ -59,13 +92,15 @@ class Upper:
         self._tables = {n: Tables(problem, n, min(problem.num_layers, stages)) for n, stages in most.items() if stages}
         groups = [Groups(kind, degree) for kind in problem.kinds for degree in kind.degrees]
         self._bounds = {count: Bounds(tables, groups) for count, tables in self._tables.items()}
-        self._candidates = sorted(self._all(), key=lambda candidate: candidate.seconds)
+        self._candidates = _Lazily(self._all(), self._bounded)
         self._num_arranged = 0
 
-    @property
-    def least_seconds(self) -> float:
-        """Return what no plan with groups of one size per kind is below; infinite where none can fit memory."""
-        return self._candidates[0].seconds if self._candidates else math.inf
+    def bounded(self) -> tuple[float, bool]:
+        """Work out one bound more; return what no plan with groups of one size per kind is below, and if that is all.
+
+        It is infinite where none can fit memory.
+        """
+        return self._candidates.bounded()
 
     def search_below(self, seconds: float) -> HeteroResult | None:
         """Return the best plan found; None when none that fits memory takes less than so many seconds."""
@@ -81,7 +116,7 @@ class Upper:
         if best is None:
             return []
         limit = min(seconds, best.seconds * NEAR)
-        few = (candidate for candidate in self._candidates[:MOST_NEAR] if candidate.seconds < limit)
+        few = (candidate for candidate in islice(self._candidates, MOST_NEAR) if candidate.seconds < limit)
         pairs = ((one, arrange(self._tables[one.replicas], one.choices, limit)) for one in few)
         others = [self._result(one, arranged, arranged.seconds) for one, arranged in pairs if arranged is not None]
         return [best, *(one for one in others if one.stages != best.stages)]
@@ -94,13 +129,13 @@ class Upper:
 
         That of the least bound is arranged first, within limits that rise until it can be; it limits all others.
         """
-        first, best = self._candidates[:1], None
+        first, best = list(islice(self._candidates, 1)), None
         for slack in _SLACKS if first else ():
-            limit = min(below, self.least_seconds * slack)
+            limit = min(below, first[0].seconds * slack)
             best = self._best(first, limit)
             if best is not None or limit == below:
                 break
-        return self._best(self._candidates[1:], below if best is None else best[1].seconds) or best
+        return self._best(islice(self._candidates, 1, None), below if best is None else best[1].seconds) or best
 
     def _refined(self, best: _Best) -> _Best:
         """Return the best plan that splitting kinds, one after the other, leads to."""
@@ -111,7 +146,7 @@ class Upper:
                 return best
             best = found
 
-    def _best(self, candidates: Sequence[_Candidate], below: float) -> _Best | None:
+    def _best(self, candidates: Iterable[_Candidate], below: float) -> _Best | None:
         """Return the best of candidates, in order of their bounds, that takes less than `below` seconds."""
         best: _Best | None = None
         for candidate in candidates:
@@ -126,13 +161,16 @@ class Upper:
     def _candidate(self, replicas: int, choices: tuple[GroupChoice, ...]) -> _Candidate:
         return _Candidate(self._bounds[replicas].seconds(choices), replicas, choices)
 
+    def _bounded(self, quick: _Candidate) -> _Candidate:
+        """Return a candidate with the greater of both its bounds."""
+        exact = self._candidate(quick.replicas, quick.choices)
+        return exact if exact.seconds > quick.seconds else quick
+
     def _all(self) -> Iterator[_Candidate]:
-        """Yield what can be chosen with groups of one size per kind, as far as it may fit."""
-        for replicas in self._tables:
+        """Yield what can be chosen with groups of one size per kind, with quick bounds."""
+        for replicas, bounds in self._bounds.items():
             for choices in self._chosen(replicas):
-                candidate = self._candidate(replicas, choices)
-                if candidate.seconds < math.inf:
-                    yield candidate
+                yield _Candidate(bounds.quick_seconds(choices), replicas, choices)
 
     def _chosen(self, replicas: int) -> Iterator[tuple[GroupChoice, ...]]:
         able = [some for kind in self._problem.kinds if (some := _choices(kind, replicas))]

@@ -27,10 +27,10 @@ from hetu_fx.planner.search.allocate import Seconds, spread
 from hetu_fx.planner.search.contiguous import replica_counts
 from hetu_fx.planner.search.device_orders import EXHAUSTIVE_DEVICES, Groups
 from hetu_fx.planner.search.estimates import Estimates, rules_of
-from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates, finalists
+from hetu_fx.planner.search.homogeneous import TimedArrangement, best_priced, candidates
 from hetu_fx.planner.search.malleus.search import search
 from hetu_fx.planner.search.malleus.situation import LayerMemory, MalleusSituation
-from hetu_fx.planner.search.problem import Candidates, Problem, Search
+from hetu_fx.planner.search.problem import WORTH, Candidates, Problem, Search
 from hetu_fx.planner.search.regions import MOST_CLASSES, Estimated, Template, classes_of, estimate, estimated
 from hetu_fx.planner.search.replica import Family
 from hetu_fx.planner.values.device_memory import fixed_bytes
@@ -115,8 +115,6 @@ class Adapter:
 MOST_ADAPTED = 6
 """So many plans without stragglers, of each search for them, are mended."""
 
-_WORTH = 1.25  # what Malleus' own prices say is slower than the best so far by this factor is not looked for
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -188,7 +186,12 @@ def situation(problem: Problem, shape: Shape, *, recompute: bool = False) -> Mal
 
 
 def layer_seconds(problem: Problem, size: int, rows: int) -> float:
-    """Return the seconds of a block and a micro-batch of `rows` rows on a healthy group of the fastest devices.
+    """Return the seconds of a block and a micro-batch of `rows` rows on a healthy group of the fastest devices."""
+    return layer_line(problem, size)(rows)
+
+
+def layer_line(problem: Problem, size: int) -> Line:
+    """Return the seconds of a block on a healthy group of the fastest devices, by the rows of a micro-batch.
 
     Infinite for a size that nothing is known of where others are known: what is measured, told and counted never mixes.
     """
@@ -197,15 +200,15 @@ def layer_seconds(problem: Problem, size: int, rows: int) -> float:
     length = problem.profile.tokens_per_row
     if length and times:
         known = times.get(size)
-        return math.inf if known is None else rows * (known.seconds(length) - known.c) + known.c
+        return Line(math.inf) if known is None else Line(known.c, known.seconds(length) - known.c)
     if alpha:
-        return alpha.get(size, math.inf)  # only their ratios matter
+        return Line(alpha.get(size, math.inf))  # only their ratios matter
     alike = tuple(replace(fastest, rank=rank, node="0", rate=1.0) for rank in range(size))
     healthy, stage = replace(problem.cluster, devices=alike), Stage(tuple(range(size)))
     blocks = reduce(add, problem.costs.blocks)
     sums, returns = tensor_parallel_lines(stage, blocks, healthy)
-    line = compute_lines(stage, blocks, healthy)[0] + sums + returns
-    return line(rows) / problem.costs.num_blocks
+    whole, count = compute_lines(stage, blocks, healthy)[0] + sums + returns, problem.costs.num_blocks
+    return Line(whole.fixed / count, whole.slope / count)
 
 
 def _fastest(problem: Problem) -> Device:
@@ -257,7 +260,7 @@ def _find(problem: Problem) -> Candidates:
         if priced is not None:
             shared = problem.fitted(_with_rows_shared(priced[0], problem))
             found |= dict(pair for pair in (priced, shared) if pair is not None)
-    return found | (_adapted(problem, healthy, even) if healthy.cluster != problem.cluster else {})
+    return found | ({} if healthy.cluster == problem.cluster else _adapted(problem, healthy, even))
 
 
 def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement]) -> dict[Plan, float]:
@@ -268,9 +271,7 @@ def _adapted(problem: Problem, healthy: Problem, even: Sequence[TimedArrangement
     chosen = sorted(first.values(), key=lambda candidate: candidate.seconds)[:MOST_ADAPTED]
     plans = dict.fromkeys([*(one.plan(healthy) for one in uneven), *(one.plan(healthy) for one in chosen)])
     made = (adapter.adapted(plan) for plan in plans)
-    best = sorted((one for one in made if one is not None), key=lambda one: one.seconds)
-    made_plans = list(dict.fromkeys(one.plan(problem) for one in best))
-    return best_priced(made_plans, problem, finalists(len(problem.cluster.devices)))
+    return best_priced((one for one in made if one is not None), problem)
 
 
 def _without_stragglers(problem: Problem) -> Problem:
@@ -283,7 +284,7 @@ def _below(problem: Problem, shape: Shape, best: float) -> float:
     rows = math.ceil(problem.costs.rows / shape.micro_batches) * shape.micro_batches
     fastest = _fastest(problem)
     has_ratios_only = problem.profile.slowdown(fastest.kind) and not problem.profile.block_times(fastest.kind)
-    return math.inf if has_ratios_only else _WORTH * best * rows / problem.costs.rows
+    return math.inf if has_ratios_only else WORTH * best * rows / problem.costs.rows
 
 
 def _plan(problem: Problem, shape: Shape, below: float) -> Plan | None:

@@ -131,6 +131,12 @@ def most_below(filled: Filled, seconds: float) -> int:
     return most if most >= len(filled.kinds) else 0
 
 
+def most_by(filled: Filled, seconds: float) -> int:
+    """Return the most micro-batches that a pipeline does in no more than `seconds`; 0 if fewer than it has stages."""
+    most = math.floor(seconds / filled.bottleneck / _BELOW)
+    return most if most >= len(filled.kinds) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Left:
     """What is left to choose: so many pipelines of row `rest`, from a position in the order of loss, within a slack."""
@@ -180,10 +186,15 @@ class Listing:
         values = np.unique(np.concatenate([kind.seconds * layers for kind in self._kinds]))
         seconds = np.array([kind.seconds for kind in self._kinds])[:, None]
         fitting = np.floor(values * (1 + 1e-12) / seconds)
-        held = np.zeros(len(self._counts), dtype=np.int64)
-        for part in np.array_split(np.arange(len(self._counts)), len(self._counts) // 1000 + 1):
-            held[part] = (self._counts[part] @ fitting < self._situation.num_layers).sum(axis=1)
-        return np.append(values, np.inf)[held]
+        low, high = (np.full(len(self._counts), number) for number in (0, len(values)))
+        for _ in range(len(values).bit_length()):
+            middle = np.minimum((low + high) // 2, len(values) - 1)
+            columns = zip(self._counts.T, fitting, strict=True)
+            held = sum((column * fits[middle] for column, fits in columns), np.zeros(len(self._counts)))
+            high = np.where(held >= self._situation.num_layers, middle, high)
+            low = np.where(held >= self._situation.num_layers, low, middle + 1)
+        bottlenecks: NDArray[np.float64] = np.append(values, np.inf)[high]
+        return bottlenecks
 
     def find(self, below: float) -> list[Filled] | None:
         """Return pipelines that take less than `below` seconds by (2), or None; is_complete says if that is sure."""

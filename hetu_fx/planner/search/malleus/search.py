@@ -28,17 +28,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 from hetu_fx.errors import PlanError
 from hetu_fx.planner.search.allocate import spread_evenly
-from hetu_fx.planner.search.malleus.groups import (
-    Grouping,
-    GroupKind,
-    groupings,
-)
+from hetu_fx.planner.search.malleus.exchanges import Reach, different_pairs, exchanges, replaced
+from hetu_fx.planner.search.malleus.groups import Grouping, GroupKind, groupings
 from hetu_fx.planner.search.malleus.layers import MOST_STEPS, Budget, Filled, Kinds, LayerFiller, Listing, most_below
 from hetu_fx.planner.search.malleus.mapping import (
     Holdings,
@@ -216,7 +214,7 @@ class Placer:
         slim = []
         for filled, count in zip(placement.pipelines, placement.micro_batches, strict=True):
             for kind in sorted(filled.kinds, reverse=True):
-                less = self.filler.fill(_replaced(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
+                less = self.filler.fill(replaced(filled.kinds, kind, None)) if len(filled.kinds) > 1 else None
                 is_enough = less is not None and less.bottleneck * count <= placement.seconds
                 if less is not None and is_enough and less.fill_seconds < filled.fill_seconds:
                     filled = less
@@ -241,7 +239,7 @@ class Placer:
         improved = True
         while improved:
             improved = False
-            for i, j in _different_pairs(bins):
+            for i, j in different_pairs(bins):
                 better = self._exchange(bins, i, j, best)
                 if better is not None:
                     best, improved = better, True
@@ -250,12 +248,17 @@ class Placer:
     def _exchange(self, bins: list[Kinds], i: int, j: int, best: Placement | None) -> Placement | None:
         """Make the best exchange between two pipelines, if one is better than `best`."""
         better, chosen = None, None
-        for one, other in _exchanges(bins[i], bins[j]):
+        filled: list[Filled | None] = [*map(self.filler.fill, bins)] if best is None else [*best.pipelines]
+        reach = None if best is None else Reach.of(best.pipelines, sum(best.micro_batches), best.seconds, (i, j))
+        for one, other in exchanges(bins[i], bins[j]):
             if not self._swaps.take(1):
                 break
-            tried = [*bins]
-            tried[i], tried[j] = one, other
-            placed = self._micro_batches([self.filler.fill(kinds) for kinds in tried])
+            pair = self.filler.fill(one), self.filler.fill(other)
+            if reach is not None and not reach.allows(*pair):
+                continue
+            tried = [*filled]
+            tried[i], tried[j] = pair
+            placed = self._micro_batches(tried)
             if placed is not None and _merit(placed) < min(_merit(best), _merit(better)):
                 better, chosen = placed, (one, other)
         if chosen is not None:
@@ -291,37 +294,13 @@ def _parts(placement: Placement) -> Iterator[tuple[int, ...]]:
         return filled.bottleneck * capacity
 
     order = sorted(range(len(placement.pipelines)), key=lambda i: (-waste(i), i))
-    copies = [sum(placement.pipelines[j] == placement.pipelines[i] for j in order[:n]) for n, i in enumerate(order)]
-    few = [i for i, before in zip(order, copies, strict=True) if before < PART]
+    copies, few = Counter[Filled](), list[int]()
+    for i in order:
+        few += [i] if copies[placement.pipelines[i]] < PART else []
+        copies[placement.pipelines[i]] += 1
     seen = set()
     for part in combinations(few, PART):
         key = tuple(sorted(placement.pipelines[i].kinds for i in part))
         if key not in seen:
             seen.add(key)
             yield part
-
-
-def _different_pairs(bins: Sequence[Kinds]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of positions, one for each pair of different pipelines, slower ones first."""
-    seen = set()
-    for i in range(len(bins)):
-        for j in range(i + 1, len(bins)):
-            pair = (bins[i], bins[j]) if bins[i] >= bins[j] else (bins[j], bins[i])
-            if pair not in seen:
-                seen.add(pair)
-                yield i, j
-
-
-def _exchanges(one: Kinds, other: Kinds) -> Iterator[tuple[Kinds, Kinds]]:
-    """Yield both pipelines after a group of one was moved to the other, or two groups swapped."""
-    for mine in (None, *dict.fromkeys(one)):
-        for theirs in (None, *dict.fromkeys(other)):
-            if mine != theirs:
-                yield _replaced(one, mine, theirs), _replaced(other, theirs, mine)
-
-
-def _replaced(kinds: Kinds, gone: GroupKind | None, new: GroupKind | None) -> Kinds:
-    left = list(kinds)
-    if gone is not None:
-        left.remove(gone)
-    return tuple(sorted([*left, *([] if new is None else [new])], reverse=True))

@@ -82,7 +82,7 @@ def judge(found: Mapping[str, Any]) -> int:
         *(
             Bar(f"{who}: predicted off by", abs(share - 1), PREDICTED_BAR, at_least=False)
             for who, one in rounds.items()
-            if (share := predicted_share(one)) is not None
+            for share in predicted_share(one).values()
         ),
     ]
     return finish("mixed_length", bars, list(rows.values()), speeds=SPEEDS, scale=str(SCALE), **found["about"])
@@ -96,7 +96,7 @@ def row(name: str, one: Columns, own: Columns) -> dict[str, object]:
         "tokens per second": speed(one),
         "our gain": gain(own, one),
         **predicted_gain(own, one),
-        **({} if (share := predicted_share(one)) is None else {"predicted / measured": share}),
+        **predicted_share(one),
         **details(one),
     }
 

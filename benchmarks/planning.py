@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from types import FrameType
 from typing import TypeVar
 
@@ -112,12 +113,7 @@ def fidelity_part(quick: bool) -> Found:
     """Hold closed form and simulation of drawn plans against each other; rows are of those that differ most."""
     found = list(fidelity(QUICK_PLANS if quick else NUM_PLANS))
     furthest = sorted(found, key=lambda one: (-one.unexplained, -abs(one.difference)))[:FURTHEST]
-    return fidelity_bars(found), [{"case": one.plan, **_shares(one)} for one in furthest]
-
-
-def _shares(one: Fidelity) -> Row:
-    names = ("difference", "hidden", "lost", "unexplained", "folded")
-    return {name: getattr(one, name) for name in names}
+    return fidelity_bars(found), list(map(asdict, furthest))
 
 
 def regret_part(quick: bool) -> Found:

@@ -84,10 +84,10 @@ def predicted_gain(of: Columns, over: Columns) -> dict[str, object]:
     return {"predicted": ratio[0] / ratio[1]} if len(ratio) == len((of, over)) else {}
 
 
-def predicted_share(one: Columns) -> float | None:
-    """Return the seconds that were expected of all rounds over those that they took; None where nothing was."""
+def predicted_share(one: Columns) -> dict[str, float]:
+    """Return the seconds that were expected over those that all rounds took as an entry; none where nothing was."""
     expected = float(sum(one["predicted"]))
-    return expected / sum(one["seconds"]) if expected else None
+    return {"predicted / measured": expected / sum(one["seconds"])} if expected else {}
 
 
 def details(one: Columns) -> dict[str, object]:

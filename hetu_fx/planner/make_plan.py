@@ -191,8 +191,7 @@ def _simplest(found: Mapping[Plan, float]) -> Plan:
     near = [plan for plan, seconds in found.items() if seconds <= limit]
 
     def order(plan: Plan) -> tuple[object, ...]:
-        again = any(stage.recompute for *_, stage in plan.stages)
-        return again, _num_seams(plan), plan.sequence_parallel, found[plan], *_simplicity(plan)
+        return plan.recomputes, _num_seams(plan), plan.sequence_parallel, found[plan], *_simplicity(plan)
 
     return min(near, key=order)
 

@@ -142,6 +142,11 @@ class Plan(Document):
         """Return `(pipeline index, stage index, stage)` of all stages, in order."""
         return tuple((i, j, s) for i, pipe in enumerate(self.pipelines) for j, s in enumerate(pipe.stages))
 
+    @property
+    def recomputes(self) -> bool:
+        """Tell whether any stage does forwards again in the backward."""
+        return any(stage.recompute for *_, stage in self.stages)
+
     def place(self, device: int) -> tuple[int, int] | None:
         """Return the (pipeline index, stage index) of a rank, or None when the plan leaves it idle."""
         return next(((i, j) for i, j, stage in self.stages if device in stage.devices), None)

@@ -338,7 +338,7 @@ def _least(place: PlacedDevice, stage: Stage, ops: RecomputedOps, limit: int, co
 
 def _recomputing(plan: Plan, stages: Mapping[Place, Stage]) -> Plan:
     """Return the plan with these stages, and others that recompute nothing."""
-    if not stages and not any(stage.recompute for *_, stage in plan.stages):
+    if not stages and not plan.recomputes:
         return plan
     pipelines = []
     for i, pipeline in enumerate(plan.pipelines):

@@ -117,14 +117,14 @@ class Estimates:
 
     def _new_family(self, groups: Groups, num_replicas: int, rows: int) -> Family | None:
         """Return the fastest of pipelines whose blocks are balanced for each number of micro-batches of their rows."""
-        best, found = None, dict[Blocks, None]()
+        best, found = None, set[Blocks]()
         for bound, count in sorted(self._bounds(groups, rows)):
             if best is not None and bound > _OTHER * best.seconds(rows):
                 break
             micro_rows = math.ceil(rows / count)
             blocks = self.blocks(groups, num_replicas, (micro_rows, count), micro_rows)
             if blocks is not None and blocks not in found:
-                found[blocks] = None
+                found.add(blocks)
                 family = Family.of(self.replica(groups, blocks), num_replicas, self._rules)
                 best = family if best is None else min(best, family, key=lambda one: one.seconds(rows))
         return best

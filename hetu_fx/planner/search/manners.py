@@ -70,7 +70,7 @@ def shared_throughout(problem: Problem, found: Iterable[Plan]) -> bool:
 
 def _is_short_of_memory(problem: Problem, found: Iterable[Plan]) -> bool:
     """Tell whether every plan recomputes; where there are none, if no other search has found one that does not."""
-    recomputing = [any(stage.recompute for *_, stage in plan.stages) for plan in found]
+    recomputing = [plan.recomputes for plan in found]
     return all(recomputing) if recomputing else not problem.priced.are_roomy
 
 

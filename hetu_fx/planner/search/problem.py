@@ -150,7 +150,7 @@ class Problem:
         if found is None or self.options.refused(found.plan):
             return None
         seconds = found.overlapped_seconds
-        self.priced.add(seconds, is_roomy=not any(stage.recompute for *_, stage in found.plan.stages))
+        self.priced.add(seconds, is_roomy=not found.plan.recomputes)
         return found.plan, seconds
 
 

@@ -56,7 +56,7 @@ FEATURES: Mapping[str, Feature] = {
     "experts": Feature("experts, rather than their width, spread over groups", lambda plan: bool(plan.split)),
     "recompute": Feature(
         "blocks whose forward is done again in backward",
-        lambda plan: any(stage.recompute for *_, stage in plan.stages),
+        lambda plan: plan.recomputes,
         "recompute",
     ),
     "zero": Feature("optimizer states spread over replicas", lambda plan: plan.zero > 0, "zero"),
